@@ -118,6 +118,7 @@ _STATE_BYTES = Annotated[
     list[int] | None,
     typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
 ]
+_LARGEST_BATCH = Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")]
 _TUNE = Annotated[
     bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens per second.")
 ]
@@ -153,9 +154,7 @@ def plan(
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: _STATE_BYTES = None,
-    largest_batch: Annotated[
-        bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")
-    ] = False,
+    largest_batch: _LARGEST_BATCH = False,
     tune: _TUNE = False,
     tokens_per_step: _TOKENS = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
