@@ -1,0 +1,74 @@
+"""Waits and places of work that a close reading found missing."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Update
+from elixir_compile.optim.rule import on_host
+from elixir_compile.runtime.awaited import QueuedUpdates
+from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.published import GradNormCache
+from elixir_compile.runtime.updates import UpdateLine
+from tests.run.updating import hybrid_run, ladder, rows
+
+
+class Past:
+    """An event that is past."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Counting(Plain):
+    """Lanes that count the waits of compute, and hand back the event of the work."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.waited: list[Any] = []
+
+    def compute_waits(self, event: Any) -> None:
+        self.waited.append(event)
+
+    def hand_back(self, event: Any) -> Any:
+        return None if event is None else partial(self.compute_waits, event)
+
+
+def test_every_reader_of_an_updated_bucket_waits_for_its_write_back() -> None:
+    lanes, line, queued, written = Counting(), UpdateLine(), QueuedUpdates(()), Past()
+    queued.add(line.queue(lambda: written, "update b0", lanes), ())
+    for _ in range(3):  # readers on three streams
+        queued.wait()
+    assert lanes.waited.count(written) >= 3
+
+
+def test_a_hyperparameter_on_an_accelerator_is_read_before_the_update_is_queued() -> None:
+    with FakeTensorMode():
+        there, here = torch.tensor(0.1, device="cuda"), torch.tensor(0.1, device="cpu")
+        found = on_host((there, 0.9, here))
+        assert [value.device.type for value in (found[0], found[2])] == ["cpu", "cpu"]
+        assert found[1] == 0.9
+        assert found[2] is here
+
+
+def test_norms_of_leaving_gradients_are_computed_on_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    lanes_of_norms: list[object] = []
+    take, model, batches = GradNormCache.take, ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="host", update=Update.AFTER_BACKWARD) as run:
+
+        def noted(self: GradNormCache, moved: Any) -> None:
+            lanes = executor_of(run.model).lanes
+            assert isinstance(lanes, Checked)
+            lanes_of_norms.append(lanes._checker.here.lane)
+            take(self, moved)
+
+        monkeypatch.setattr(GradNormCache, "take", noted)
+        run.train(batches)
+    assert lanes_of_norms
+    assert set(lanes_of_norms) == {None}
