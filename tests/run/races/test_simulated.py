@@ -90,7 +90,8 @@ def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_worker_makes_the_device_current_before_it_uses_lanes() -> None:
-    lanes, line = Simulated(torch.device("cpu"), "late"), UpdateLine()
+    lanes: Any = Simulated(torch.device("cpu"), "late")
+    line = UpdateLine()
     with pytest.raises(AssertionError, match="device 0"):
         line.queue(lanes.h2d.mark, "update b0").wait()
     line.queue(lanes.h2d.mark, "update b0", lanes).wait()
