@@ -183,7 +183,11 @@ class SimulatedLane:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
-            self.queue.issue(lambda: target.copy_(source) and None)
+
+            def convert() -> None:
+                target.copy_(source)
+
+            self.queue.issue(convert)
             return
         to, origin = Bytes(target), Bytes(source)
         with self.queue.world.lock:

@@ -68,6 +68,17 @@ def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monke
         run.train(batches)
 
 
+def test_users_may_write_parameters_after_a_forward_and_read_gradients_after_a_backward() -> None:
+    model, batches = ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="host", update=Update.AFTER_BACKWARD) as run:
+        run.train(batches[:1])
+        loss = run.compiled(batches[1])
+        own = executor_of(run.model).lanes
+        own.touches((), [param.detach() for param in run.model.parameters()])
+        loss.backward()
+        own.touches([param.grad for param in run.model.parameters() if param.grad is not None])
+
+
 @pytest.fixture
 def lanes() -> Any:
     return lanes_for(CPU)

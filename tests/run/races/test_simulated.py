@@ -11,6 +11,7 @@ import torch
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime import executor
+from elixir_compile.runtime.updates import UpdateLine
 from tests.run.races.simulated import Simulated, SimulatedLane
 from tests.run.training import Run, loss_of, on_host
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
@@ -72,16 +73,13 @@ def test_accumulated_steps_have_the_same_bits(update: Update, policy: str, monke
         assert_equal(expected, accumulate(run, batches, 3))
 
 
-@pytest.mark.parametrize("missing", ["copies behind compute", "waits of compute", "the device of the thread"])
+@pytest.mark.parametrize("missing", ["copies behind compute", "waits of compute"])
 def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(monkeypatch, "early" if missing == "copies behind compute" else "late")
-    match missing:
-        case "copies behind compute":
-            monkeypatch.setattr(SimulatedLane, "behind_compute", SimulatedLane.beside_compute)
-        case "waits of compute":
-            monkeypatch.setattr(Simulated, "compute_waits", lambda self, event: None)
-        case _:
-            monkeypatch.setattr(Simulated, "hand_over", lambda self: lambda: None)
+    if missing == "copies behind compute":
+        monkeypatch.setattr(SimulatedLane, "behind_compute", SimulatedLane.beside_compute)
+    else:
+        monkeypatch.setattr(Simulated, "compute_waits", lambda self, event: None)
     model, batches = ladder(), rows(4)
     expected = eager_run(model).train(batches)
     with (
@@ -89,3 +87,11 @@ def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -
         pytest.raises(AssertionError),
     ):
         assert_equal(expected, run.train(batches))
+
+
+def test_the_worker_makes_the_device_current_before_it_uses_lanes() -> None:
+    lanes: Any = Simulated(torch.device("cpu"), "late")
+    line = UpdateLine()
+    with pytest.raises(AssertionError, match="device 0"):
+        line.queue(lanes.h2d.mark, "update b0").wait()
+    line.queue(lanes.h2d.mark, "update b0", lanes).wait()
