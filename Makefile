@@ -30,12 +30,14 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
 
-# Every order of copies, updates and compute: the tests of races with many schedules, then all training tests with checks.
+# Every order of copies, updates and compute: the tests of races with many schedules, then all training tests with checks,
+# and the tests on a second device type whose copies are late.
 SEEDS ?= 50
 
 races: venv
 	ELIXIR_RACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -n $(WORKERS) tests/run/races
 	ELIXIR_CHECK_RACES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
+	$(BIN)/python -m tests.device.on_device -m 'slow or not slow'
 
 # Whether the tests of races notice each wait of the runtime that is missing; hours. `ONLY=gathers.py` runs some.
 mutants: venv
