@@ -322,25 +322,36 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
 
 class OutOfDeviceMemory(ElixirError, MemoryError):
-    """The device ran out of memory in an early step of `graph`, again after a new plan with less memory.
+    """The device ran out of memory in an early step of `graph`, and no plan with less memory helped.
 
-    `largest` has the bytes of the largest tensors at the peak of the plan; torch held `reserved_bytes`.
+    The plan needs `planned_bytes` of `budget_bytes`; torch held `reserved_bytes`, of which `allocated_bytes` were in
+    tensors. `largest` has the bytes of the largest tensors at the peak of the plan, by name.
     """
 
     def __init__(
-        self, graph: str, budget_bytes: int, planned_bytes: int, reserved_bytes: int, largest: Mapping[str, int]
+        self,
+        graph: str,
+        budget_bytes: int,
+        planned_bytes: int,
+        allocated_bytes: int,
+        reserved_bytes: int,
+        largest: Mapping[str, int],
     ) -> None:
-        super().__init__(graph, budget_bytes, planned_bytes, reserved_bytes, dict(largest))
-        self.graph, self.largest = graph, dict(largest)
-        self.budget_bytes, self.planned_bytes, self.reserved_bytes = budget_bytes, planned_bytes, reserved_bytes
+        super().__init__(graph, budget_bytes, planned_bytes, allocated_bytes, reserved_bytes, dict(largest))
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.planned_bytes = planned_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.largest = dict(largest)
 
     def __str__(self) -> str:
         largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
-        numbers = map(format_bytes, (self.planned_bytes, self.budget_bytes, self.reserved_bytes))
-        used = "{} of {} planned, {} held by torch".format(*numbers)
+        held = f"{format_bytes(self.reserved_bytes)} held by torch, {format_bytes(self.allocated_bytes)} in tensors"
         return (
-            f"{self.graph} ran out of device memory ({used}). Largest tensors at the planned peak: {largest}. Lower "
-            "device_memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"{self.graph} ran out of device memory ({format_bytes(self.planned_bytes)} of "
+            f"{format_bytes(self.budget_bytes)} planned, {held}), and no plan with less memory helped. Largest tensors "
+            f"at the planned peak: {largest}. Lower device_memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
 
 

@@ -49,7 +49,7 @@ class GraphPlanner:
         self.correction: Correction | None = None
         """The machine as the first steps showed it; None before that."""
         self.excess_bytes = 0
-        """Device bytes that early steps lacked under the first plan: see `out_of_memory`."""
+        """Device bytes that an early step lacked under the first plan: see `out_of_memory`."""
         self.reviewed: Plan | None = None
         """The plan as its review left it: later plans keep its decision about the loss."""
         self._divides = False
@@ -64,6 +64,11 @@ class GraphPlanner:
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
         return self._options.replan and self._options.plan is None and self._executor.ranks is None
+
+    @property
+    def is_budget_given(self) -> bool:
+        """Whether the user chose the device budget; else it is measured before each plan."""
+        return self._options.device_memory is not None
 
     def plans_like(self, other: "GraphPlanner") -> bool:
         """Return whether the same step gets the same plan here and by `other`: no option differs that shapes plans."""

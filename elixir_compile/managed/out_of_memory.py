@@ -6,20 +6,25 @@
   again      OutOfDeviceMemory, with the largest tensors at the peak of the plan
 ```
 
-A backward does not run again, because gradients and updates of a part of it may be in place already. On several ranks
-nothing is planned: the other ranks wait in a collective.
+A backward does not run again, because gradients and updates of a part of it may be in place already. Nor does a forward
+that writes its inputs or communicates: a part of that is done. On several ranks nothing is planned: the other ranks
+wait in a collective.
 """
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
+from elixir_compile import compat
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Kind, Phase, StepGraph
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, own_bytes
 from elixir_compile.managed.variants import ActivePlan
@@ -30,9 +35,36 @@ from elixir_compile.units import format_bytes, parse_bytes
 log = logging.getLogger("elixir_compile")
 
 _NUM_EARLY = STEPS_SKIPPED + STEPS_TIMED
-"""Forwards that run once more. Later forwards of the same plan need what these did."""
+"""The first so many forwards run a second time if the device is full. Later forwards of the same plan need as much."""
 _NUM_LARGEST = 5
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAllocation:
+    """An allocation in a step that the device had too little memory for."""
+
+    budget_bytes: int
+    """The budget of the plan in use."""
+    planned_bytes: int
+    """The peak of the plan."""
+    allocated_bytes: int
+    """Bytes of all tensors of the process at the failure."""
+    requested_bytes: int
+    """Bytes of the allocation; 0 if they are not known."""
+
+    def excess_bytes(self, foreign_bytes: int, limit_bytes: int | None) -> int:
+        """Return by how many bytes a new plan must need less.
+
+        `foreign_bytes` are tensors that no plan counts. `limit_bytes` are the most bytes that the process may allocate
+        on the device, if the user chose the budget; a measured budget leaves `foreign_bytes` out already, and for it
+        `limit_bytes` is None.
+        """
+        needed_bytes = self.allocated_bytes + self.requested_bytes - foreign_bytes
+        above_plan_bytes = max(self.requested_bytes or self.budget_bytes // 16, needed_bytes - self.planned_bytes)
+        if limit_bytes is None:
+            return above_plan_bytes
+        return above_plan_bytes + max(0, self.budget_bytes - (limit_bytes - foreign_bytes))
 
 
 class Forwards(Protocol):
@@ -61,38 +93,64 @@ class EarlyShortage:
         self._executor = executor
         self._planner = planner
         self._num_forwards = 0
+        self._failed: FailedAllocation | None = None
+        """The allocation for which the next plan must need less."""
         self.wants_plan = False
         """Whether the next forward must be planned again."""
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether the last forward, or its backward, is of an early step."""
+        return self._num_forwards <= _NUM_EARLY
 
     def forward(self, graph: Forwards, args: list[Any]) -> Any:
         """Run the forward of `graph`; in early steps, once more under a new plan if the device is full."""
         self.wants_plan = False
-        if self._num_forwards >= _NUM_EARLY:
-            return graph.run_forward(args)
         self._num_forwards += 1
-        kept = list(args)
+        if not self._is_early:
+            return graph.run_forward(args)
+        # Programs free their inputs after the last use: only the caller may keep them longer.
+        kept = [TensorWeakRef(value) if isinstance(value, torch.Tensor) else value for value in args]
         try:
             return graph.run_forward(args)
         except torch.OutOfMemoryError as error:
             self._note(graph.active, error)
+            if changes_outside(graph.active.graph):
+                raise
+            text = str(error)
         # Outside of the handler: the error's traceback holds the tensors of the failed forward.
-        self._planner.excess_bytes += self._foreign_bytes()
-        try:
-            graph.keep_current(kept)
-        except NoFeasiblePlan as error:
-            raise self._explained(graph.active) from error
+        again = [value() if isinstance(value, TensorWeakRef) else value for value in kept]
+        if any(value is None and isinstance(ref, TensorWeakRef) for value, ref in zip(again, kept, strict=True)):
+            raise torch.OutOfMemoryError(text)
+        graph.keep_current(again)
         self.wants_plan = False
         self._executor.begin()
         try:
-            return graph.run_forward(kept)
+            return graph.run_forward(again)
         except torch.OutOfMemoryError as error:
             raise self._explained(graph.active) from error
 
     def note_backward(self, active: ActivePlan, error: BaseException) -> None:
         """Let the next forward be planned again if `error` says that the device is full in an early backward under
         `active`; raise OutOfDeviceMemory if it was planned again before."""
-        if isinstance(error, torch.OutOfMemoryError) and self._num_forwards < _NUM_EARLY:
+        if isinstance(error, torch.OutOfMemoryError) and self._is_early:
             self._note(active, error)
+
+    @contextmanager
+    def planning(self, active: ActivePlan, args: Sequence[Any]) -> Iterator[None]:
+        """Plan a forward with the inputs `args` in the context, with the excess if an allocation failed under `active`.
+
+        Raises OutOfDeviceMemory if no plan needs so much less.
+        """
+        if self._failed is not None:
+            self._count_excess(self._failed, args)
+            self._failed = None
+        try:
+            yield
+        except NoFeasiblePlan as error:
+            if not self.wants_plan:
+                raise
+            raise self._explained(active) from error
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
         """Let the graph be planned with the excess. Raises OutOfDeviceMemory if it was before, and `error` if no plan
@@ -101,33 +159,57 @@ class EarlyShortage:
             raise error
         if self._planner.excess_bytes:
             raise self._explained(active) from error
-        device = self._executor.device
-        platform, requested_bytes = platform_of(device), _requested_bytes(error)
-        self._planner.excess_bytes = _excess_bytes(active.plan, device, requested_bytes)
+        self._failed = FailedAllocation(
+            budget_bytes=active.plan.budget_bytes,
+            planned_bytes=active.plan.prediction.device_peak_bytes,
+            allocated_bytes=platform_of(self._executor.device).allocated_bytes(self._executor.device),
+            requested_bytes=_requested_bytes(error),
+        )
         self.wants_plan = True
+
+    def _count_excess(self, failed: FailedAllocation, args: Sequence[Any]) -> None:
+        """Let the planner count the excess of `failed`, and empty the allocator's cache; the tensors of the failed step
+        are freed by now."""
+        device = self._executor.device
+        platform = platform_of(device)
+        memory = platform.memory(device) if self._planner.is_budget_given else None
+        limit_bytes = None if memory is None else min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
+        self._planner.excess_bytes = failed.excess_bytes(self._foreign_bytes(args), limit_bytes)
         log.warning(
             "%s ran out of device memory in an early step: %s requested beside %s. Its next forward is planned with "
             "%s less",
             self._name,
-            format_bytes(requested_bytes),
-            format_bytes(platform.allocated_bytes(device)),
+            format_bytes(failed.requested_bytes),
+            format_bytes(failed.allocated_bytes),
             format_bytes(self._planner.excess_bytes),
         )
         platform.empty_cache()
 
-    def _foreign_bytes(self) -> int:
-        """Return the bytes of tensors on the device, between two forwards, that no plan counts."""
-        allocated_bytes = platform_of(self._executor.device).allocated_bytes(self._executor.device)
-        return max(0, allocated_bytes - own_bytes(self._executor))
+    def _foreign_bytes(self, args: Sequence[Any]) -> int:
+        """Return the bytes of tensors on the device, before a forward with the inputs `args`, that no plan counts."""
+        device = self._executor.device
+        on_device = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.device == device]
+        inputs = {compat.storage_key(arg): arg.untyped_storage().nbytes() for arg in on_device}
+        planned_bytes = own_bytes(self._executor) + self._executor.saved.held_bytes() + sum(inputs.values())
+        return max(0, platform_of(device).allocated_bytes(device) - planned_bytes)
 
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
+        device = self._executor.device
         return OutOfDeviceMemory(
             self._name,
             active.plan.budget_bytes,
             active.plan.prediction.device_peak_bytes,
-            platform_of(self._executor.device).reserved_bytes(self._executor.device),
+            platform_of(device).allocated_bytes(device),
+            platform_of(device).reserved_bytes(device),
             largest_tensors(active),
         )
+
+
+def changes_outside(graph: StepGraph) -> bool:
+    """Return whether the forward of `graph` writes values that exist before it, or communicates."""
+    before = {storage.id for storage in graph.storages if storage.kind in (Kind.INPUT, Kind.BUFFER, Kind.PARAM)}
+    ops = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    return any("c10d" in op.target or not before.isdisjoint(op.writes) for op in ops)
 
 
 def largest_tensors(active: ActivePlan) -> dict[str, int]:
@@ -150,16 +232,3 @@ def _requested_bytes(error: torch.OutOfMemoryError) -> int:
     """Return the bytes that the allocation which failed with `error` had asked for; 0 if its text does not tell."""
     found = _REQUESTED.search(str(error))
     return 0 if found is None else parse_bytes(found.group(1).replace(" bytes", "B").replace(" ", ""))
-
-
-def _excess_bytes(plan: Plan, device: torch.device, requested_bytes: int) -> int:
-    """Return by how many bytes the memory was too small for `plan`: at least the request, or 1/16 of the budget."""
-    memory = platform_of(device).memory(device)
-    if memory is None:
-        return requested_bytes or plan.budget_bytes // 16
-    usable_bytes = min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
-    return max(
-        requested_bytes or plan.budget_bytes // 16,
-        memory.allocated_bytes + requested_bytes - plan.budget_bytes,
-        plan.budget_bytes - usable_bytes,
-    )

@@ -335,11 +335,11 @@ class PlannedGraph:
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier = self.active.plan
-        with self.planner.growing(self.active.captured, args):
+        with self.planner.growing(self.active.captured, args), self._shortage.planning(self.active, args):
             before = self.planner.whole_first(self._make_plan)
             if before is not None:
                 self._outstanding.supersede(before, self)
-        if self._staying.planned(earlier, self.active.plan):
+        if self._staying.planned(earlier, self.active.plan) or self._shortage.wants_plan:
             self.profiler.restart()
         self._progress.planned(self.active.plan)
         self._write_programs()

@@ -4,7 +4,6 @@ import logging
 import statistics
 import sys
 import time
-from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -36,14 +35,18 @@ class StepProfiler:
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
-        self._kept = ExitStack()
-        """Keeps the user's peak statistics while the steps are measured."""
+        self._user_peak_bytes = 0
+        """The user's peak before the steps were measured, to restore after them; 0 if there is nothing to restore."""
+        self._peak_bytes = 0
+        """The peak of the steps so far, as the user sees it."""
 
     def forward_begins(self) -> StepStats | None:
         """Note the beginning of a step; return the measurements, once, if enough steps have passed."""
         if not self._is_on:
             return None
         self._began_s.append(time.perf_counter())
+        if self._user_peak_bytes:
+            self._notice_reset()
         if len(self._began_s) == STEPS_SKIPPED + 1 and self._records:
             self._begin()
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
@@ -55,7 +58,7 @@ class StepProfiler:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        self._kept.close()
+        self._restore_peak()
         del self._began_s[STEPS_SKIPPED:]
 
     def stop(self) -> None:
@@ -64,16 +67,31 @@ class StepProfiler:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
-        self._kept.close()
+        self._restore_peak()
 
     def _begin(self) -> None:
         if self._platform.has_own_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
-            self._kept.enter_context(self._platform.own_peak(self._device))
+            self._user_peak_bytes = self._platform.user_peak_bytes(self._device)
             self._platform.reset_peak(self._device)
+            self._peak_bytes = self._platform.user_peak_bytes(self._device)
             self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - own_bytes(self._executor))
         self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
+
+    def _notice_reset(self) -> None:
+        """Restore nothing if the user reset the peak since the last forward: it fell."""
+        peak_bytes = self._platform.user_peak_bytes(self._device)
+        if peak_bytes < self._peak_bytes:
+            self._user_peak_bytes = 0
+        self._peak_bytes = peak_bytes
+
+    def _restore_peak(self) -> None:
+        """Raise the user's peak to the peak before the steps were measured."""
+        if self._user_peak_bytes:
+            self._notice_reset()
+            self._platform.raise_peak(self._device, self._user_peak_bytes)
+        self._user_peak_bytes = 0
 
     def _end(self) -> StepStats:
         self._is_on = False
@@ -87,7 +105,7 @@ class StepProfiler:
             foreign_bytes=self._foreign_bytes,
             reserved_bytes=self._platform.reserved_bytes(self._device) if has_memory else None,
         )
-        self._kept.close()
+        self._restore_peak()
         return stats
 
 

@@ -4,8 +4,8 @@ Versions of torch differ in which statistics `torch.accelerator` has. What a ver
 known: its method returns None, or 0 bytes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class AcceleratorPlatform(Platform):
         A plan counts the same bytes. What the allocator rounds up to is more: 512 bytes for a scalar, up to 1 MiB for a
         large tensor in a block that it does not split.
         """
-        return self._statistic("requested_bytes.all.peak", device, self._peak_allocated_bytes(device))
+        return self._statistic("requested_bytes.all.peak", device, self.user_peak_bytes(device))
 
     def tensor_bytes(self, device: torch.device) -> int:
         """Return the bytes that the tensors on `device` asked for, without rounding."""
@@ -89,21 +89,19 @@ class AcceleratorPlatform(Platform):
         """Return the bytes that the allocator holds on `device`."""
         return int(self._ask("memory_reserved", device, default=0))
 
-    @contextmanager
-    def own_peak(self, device: torch.device) -> Iterator[None]:
-        """Keep the user's peak statistics: `reset_peak` in the block does not lower them after it."""
-        before_bytes = self._peak_allocated_bytes(device)
-        try:
-            yield
-        finally:
-            missing_bytes = before_bytes - self.allocated_bytes(device)
-            if before_bytes > self._peak_allocated_bytes(device):
-                # torch has no function that sets a peak, but an allocation raises it. It fitted before.
-                with suppress(torch.OutOfMemoryError):
-                    torch.empty(missing_bytes, dtype=torch.uint8, device=device)
-
-    def _peak_allocated_bytes(self, device: torch.device) -> int:
+    def user_peak_bytes(self, device: torch.device) -> int:
+        """Return the peak that torch tells the user, `max_memory_allocated`."""
         return int(self._ask("max_memory_allocated", device, default=0))
+
+    def raise_peak(self, device: torch.device, peak_bytes: int) -> None:
+        """Raise `user_peak_bytes` to `peak_bytes`, if the allocator's cache has the memory."""
+        allocated_bytes = self.allocated_bytes(device)
+        missing_bytes = peak_bytes - allocated_bytes
+        is_cached = missing_bytes <= self.reserved_bytes(device) - allocated_bytes
+        if is_cached and peak_bytes > self.user_peak_bytes(device):
+            # torch has no function that sets a peak, but an allocation raises it.
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(missing_bytes, dtype=torch.uint8, device=device)
 
     def _statistic(self, name: str, device: torch.device, default: int) -> int:
         """Return a statistic of the allocator, `default` if torch has none of that name."""

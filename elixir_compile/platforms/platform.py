@@ -83,10 +83,21 @@ class Platform:
         """Return the bytes that the allocator holds on `device`; 0 without memory of its own."""
         return 0
 
+    def user_peak_bytes(self, device: torch.device) -> int:
+        """Return the peak that torch tells the user, `max_memory_allocated`; 0 without memory of its own."""
+        return 0
+
+    def raise_peak(self, device: torch.device, peak_bytes: int) -> None:
+        """Raise `user_peak_bytes` to `peak_bytes`, if that takes no more memory from the driver."""
+
     @contextmanager
     def own_peak(self, device: torch.device) -> Iterator[None]:
         """Keep the user's peak statistics: `reset_peak` in the block does not lower them after it."""
-        yield
+        before_bytes = self.user_peak_bytes(device)
+        try:
+            yield
+        finally:
+            self.raise_peak(device, before_bytes)
 
     def empty_cache(self) -> None:
         """Give memory that the allocator holds without tensors back to the driver."""

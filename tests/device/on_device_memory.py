@@ -8,6 +8,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.optim import master_adamw
+from elixir_compile.platforms import platform_of
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes
@@ -45,6 +46,28 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     record = elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=fakegpu.NAME)
     assert record.device_peak_bytes < 32 << 20
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
+
+
+def test_measuring_restores_no_peak_that_the_user_reset_meanwhile() -> None:
+    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    del before
+    model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
+    run = by_elixir(model, report=True, planner="greedy", plan_cache=False).train(batches[:5])
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    run.train(batches[5:])
+    assert 0 < torch.accelerator.max_memory_allocated(DEVICE) < 32 << 20
+
+
+def test_a_peak_that_the_allocator_has_no_memory_for_is_not_restored() -> None:
+    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    del before
+    platform = platform_of(DEVICE)
+    with platform.own_peak(DEVICE):
+        platform.reset_peak(DEVICE)
+        platform.empty_cache()
+        held_bytes = platform.reserved_bytes(DEVICE)
+    assert platform.reserved_bytes(DEVICE) == held_bytes
+    assert platform.user_peak_bytes(DEVICE) < 32 << 20
 
 
 @pytest.mark.slow

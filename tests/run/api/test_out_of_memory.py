@@ -2,6 +2,8 @@
 
 import logging
 import pickle
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,22 +12,25 @@ from models import Stack, seeded, vectors
 from training import Run, assert_same, by_elixir, loss_of, plain_step, planned_peak_bytes
 
 import elixir_compile as elixir
-from elixir_compile.errors import OutOfDeviceMemory
+from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.ir import StepGraph
+from elixir_compile.managed.out_of_memory import EarlyShortage, FailedAllocation
+from elixir_compile.managed.step_profiler import StepProfiler
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.units import KIB
+from elixir_compile.units import GIB, KIB
 
 PLAIN = {"planner": "greedy", "plan_cache": False}
 TEXT = "CUDA out of memory. Tried to allocate 64.00 KiB. GPU 0 has a total capacity of 79.11 GiB"
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, verb: str, *numbers: int) -> None:
+def fail(monkeypatch: pytest.MonkeyPatch, verb: str, *numbers: int, text: str = TEXT) -> None:
     """Let the calls of `verb` with these numbers, from 0, find the device full."""
     real, calls = getattr(Executor, verb), []
 
     def called(*args: Any) -> Any:
         calls.append(verb)
         if len(calls) - 1 in numbers:
-            raise torch.OutOfMemoryError(TEXT)
+            raise torch.OutOfMemoryError(text)
         return real(*args)
 
     monkeypatch.setattr(Executor, verb, called)
@@ -98,3 +103,111 @@ def test_a_late_step_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) 
         loss_of(run.compiled, vectors(1)[0])
     run.train(vectors(1))
     assert base_bytes(run) == before
+
+
+@pytest.mark.parametrize(
+    ("budget", "planned", "allocated", "limit", "excess"),
+    [
+        (60, 60, 80, None, 1),  # a measured budget leaves the 20 GiB of others out already
+        (60, 50, 80, None, 11),  # 10 GiB that the plan did not count, and the request
+        (60, 60, 60, None, 1),  # gaps between tensors: at least the request
+        (80, 80, 80, 80, 21),  # a budget of the user with the 20 GiB of others in it
+        (100, 100, 80, 80, 41),
+        (50, 50, 70, 80, 1),  # a budget of the user that leaves more than the 20 GiB
+    ],
+)
+def test_the_excess_counts_each_byte_once(
+    budget: int, planned: int, allocated: int, limit: int | None, excess: int
+) -> None:
+    failed = FailedAllocation(
+        budget_bytes=budget * GIB, planned_bytes=planned * GIB, allocated_bytes=allocated * GIB, requested_bytes=GIB
+    )
+    assert failed.excess_bytes(20 * GIB, None if limit is None else limit * GIB) == excess * GIB
+
+
+def test_an_unknown_request_counts_as_a_sixteenth_of_the_budget() -> None:
+    failed = FailedAllocation(budget_bytes=64, planned_bytes=60, allocated_bytes=60, requested_bytes=0)
+    assert failed.excess_bytes(0, None) == 4
+
+
+def test_an_early_forward_keeps_no_input_alive_and_does_not_run_again_without_it() -> None:
+    runs: list[str] = []
+
+    def run_forward(args: list[Any]) -> None:
+        runs.append("forward")
+        died = weakref.ref(args[0])
+        args.clear()
+        assert died() is None
+        raise torch.OutOfMemoryError(TEXT)
+
+    prediction = SimpleNamespace(device_peak_bytes=1)
+    plan = SimpleNamespace(budget_bytes=1, prediction=prediction)
+    active = SimpleNamespace(plan=plan, graph=StepGraph(name="m", ops=(), storages=(), outputs=()))
+    graph: Any = SimpleNamespace(active=active, run_forward=run_forward)
+    planner: Any = SimpleNamespace(may_replan=True, excess_bytes=0)
+    shortage = EarlyShortage("m", Executor(torch.device("cpu"), "m"), planner)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        shortage.forward(graph, [torch.zeros(2), 3])
+    assert runs == ["forward"]
+    assert shortage.wants_plan
+
+
+class Normed(Stack):
+    """A stack whose forward writes statistics of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = torch.nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.statistics(x))
+
+
+def test_a_forward_that_writes_its_inputs_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = by_elixir(seeded(Normed), **PLAIN)
+    loss_of(expected.compiled, vectors(1)[0])
+    expected.train(vectors(2))
+    run = by_elixir(seeded(Normed), **PLAIN)
+    fail(monkeypatch, "end", 0)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        loss_of(run.compiled, vectors(1)[0])
+    run.train(vectors(2))
+    assert_same(expected, run)
+    assert base_bytes(run) == base_bytes(expected) + 64 * KIB
+
+
+def test_the_backward_of_the_last_early_forward_is_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = by_elixir(seeded(Stack), **PLAIN)
+    run.train(vectors(6))
+    before = base_bytes(run)
+    fail(monkeypatch, "check", 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain_step(run.compiled, run.optimizer, vectors(1)[0])
+    run.train(vectors(1))
+    assert base_bytes(run) == before + 64 * KIB
+
+
+@pytest.mark.parametrize("verb", ["ticket", "check"])
+def test_if_no_plan_needs_so_much_less_the_error_names_the_largest_tensors(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_slack()
+    fail(monkeypatch, verb, 0, text=TEXT.replace("64.00 KiB", "64.00 GiB"))
+    if verb == "check":
+        with pytest.raises(torch.OutOfMemoryError):
+            plain_step(run.compiled, run.optimizer, vectors(1)[0])
+    with pytest.raises(OutOfDeviceMemory, match="no plan with less memory helped") as raised:
+        plain_step(run.compiled, run.optimizer, vectors(1)[0])
+    assert len(raised.value.largest) == 5
+    assert isinstance(raised.value.__cause__, NoFeasiblePlan)
+
+
+def test_the_steps_are_measured_anew_after_a_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with_slack()
+    restarted: list[StepProfiler] = []
+    monkeypatch.setattr(StepProfiler, "restart", lambda profiler: restarted.append(profiler))
+    fail(monkeypatch, "ticket", 3)
+    run.train(vectors(3))
+    assert not restarted
+    run.train(vectors(1))
+    assert len(restarted) == 1
