@@ -167,8 +167,9 @@ class QueuedUpdates:
                 with _queued_lock:
                     # Another thread may have ended this wait already, and the next step may have queued more updates.
                     if self._updates is updates and all(update.is_done for update in updates):
-                        self._updates = ()
+                        # First, because a `wait` of another thread reads both without the lock: `_updates` before it.
                         self._let_compute_wait = updates[-1].let_compute_wait
+                        self._updates = ()
                         for slot in self._slots:
                             end_update(slot.param)
         if self._let_compute_wait is not None:

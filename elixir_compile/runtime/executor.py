@@ -104,6 +104,9 @@ class Executor:
         if self._departing:
             self.lanes.d2h.synchronize()
             self._departing.clear()
+        if self.ranks is not None:
+            self.ranks.unfinished.raise_if_failed()
+            self.ranks.unfinished.clear()  # their outputs are gradients, which the user may have freed
         self.saved.begin()
         self.eager_reads.check()
         # The block reads addresses and flags, not values that a queued update writes.

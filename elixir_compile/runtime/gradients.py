@@ -290,7 +290,7 @@ class GradientAccumulator:
     def _wait_for_copies(self) -> None:
         """Wait until gradients are on the host. Raises PeerFailed if a collective before them has failed."""
         if self._ranks is not None:
-            self._ranks.unfinished.settle()
+            self._ranks.unfinished.wait_for(self._lanes.d2h.mark())
         self._lanes.d2h.synchronize()
 
     # The end of a backward.

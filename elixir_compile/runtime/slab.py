@@ -195,9 +195,15 @@ def _pin(address: int, nbytes: int) -> Callable[[int], object] | None:
     platform = accelerator_platform()
     if platform is None:
         return None
+    device = platform.current()
+
+    def pin() -> Callable[[int], object] | None:
+        platform.make_current(device)  # a new thread begins with device 0: the driver would open a context there
+        return platform.pin(address, nbytes)
+
     try:
         # Linux takes a page from the memory node of the thread that touches it first, here by locking it.
-        return on_cores(cores_beside(platform.current()), lambda: platform.pin(address, nbytes))
+        return on_cores(cores_beside(device), pin)
     except PinningError as refused:
         warnings.warn(
             f"the driver refused to pin {nbytes} bytes of host memory ({refused}): copies from it block. "

@@ -54,8 +54,19 @@ class _Counted(NamedTuple):
 class Collective:
     """A collective of `ranks` in flight; `what` names its tensors in errors."""
 
-    def __init__(self, work: "distributed.Work | Exchange | _MeanOfCopies", what: str, ranks: "Ranks") -> None:
-        self.work, self.what, self._ranks = work, what, ranks
+    def __init__(
+        self,
+        work: "distributed.Work | Exchange | _MeanOfCopies",
+        what: str,
+        ranks: "Ranks",
+        reduces_in: "distributed.ProcessGroup | None" = None,
+    ) -> None:
+        """`reduces_in` is the process group of a reduce; None for a gather.
+
+        A gather is not noted as unfinished, because its `Work` would keep the gathered parameters alive after their
+        release. If it fails, a later reduce of the same process group fails too.
+        """
+        self.work, self.what, self._ranks, self._reduces_in = work, what, ranks, reduces_in
         ranks.under_way[self] = None
 
     def wait(self) -> None:
@@ -63,8 +74,9 @@ class Collective:
         self._ranks.under_way.pop(self, None)
         with self._ranks.control.raising_peer_failed(self.what):
             self.work.wait()
-        last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
-        self._ranks.unfinished.add(last, self.what)
+        if self._reduces_in is not None:
+            last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
+            self._ranks.unfinished.add(last, self.what, self._reduces_in)
 
 
 class _MeanOfCopies:
@@ -121,7 +133,7 @@ class Ranks:
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.unfinished = UnfinishedCollectives(self.control)
-        """The collectives for which only a stream waits."""
+        """The reduces for which only a stream waits."""
         self.under_way: dict[Collective, None] = {}
         """The collectives that were started and not waited for, in order."""
 
@@ -223,7 +235,7 @@ class Ranks:
                 if self._is_weighed and own.dtype in _PREMULTIPLIED:
                     mean = compat.scaled_sum(self.weight / self.num_shards)
                 work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
-        return Collective(work, what, self)
+        return Collective(work, what, self, self._shard_group)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:
         """Start averaging `own`, which `reduced` fills, over the ranks with the same shard, on `lane`.
@@ -234,7 +246,10 @@ class Ranks:
         self.under_way.pop(reduced, None)
         with self.control.raising_peer_failed(reduced.what):
             work = _MeanOfCopies(reduced.work, own, self._copy_group, lane)
-        return Collective(work, reduced.what, self)
+        averaged = Collective(work, reduced.what, self, self._copy_group)
+        if lane.is_asynchronous:
+            self.unfinished.add(reduced.work, reduced.what, self._shard_group)
+        return averaged
 
     def means(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "_Counted | None" = None

@@ -1,57 +1,72 @@
-"""Collectives for which only a stream waits, polled before the host waits for the device.
+"""Collectives for which only a stream waits, polled while the host waits for copies of the device.
 
 `Work.wait` of NCCL makes the current stream wait and returns. If a rank dies, a host that then waits for the device
-hangs until NCCL's watchdog ends the process, without an exception of Python. `settle` looks at each collective instead,
-and raises PeerFailed as soon as NCCL knows of an error, or after the timeout of the process group.
+hangs until NCCL's watchdog ends the process, without an exception of Python. `wait_for` looks at the collectives while
+it waits, and raises PeerFailed as soon as NCCL knows of an error, or after the timeout of the process group.
 """
 
 import time
-from collections import deque
 from datetime import timedelta
 
 from torch import distributed
 
 from elixir_compile import compat
 from elixir_compile.runtime.distributed.control import ControlChannel
+from elixir_compile.runtime.lanes import Event
 
 _POLL_S = 5e-5
-"""Between two looks at a collective."""
+"""Between two looks at an event."""
 
 
 class UnfinishedCollectives:
-    """The collectives for which streams wait, in the order of their waits."""
+    """The newest collective of each process group, until it is finished.
+
+    A process group does its collectives in the order of issue, so an earlier one is finished, or has failed, if the
+    newest is. Earlier ones are not kept, because a `Work` of NCCL keeps its output alive.
+    """
 
     def __init__(self, control: ControlChannel, timeout: timedelta | None = None) -> None:
         """`control` says which ranks are meant in errors; `timeout` None: the timeout of the default process group."""
         self._control = control
         self._timeout = timeout
-        self._works: deque[tuple[distributed.Work, str]] = deque()
+        self._newest: dict[distributed.ProcessGroup, tuple[distributed.Work, str]] = {}
 
-    def add(self, work: object, what: str) -> None:
-        """Note `work` on the tensors `what`, if it is a collective of torch that is not finished."""
-        if isinstance(work, distributed.Work) and not work.is_completed():
-            self._works.append((work, what))
+    def add(self, work: object, what: str, group: "distributed.ProcessGroup") -> None:
+        """Note that `work` on the tensors `what` is the newest collective of `group`; an exchange of ours is finished.
 
-    def settle(self) -> None:
-        """Block the calling thread until all collectives are finished.
-
-        Raises PeerFailed if one fails, or if it is not finished within the timeout.
+        Raises PeerFailed if an earlier collective has failed.
         """
-        if not self._works:
-            return
+        self.raise_if_failed()
+        if isinstance(work, distributed.Work):
+            self._newest[group] = work, what
+
+    def raise_if_failed(self) -> None:
+        """Forget the collectives that are finished. Raises PeerFailed if one has failed."""
+        for group, (work, what) in tuple(self._newest.items()):
+            if work.is_completed():
+                del self._newest[group]
+                with self._control.raising_peer_failed(what):
+                    work.wait()  # of a finished collective: returns at once, or raises the error
+
+    def wait_for(self, event: Event | None) -> None:
+        """Block the calling thread until `event` is past; it does not wait for collectives that `event` is not after.
+
+        Raises PeerFailed if a collective fails meanwhile, or is not finished within the timeout.
+        """
+        began_s = time.monotonic()
+        while event is not None and not event.query():
+            self.raise_if_failed()
+            self._raise_if_late(time.monotonic() - began_s)
+            time.sleep(_POLL_S)
+        self.raise_if_failed()
+
+    def _raise_if_late(self, waited_s: float) -> None:
         timeout = compat.default_timeout() if self._timeout is None else self._timeout
-        ends_s = time.monotonic() + timeout.total_seconds()
-        while self._works:
-            work, what = self._works.popleft()
-            with self._control.raising_peer_failed(what):
-                while not work.is_completed():
-                    if time.monotonic() > ends_s:
-                        raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
-                    time.sleep(_POLL_S)
-                error = work.exception()
-                if error is not None:
-                    raise RuntimeError(f"connection: {error}")
+        for _, what in self._newest.values():
+            if waited_s > timeout.total_seconds():
+                with self._control.raising_peer_failed(what):
+                    raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
 
     def clear(self) -> None:
-        """Forget all collectives: a rank is gone."""
-        self._works.clear()
+        """Forget all collectives, and let go of their outputs."""
+        self._newest.clear()

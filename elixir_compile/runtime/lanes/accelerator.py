@@ -39,7 +39,11 @@ class StreamLane:
         """Issue the work of the block on the stream, after its earlier work and after `after`."""
         if after is not None:
             self._stream.wait_event(_device_event(after))
-        with self._stream:
+        # A new object for each block, because the thread of the updates and the thread of the step may be in blocks of
+        # this lane at the same time. torch 2.13 keeps the stream before the block on a stack of the `torch.Stream`,
+        # which all threads share; torch 2.11 raises RuntimeError if an object is entered twice.
+        stream = self._stream
+        with torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type):
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Waits and places of work that a close reading found missing."""
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -72,3 +73,28 @@ def test_norms_of_leaving_gradients_are_computed_on_compute(monkeypatch: pytest.
         run.train(batches)
     assert lanes_of_norms
     assert set(lanes_of_norms) == {None}
+
+
+class NotingThreads(Counting):
+    """Lanes that note the threads whose compute waits."""
+
+    def compute_waits(self, event: Any) -> None:
+        self.waited.append(threading.current_thread())
+
+
+class ReadInBetween(QueuedUpdates):
+    """Queued updates that another thread waits for at the moment that `wait` has emptied them."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_updates" and value == () and hasattr(self, "_let_compute_wait"):
+            reader = threading.Thread(target=self.wait)
+            reader.start()
+            reader.join()
+
+
+def test_a_thread_that_finds_no_queued_update_makes_its_compute_wait_for_the_last_one() -> None:
+    lanes, line, queued = NotingThreads(), UpdateLine(), ReadInBetween(())
+    queued.add(line.queue(Past, "update b1", lanes), ())
+    queued.wait()
+    assert len(set(lanes.waited)) == 2, "the compute of both threads waits"

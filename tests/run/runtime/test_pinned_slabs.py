@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -15,12 +16,24 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 class FakePlatform(Platform):
-    """An accelerator that pins, and notes the cores of the thread that does."""
+    """An accelerator that pins, and notes the cores and the current device of the thread that does."""
 
     cores: frozenset[int] = frozenset()
+    pinned_with: torch.device | None = None
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self._of_thread = threading.local()
+
+    def current(self) -> torch.device:
+        return getattr(self._of_thread, "device", torch.device("cuda", 0))
+
+    def make_current(self, device: torch.device) -> None:
+        self._of_thread.device = device
 
     def pin(self, address: int, nbytes: int) -> Callable[[int], object]:
         self.cores = frozenset(os.sched_getaffinity(0))
+        self.pinned_with = self.current()
         return lambda address: None
 
 
@@ -30,11 +43,6 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
     monkeypatch.setattr(slabs, "accelerator_platform", lambda: made)
     monkeypatch.setattr(slabs, "cores_beside", lambda device: frozenset(CORES[:1]))
     return made
-
-
-@pytest.fixture(autouse=True)
-def fake_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakePlatform, "current", lambda platform: torch.device("cpu"))
 
 
 def flags_of(slab: Slab) -> list[str]:
@@ -65,6 +73,12 @@ def test_pages_are_locked_by_a_thread_on_the_cores_beside_the_device(platform: F
     Slab(1 << 16, pin=True)
     assert platform.cores == {CORES[0]}
     assert sorted(os.sched_getaffinity(0)) == CORES, "the caller's thread is not bound"
+
+
+def test_the_thread_that_locks_pages_has_the_current_device_of_its_caller(platform: FakePlatform) -> None:
+    platform.make_current(torch.device("cuda", 1))
+    Slab(1 << 16, pin=True)
+    assert platform.pinned_with == torch.device("cuda", 1), "with device 0, the driver would open a context there"
 
 
 def test_cores_that_this_process_may_not_use_are_left_out() -> None:

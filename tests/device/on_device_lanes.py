@@ -1,0 +1,45 @@
+"""Lanes of an accelerator that several threads use."""
+
+import threading
+
+import torch
+
+from elixir_compile.runtime.lanes.accelerator import StreamLane
+from tests.device import fakegpu
+
+DEVICE = torch.device(fakegpu.NAME, 0)
+
+
+def test_two_threads_in_blocks_of_a_lane_get_back_their_own_streams() -> None:
+    lane, first = StreamLane(DEVICE), torch.Stream(DEVICE)
+    lane_stream = lane._stream
+    first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
+    seen: dict[str, list[torch.Stream]] = {"step": [], "updates": []}
+
+    def enters_first() -> None:
+        with first:
+            with lane.beside_compute():
+                seen["step"].append(torch.accelerator.current_stream(DEVICE))
+                first_entered.set()
+                assert second_entered.wait(10)
+            seen["step"].append(torch.accelerator.current_stream(DEVICE))
+        first_left.set()
+
+    def enters_second() -> None:
+        before = torch.accelerator.current_stream(DEVICE)
+        assert first_entered.wait(10)
+        with lane.beside_compute():
+            seen["updates"].append(torch.accelerator.current_stream(DEVICE))
+            second_entered.set()
+            assert first_left.wait(10)
+        seen["updates"] += [torch.accelerator.current_stream(DEVICE), before]
+
+    threads = [threading.Thread(target=enters_first), threading.Thread(target=enters_second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen["step"] == [lane_stream, first]
+    inside, after, before = seen["updates"]
+    assert inside == lane_stream
+    assert after == before
