@@ -78,7 +78,7 @@ class PlannedGraph:
         self._outstanding = outstanding
         self._own_capture: Captured | None = None
         self._active: ActivePlan | None = None
-        self._progress = Progress(is_on=options.report)
+        self._progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
         self.planner = GraphPlanner(executor, regions, options, self._progress)
         self.profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.planner.may_replan)
         self._stats: StepStats | None = None

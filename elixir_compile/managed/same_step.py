@@ -57,8 +57,11 @@ class EarlierCaptures:
         return None
 
     def outdated(self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph) -> _Captured | None:
-        """Return the newest capture of `step` among `graphs` if it has other options and `own` is to replace it: by its
-        first plan, or as the user returns to the options of `own`. The buckets are then free to move."""
+        """Return the newest capture of `step` among `graphs` that `own` replaces; None if it replaces none.
+
+        `own` replaces a capture with other options if `own` has no plan yet, or if `own` itself was replaced and the
+        user returned to its options, at most `_MOST_RETURNS` times. The plan of `own` may then move the buckets.
+        """
         is_back = own.is_superseded and self._num_returns < _MOST_RETURNS
         if own.is_inference or not (is_back or not own.is_planned):
             return None

@@ -125,8 +125,12 @@ QUIET_S, EVERY_S = 10.0, 5.0
 class Progress:
     """The log lines about a compilation; only rank 0 writes them."""
 
-    def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
+    def __init__(self, *, is_on: bool, warns_of_division: bool = False) -> None:
+        """If `warns_of_division`, a number of micro-batches that the planner chose is a warning, also if not `is_on`:
+        the user did not ask for another number than 1."""
+        writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.is_on = is_on and writes
+        self._warns_of_division = warns_of_division and writes
         if self.is_on:
             _show_when_nobody_listens()
         self._began_s: float | None = time.monotonic()
@@ -154,7 +158,14 @@ class Progress:
         decision = chosen_number(plan)
         if decision is not None and decision.choice != self._micro_batches:
             self._micro_batches = decision.choice
-            self.say(f"in micro-batches: {decision.choice}, as {decision.because}; micro_batches=1 forbids it")
+            line = (
+                f"in micro-batches: {decision.choice}, as {decision.because}; dropout draws other numbers than on the "
+                "whole batch, and smaller kernels may round differently; micro_batches=1 forbids it"
+            )
+            if self._warns_of_division:
+                log.warning("%s", line)
+            else:
+                self.say(line)
 
     def measured(self, plan: Plan, stats: StepStats) -> None:
         """Log the measured line."""

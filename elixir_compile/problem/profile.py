@@ -67,7 +67,11 @@ class RegionProfile:
 
     regions: tuple[ProfiledRegion, ...]
     num_regions: int
-    """Finest regions of the step, including the regions not measured for lack of time or memory."""
+    """Finest regions of the step, including the regions not measured for lack of time or memory, and those of
+    `num_skipped`."""
+    num_skipped: int = 0
+    """Regions that are never run alone: their attention with dropout reads the seed of its random numbers on the host,
+    and made-up inputs are on the device. Their seconds are predicted instead."""
     num_run: int
     """Distinct regions that were run; the others were measured in an earlier run."""
     took_s: float
@@ -90,6 +94,8 @@ class RegionProfile:
         line = f"profiled {num_distinct} distinct regions of {self.num_regions} in {format_s(self.took_s)}"
         if self.num_run < num_distinct:
             line += f", {num_distinct - self.num_run} of them in an earlier run"
+        if self.num_skipped:
+            line += f", {self.num_skipped} not run, as their dropout in attention reads its seed on the host"
         above = {own.key: own for own in self.regions if (own.peak_bytes or 0) > own.live_bytes + _TOLERANCE_BYTES}
         for region in above.values():
             line += (
@@ -117,11 +123,13 @@ class Profiler:
         """
         began_s = time.perf_counter()
         found: list[ProfiledRegion] = []
+        num_skipped = 0
         finest = _finest_regions(problem)
         step = as_run(problem.graph)
         for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
             if any(reads_seed_on_host(node) for node in graph.module.graph.nodes):
+                num_skipped += 1
                 continue  # made-up inputs are on the device, where the kernel must not read its seed
             if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
                 took = self._known[key]
@@ -138,6 +146,7 @@ class Profiler:
         return RegionProfile(
             regions=tuple(found),
             num_regions=len(finest),
+            num_skipped=num_skipped,
             num_run=self._num_run,
             took_s=time.perf_counter() - began_s,
         )

@@ -51,7 +51,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The layout of each part of a value that stays in parts."""
+    """The layout of each part of a value that stays in parts, or of its whole."""
 
     memory: int
     """A number that the results have in common that are views of one memory."""

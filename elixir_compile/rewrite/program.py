@@ -13,7 +13,8 @@
 
 Saved values that stay in parts are no tensors. The executor keeps them, and autograd saves other tensors for them:
 
-        keep_parts = executor.keep_parts([add_3, ...])    # the backward: executor.kept_parts(ticket, [add_3, ...])
+        keep_parts = executor.keep_parts([add_3, ...])
+        kept_parts = executor.kept_parts(ticket, [add_3, ...], saved_layouts)    # in the backward
 
 The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
 planned. The functions here decide nothing: each action comes from the schedule of the plan.
@@ -53,6 +54,8 @@ def boxed(*values: object) -> list[object]:
     return list(values)
 
 
+_LAYOUTS = "saved_layouts"
+"""The attribute of a program with the layouts of the saved values in parts."""
 Lower = Callable[[RegionGraph], torch.nn.Module]
 
 
@@ -96,6 +99,7 @@ def write_program(
     regions = split_regions(source, plan.regions, phase, halves.inline)
     root = torch.nn.Module()
     vars(root)["executor"] = executor
+    vars(root)[_LAYOUTS] = tuple(sliced.saved_in_parts.values())
     writer = _write_inputs(halves, plan, phase, keys, source.graph, sliced)
     actions = actions_of(plan, phase)
     if phase is Phase.BACKWARD:
@@ -146,7 +150,7 @@ def _write_inputs(
     graph = fx.Graph()
     args = graph.placeholder("args")
     away = halves.away_names if phase is Phase.BACKWARD else ()
-    parts = sliced.saved_in_parts if phase is Phase.BACKWARD else ()
+    parts = tuple(sliced.saved_in_parts) if phase is Phase.BACKWARD else ()
     stand_ins: dict[str, fx.Node] = {}
     values: dict[str, fx.Node] = {}
     for index, node in enumerate(source.find_nodes(op="placeholder")):
@@ -161,13 +165,13 @@ def _write_inputs(
             values[node.name] = value
     graph.call_method("clear", (args,))
     executor = graph.get_attr("executor")
-    writer = _Writer(halves, plan, phase, keys, graph, executor, sliced.arriving, sliced.saved_in_parts, values)
+    writer = _Writer(halves, plan, phase, keys, graph, executor, sliced.arriving, tuple(sliced.saved_in_parts), values)
     if phase is Phase.BACKWARD:
         stamp = halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         graph.call_method("check", (writer.executor, values[TICKET], _ticket_names(writer, stamp)))
         if parts:
             saved = [stand_ins[name] for name in parts]
-            kept = graph.call_method("kept_parts", (writer.executor, values[TICKET], saved))
+            kept = graph.call_method("kept_parts", (writer.executor, values[TICKET], saved, graph.get_attr(_LAYOUTS)))
             _write_saved(writer, kept, parts)
     return writer
 

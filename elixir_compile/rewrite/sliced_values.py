@@ -13,8 +13,10 @@ from elixir_compile.analysis.recompute import as_run, stays_in_parts
 from elixir_compile.analysis.slices import crossings, leaving_name, next_name
 from elixir_compile.capture.batch_call import State, States
 from elixir_compile.capture.convert import storages_behind
-from elixir_compile.capture.node_facts import outputs_of
-from elixir_compile.ir import GroupId, Phase, Plan, StepGraph
+from elixir_compile.capture.node_facts import outputs_of, tensor_of
+from elixir_compile.ir import GroupId, Phase, Plan, StepGraph, StorageId
+from elixir_compile.rewrite.body_results import layout_of
+from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.rewrite.recompute import Partition
 
 
@@ -28,8 +30,8 @@ class SlicedValues:
     """The dimension and the number of the slices of each value that arrives in slices, by its name."""
     in_parts: frozenset[fx.Node] = frozenset()
     """The values of both halves that stay in parts."""
-    saved_in_parts: tuple[str, ...] = ()
-    """The names of the values in parts that the forward saves for the backward."""
+    saved_in_parts: Mapping[str, Layout] = field(default_factory=dict)
+    """The layout in the capture of each value in parts that the forward saves for the backward, by its name."""
 
 
 def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States]) -> SlicedValues:
@@ -50,8 +52,23 @@ def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mappi
         if len(storages) == 1 and storages[0] in names
     )
     saved = outputs_of(captured.forward.graph)[captured.num_outputs :]
-    kept = dict.fromkeys(node.name for node in saved if isinstance(node, fx.Node) and node in in_parts)
-    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=tuple(kept))
+    kept = {node.name: node for node in saved if isinstance(node, fx.Node) and node in in_parts}
+    layouts = _layouts(kept, storages_behind(captured), states)
+    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=layouts)
+
+
+def _layouts(
+    kept: Mapping[str, fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]], states: Mapping[fx.Node, States]
+) -> Mapping[str, Layout]:
+    """Return the layout of the whole of each value of `kept`; views of one of `storages` share a memory."""
+    memories: dict[StorageId, int] = {}
+    found: dict[str, Layout] = {}
+    for name, node in kept.items():
+        state = states[node]
+        assert isinstance(state, State), f"{name} is one tensor"
+        memory = memories.setdefault(storages[node][0], len(memories))
+        found[name] = layout_of(tensor_of(node), state, 1, memory)
+    return found
 
 
 def _passing(

@@ -15,6 +15,7 @@ from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import BucketId, Lane, Verb
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
+from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
@@ -172,9 +173,11 @@ class Executor:
         """Keep activations of the running forward that are in parts; see `SavedActivations.keep_parts`."""
         return self.saved.keep_parts(values)
 
-    def kept_parts(self, ticket: torch.Tensor, saved: Sequence[torch.Tensor]) -> Sequence[InParts | torch.Tensor]:
+    def kept_parts(
+        self, ticket: torch.Tensor, saved: Sequence[torch.Tensor], layouts: Sequence[Layout]
+    ) -> Sequence[InParts | torch.Tensor]:
         """Return the activations in parts of the forward of `ticket`; see `SavedActivations.kept_parts`."""
-        return self.saved.kept_parts(ticket, saved)
+        return self.saved.kept_parts(ticket, saved, layouts)
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
         """Return the offload of `group` that the forward of `ticket` started."""

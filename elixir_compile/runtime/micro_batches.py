@@ -26,7 +26,7 @@ from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Kept, Lay
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
-from elixir_compile.runtime.parts import InParts, kept_part
+from elixir_compile.runtime.parts import InParts, kept_part, viewed
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slices import ArrivingView, LeavingStorage, LeavingView, View
 
@@ -81,7 +81,7 @@ class DividedRegion(torch.nn.Module):
             results.add(number, cut, list(self._body(inputs)))
         values += results.finished()
         for view in divided.views:
-            values.append(values[view.place].viewed(view.layout))
+            values.append(viewed(values[view.place], view.layout, divided.micro_batches))
         if self._tail is not None:
             values += self._tail([_whole(values[place]) for place in divided.tail_reads])
         return tuple(values[place] for place in divided.outputs)

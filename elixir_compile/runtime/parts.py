@@ -5,6 +5,7 @@ shares it with views of the same value. All other tensors are copied into memory
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,9 +26,21 @@ class InParts:
         """Return the view of this value whose parts have `layout`."""
         return InParts([_view_of(part, layout) for part in self.tensors], layout.dim)
 
-    def joined(self) -> torch.Tensor:
-        """Return a copy as one tensor."""
-        return torch.cat(self.tensors, self.dim)
+    def joined(self, memories: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """Return a copy as one tensor in the layout of the capture, whose memory is that of all parts in order.
+
+        `memories` are the copies so far, by the address of the memory of their first part. Views of one memory share
+        its copy.
+        """
+        first, memories = self.tensors[0], {} if memories is None else memories
+        address = first.untyped_storage().data_ptr()
+        if address not in memories:
+            memories[address] = torch.cat([_memory_of(part) for part in self.tensors])
+        memory = memories[address].view(first.dtype)
+        shape, stride = list(first.shape), list(first.stride())
+        stride[self.dim] = memory.numel() // len(self.tensors) // max(shape[self.dim], 1)
+        shape[self.dim] *= len(self.tensors)
+        return memory.as_strided(shape, stride, first.storage_offset())
 
 
 def kept_part(part: torch.Tensor, layout: Layout, of_memory: torch.Tensor | None) -> torch.Tensor:
@@ -50,6 +63,15 @@ def kept_part(part: torch.Tensor, layout: Layout, of_memory: torch.Tensor | None
     return own
 
 
+def viewed(value: InParts | torch.Tensor, layout: Layout, num: int) -> InParts | torch.Tensor:
+    """Return the view of `value` whose parts have `layout`. `value` has `num` parts, or is a tensor in the layout of
+    the capture, because hooks packed it between forward and backward."""
+    if isinstance(value, InParts):
+        return value.viewed(layout)
+    shape = tuple(size * num if dim == layout.dim else size for dim, size in enumerate(layout.shape))
+    return _view_of(value, replace(layout, shape=shape, nbytes=layout.nbytes * num))
+
+
 def tensors_in(values: Sequence["InParts | torch.Tensor"]) -> list[torch.Tensor]:
     """Return the tensors of all parts of `values`."""
     return [part for value in values for part in (value.tensors if isinstance(value, InParts) else (value,))]
@@ -67,6 +89,11 @@ def _has_layout(part: torch.Tensor, layout: Layout) -> bool:
             )
         )
     )
+
+
+def _memory_of(part: torch.Tensor) -> torch.Tensor:
+    """Return the memory of `part` as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 
 def _share_memory(part: torch.Tensor, other: torch.Tensor) -> bool:

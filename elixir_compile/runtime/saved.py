@@ -24,10 +24,11 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Lane
+from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.outstanding_forward import OffloadedGroup, OutstandingForward, as_bytes
-from elixir_compile.runtime.parts import InParts, tensors_in
+from elixir_compile.runtime.parts import InParts, kept_part, tensors_in
 from elixir_compile.runtime.slab import SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import (
     ArrivingStorage,
@@ -43,7 +44,8 @@ from elixir_compile.runtime.slices import (
 class SavedActivations:
     """The outstanding forwards of an executor, and its running forward.
 
-    It has more than 20 methods, because activations are kept, offloaded and counted by forward.
+    It has more than 20 methods: keeping, offloading, fetching, counting and freeing activations all read or write the
+    same table, from the number of a forward to its activations.
     """
 
     def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
@@ -153,28 +155,38 @@ class SavedActivations:
     def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
         """Keep `values`, activations of the running forward, and return the tensors that autograd saves for them.
 
-        That is an empty tensor; `values` are freed when its memory is. Autograd frees it as early as other saved
-        tensors. A program with prefetches holds the ticket longer. If hooks pack saved tensors, each value is saved as
-        one tensor instead.
+        Each of these tensors is one and the same empty tensor. `values` are freed when its memory is. Autograd frees it
+        as early as other saved tensors, but the ticket lives longer in a program with prefetches. If hooks pack saved
+        tensors, each value is saved as one tensor instead.
         """
         if compat.packs_saved_tensors():
-            return [value.joined() if isinstance(value, InParts) else value for value in values]
+            memories: dict[int, torch.Tensor] = {}
+            return [value.joined(memories) if isinstance(value, InParts) else value for value in values]
         holder, parts = torch.empty(0, device="cpu"), self._current.parts
         parts += values
         weakref.finalize(holder.untyped_storage(), parts.clear).atexit = False
         return [holder] * len(values)
 
-    def kept_parts(self, ticket: torch.Tensor, saved: Sequence[torch.Tensor]) -> Sequence[InParts | torch.Tensor]:
+    def kept_parts(
+        self, ticket: torch.Tensor, saved: Sequence[torch.Tensor], layouts: Sequence[Layout]
+    ) -> Sequence[InParts | torch.Tensor]:
         """Return the values that the forward of `ticket` kept, for which autograd `saved` tensors.
 
-        Raises ActivationsGone if they were freed.
+        Values that hooks packed come back as whole tensors in `layouts`, those of the capture, for which the backward
+        was compiled. A hook may return another layout: such a value is copied. Raises ActivationsGone if the values
+        were freed.
         """
-        if all(tensor.numel() for tensor in saved):
-            return saved
         forward = self._forwards.get(number_of(ticket))
-        if forward is None or not forward.parts:
+        if forward is not None and forward.parts:
+            return tuple(forward.parts)
+        if any(tuple(tensor.shape) != layout.shape for tensor, layout in zip(saved, layouts, strict=True)):
             raise ActivationsGone("in parts")
-        return tuple(forward.parts)
+        memories: dict[int, torch.Tensor] = {}
+        found: list[torch.Tensor] = []
+        for tensor, layout in zip(saved, layouts, strict=True):
+            found.append(kept_part(tensor, layout, memories.get(layout.memory)))
+            memories.setdefault(layout.memory, found[-1])
+        return found
 
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:
         """End the running forward, and return its ticket: its number on this rank and `versions`.

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime import micro_batches as runtime
-from elixir_compile.runtime.parts import InParts, kept_part
+from elixir_compile.runtime.lanes import lanes_for
+from elixir_compile.runtime.ledger import ledger_for
+from elixir_compile.runtime.parts import InParts, kept_part, viewed
 from elixir_compile.runtime.saved import SavedActivations
-from tests.run.micro_batches.stepping import Rows, batch_of, compiled, gradients, loop
+from tests.run.micro_batches.stepping import WIDTH, Rows, batch_of, compiled, gradients, loop
 
 NUM, ROWS, BLOCKS = 8, 64, 3
 
@@ -187,6 +190,63 @@ def test_parts_whose_graph_was_freed_are_gone(stepped: Stepped, monkeypatch: pyt
         step(*batch_of(ROWS)).backward()
 
 
+class Attention(torch.nn.Module):
+    """Residual attention layers whose saved queries, keys and values are transposed views of one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer(x).view(*x.shape[:2], 12, WIDTH // 4).transpose(1, 2)
+            x = x + scaled_dot_product_attention(*heads.chunk(3, 1)).transpose(1, 2).reshape(x.shape)
+        return (x - y).square().sum()
+
+
+Hooks = Callable[[], Any]
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda packed: packed),
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed),
+    ],
+    ids=["save_on_cpu", "contiguous", "clone"],
+)
+def test_values_that_hooks_packed_come_back_in_the_layout_of_the_capture(hooks: Hooks, monkeypatch: pytest.MonkeyPatch):
+    own, seen = SavedActivations.kept_parts, []
+
+    def watched(self: SavedActivations, ticket: torch.Tensor, saved: Any, *layouts: Any) -> Any:
+        seen.append((saved, own(self, ticket, saved, *layouts)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(SavedActivations, "kept_parts", watched)
+    torch.manual_seed(0)
+    model = Attention()
+    step, batch = compiled(model, 4), batch_of(ROWS)
+    step(*batch).backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    with hooks():
+        loss = step(*batch)
+    loss.backward()
+    assert all(torch.equal(found, wanted[name]) for name, found in gradients(model).items())
+    (_, in_parts), (packed, whole) = seen
+    assert any(not part.is_contiguous() for value in in_parts for part in value.tensors)
+    for value, tensor in zip(in_parts, whole, strict=True):
+        first = value.tensors[0]
+        assert (tensor.stride(), tensor.storage_offset()) == (first.stride(), first.storage_offset())
+        assert tensor.untyped_storage().nbytes() == 4 * first.untyped_storage().nbytes()
+    assert len({value.tensors[0].untyped_storage().data_ptr() for value in in_parts}) == len(
+        {tensor.untyped_storage().data_ptr() for tensor in whole}
+    )
+    if hooks is torch.autograd.graph.save_on_cpu:
+        assert all(tensor is given for tensor, given in zip(whole, packed, strict=True)), "copied"
+
+
 def layout(tensor: torch.Tensor, memory: int = 0) -> Layout:
     return Layout(
         memory=memory,
@@ -234,3 +294,46 @@ def test_a_value_in_parts_is_viewed_and_joined():
     assert torch.equal(right.joined(), whole[:, 2:])
     assert right.tensors[1].data_ptr() != value.tensors[1].data_ptr()
     assert right.tensors[1].untyped_storage().data_ptr() == value.tensors[1].untyped_storage().data_ptr()
+
+
+def test_a_joined_value_has_the_strides_and_the_memory_of_its_parts():
+    parts = [torch.randn(1, 5, 12, 2).transpose(1, 2) for _ in range(3)]
+    left, right = (InParts([part.chunk(2, 1)[place] for part in parts], 0) for place in range(2))
+    memories: dict[int, torch.Tensor] = {}
+    joined = [value.joined(memories) for value in (left, right)]
+    assert len(memories) == 1
+    for value, whole in zip((left, right), joined, strict=True):
+        assert torch.equal(whole, torch.cat(value.tensors))
+        assert whole.stride() == value.tensors[0].stride()
+        assert whole.storage_offset() == value.tensors[0].storage_offset()
+    expanded = InParts([torch.randn(2, 1).expand(2, 3) for _ in range(2)], 0)
+    assert torch.equal(expanded.joined(), torch.cat(expanded.tensors))
+    assert expanded.joined().stride() == (1, 0)
+
+
+def test_a_view_of_a_value_is_the_same_whether_hooks_joined_it_or_not():
+    parts = [torch.randn(2, 6) for _ in range(3)]
+    value = InParts(parts, 0)
+    own = layout(parts[0][:, 2:])
+    in_parts, whole = viewed(value, own, 3), viewed(value.joined(), own, 3)
+    assert isinstance(in_parts, InParts)
+    assert isinstance(whole, torch.Tensor)
+    assert torch.equal(whole, in_parts.joined())
+    assert whole.stride() == (6, 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (4, 6)])
+def test_packed_values_are_told_from_freed_parts_by_their_shape(shape: tuple[int, ...]):
+    device = torch.device("cpu")
+    lanes = lanes_for(device)
+    saved = SavedActivations(lanes, ledger_for(lanes))
+    whole, given = torch.randn(shape), InParts(list(torch.randn(shape).chunk(2)), 0)
+    saved.begin()
+    stands_in = saved.keep_parts([given])
+    ticket = saved.ticket([])
+    assert saved.kept_parts(ticket, stands_in, [layout(whole)]) == (given,)
+    saved.begin()
+    ticket = saved.ticket([])
+    assert saved.kept_parts(ticket, [whole], [layout(whole)]) == [whole]
+    with pytest.raises(ActivationsGone):
+        saved.kept_parts(ticket, [torch.empty(0)], [layout(whole)])

@@ -82,6 +82,10 @@ def test_a_region_that_reads_a_seed_on_the_host_is_not_run(clock: list[str], mon
     assert rest.num_regions == everything.num_regions
     assert 0 < len(rest.regions) < len(everything.regions)
     assert not any("gelu_backward" in region.first for region in rest.regions)
+    assert everything.num_skipped == 0
+    assert rest.num_skipped == len(everything.regions) - len(rest.regions)
+    assert f", {rest.num_skipped} not run, as their dropout in attention reads its seed on the host" in str(rest)
+    assert "not run" not in str(everything)
 
 
 def test_attention_with_dropout_reads_its_seed_on_the_host_and_without_it_does_not() -> None:
