@@ -196,15 +196,17 @@ class BucketUpdate:
             for home, updated in zip(part.weights, host_part.weights, strict=True)
             if home is not updated
         ]
-        lanes, bucket = self.executor.lanes, self.bucket
+        lanes = self.executor.lanes
         landed = lanes.d2h.mark() if copied_back else arrived
-        # `work` must not refer to `self`: a queued update would keep the gradients on the device alive.
+        # `work` must refer neither to `self` nor to the bucket: a queued update would keep the gradients on the device
+        # alive, and the executor of a model that is gone. The next gather of the bucket waits for this update.
+        last_read = self.bucket.home_read
         rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
         def work() -> Event | None:
             lanes.host_waits(landed)
-            lanes.host_waits(bucket.home_read)
+            lanes.host_waits(last_read)
             guard.check()
             with ledger.span(Lane.HOST, label):
                 if disk is not None:
