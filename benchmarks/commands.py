@@ -29,6 +29,15 @@ CASES = {
         "llama-7b --hardware rtx4090-24g --batch 4 --seq 2048 --state-bytes 12",
         "llama-7b --hardware a100-40g --batch 4 --seq 2048 --state-bytes 12",
     ),
+    "gpt2-4b": ("gpt2-4b --hardware a100-80g --batch 4", "gpt2-4b --hardware h100-80g --batch 4"),
+    "gpt2-20b": (
+        "gpt2-20b --hardware a100-80g --batch 4 --seq 1024",
+        "gpt2-20b --hardware h100-80g --batch 4 --seq 1024",
+    ),
+    "llama-70b": (
+        'llama-70b --hardware "8 x h100-80g" --batch 1 --seq 4096 --state-bytes 12',
+        'llama-70b --hardware "8 x a100-80g" --batch 1 --seq 4096 --state-bytes 12',
+    ),
 }
 """The first and the next command, for the same model and batch."""
 PARTS = ("imports", "capture", "search", "all")
