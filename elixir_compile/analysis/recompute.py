@@ -41,6 +41,16 @@ _NUM_GRAPHS = 4
 """The number of graphs whose facts are kept. A search asks for those of one graph a hundred times."""
 
 
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
+def first_equal(graph: StepGraph) -> StepGraph:
+    """Return the first of the last few graphs that is equal to `graph`.
+
+    The caches of this module find this graph by its identity. To find another equal graph, they compare all ops, which
+    takes 20 ms for 3,000: a second search for Llama 7B in one process took 1.1 s longer than the first.
+    """
+    return graph
+
+
 def as_run(
     graph: StepGraph, activations: tuple[Activations, ...] = (), divided_into: tuple[Lap, ...] = ()
 ) -> StepGraph:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from elixir_compile.analysis.laps import Lap
-from elixir_compile.analysis.recompute import as_run, laps_at
+from elixir_compile.analysis.recompute import as_run, first_equal, laps_at
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
@@ -81,6 +81,7 @@ class Problem:
     chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "graph", first_equal(self.graph))
         if not 0 < self.bucket_min_bytes <= self.bucket_max_bytes:
             raise InvalidPlan(
                 f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
