@@ -20,7 +20,8 @@ def test_a_second_search_compares_the_ops_of_an_equal_graph_a_few_times_at_most(
         return equal(self, other)
 
     second = chain_of(10)
-    assert second == first.graph and second is not first.graph
+    assert second == first.graph
+    assert second is not first.graph
     monkeypatch.setattr(Op, "__eq__", counted)
     assert plan(between(problem_of(second), 0.4)) == expected
     assert num_compared <= 8 * len(second.ops)
