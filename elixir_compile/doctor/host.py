@@ -16,9 +16,9 @@ LEAST_SHM_BYTES = 64 * MIB + 1
 
 def check_pinning(system: System) -> Iterator[Finding]:
     """D06: host memory can be page-locked, so that copies run beside the compute."""
-    if system.accelerator is None:
+    pinning = None if system.accelerator is None else system.accelerator.pinning
+    if pinning is None:
         return
-    pinning = system.accelerator.pinning
     pinned = f"{format_bytes(pinning.pinned_bytes)} of host memory were pinned"
     if pinning.refused_bytes is None:
         yield ok(pinned)

@@ -62,20 +62,26 @@ def _state_beside(gpu: Gpu, copies: Copies, others_bytes: int | None) -> GpuStat
     return state
 
 
-def try_pinning(budget_bytes: int) -> Pinning:
-    """Pin slabs of 256 MiB and of twice the bytes of the last, up to `budget_bytes` or for about half a second."""
+def try_pinning(budget_bytes: int) -> Pinning | None:
+    """Pin slabs of 256 MiB and of twice the bytes of the last, up to `budget_bytes` or for about half a second.
+
+    Return None if no copy of the accelerator is faster from pinned memory.
+    """
     ends_s = time.monotonic() + _PINNING_S
     pinned_bytes, next_bytes = 0, FIRST_PINNED_BYTES
     refused_bytes: int | None = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ElixirWarning)
-        while refused_bytes is None and next_bytes <= max(budget_bytes, FIRST_PINNED_BYTES):
-            if Slab(next_bytes, pin=True).is_pinned:
-                pinned_bytes, next_bytes = next_bytes, 2 * next_bytes
-            else:
-                refused_bytes = next_bytes
-            if time.monotonic() > ends_s:
-                break
+    while refused_bytes is None and next_bytes <= max(budget_bytes, FIRST_PINNED_BYTES):
+        with warnings.catch_warnings(record=True) as refusals:
+            warnings.simplefilter("always", ElixirWarning)
+            is_pinned = Slab(next_bytes, pin=True).is_pinned
+        if is_pinned:
+            pinned_bytes, next_bytes = next_bytes, 2 * next_bytes
+        elif refusals:
+            refused_bytes = next_bytes
+        else:
+            return None
+        if time.monotonic() > ends_s:
+            break
     return Pinning(pinned_bytes=pinned_bytes, refused_bytes=refused_bytes, lock_limit_bytes=lock_limit_bytes())
 
 

@@ -112,7 +112,8 @@ class Accelerator:
     name: str
     address: str | None
     """The address on the PCI bus, `0000:17:00.0`; None if torch tells of none."""
-    pinning: Pinning
+    pinning: Pinning | None
+    """None if no copy is faster from page-locked memory."""
     state: GpuState | str
     """A text says why NVML tells nothing."""
     copies: CopyRates

@@ -35,6 +35,8 @@ def test_memory_that_cannot_be_pinned_is_bad(tmp_path: Path) -> None:
 
 def test_pinning_does_not_matter_without_an_accelerator(tmp_path: Path) -> None:
     assert findings("D06", good_machine(tmp_path, accelerator=None)) == []
+    unlocked = replace(ACCELERATOR, pinning=None)
+    assert findings("D06", good_machine(tmp_path, accelerator=unlocked)) == [], "no copy is faster from pinned memory"
 
 
 def test_under_wsl_pinned_memory_is_limited(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from elixir_compile.cli.doctor import diagnosis_lines
 from elixir_compile.cli.main import app
 from elixir_compile.doctor import CHECKS, Diagnosis, Verdict, diagnose, this_system, trials
 from elixir_compile.doctor.nvml import Gpu
+from elixir_compile.errors import ElixirWarning
 from elixir_compile.measure.machine import links
 from elixir_compile.measure.machine.links import Copies
 from elixir_compile.platforms import Platform
@@ -159,6 +161,8 @@ class FakeSlab:
     def __init__(self, nbytes: int, *, pin: bool) -> None:
         self.asked.append(nbytes)
         self.is_pinned = pin and nbytes < GIB
+        if not self.is_pinned:
+            warnings.warn("the driver refused", ElixirWarning, stacklevel=2)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +175,7 @@ def test_pinning_doubles_until_the_budget_or_the_first_refusal(
     FakeSlab.asked = []
     monkeypatch.setattr(trials, "Slab", FakeSlab)
     found = trials.try_pinning(budget_bytes)
+    assert found is not None
     assert (found.pinned_bytes, found.refused_bytes) == (pinned_bytes, refused_bytes)
     sizes = [256 * MIB, 512 * MIB, GIB]
     assert FakeSlab.asked == [size for size in sizes if size <= (refused_bytes or pinned_bytes)]
@@ -180,7 +185,14 @@ def test_pinning_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSlab.asked = []
     monkeypatch.setattr(trials, "Slab", FakeSlab)
     monkeypatch.setattr(trials, "_PINNING_S", -1.0)
-    assert trials.try_pinning(8 * GIB).pinned_bytes == 256 * MIB
+    found = trials.try_pinning(8 * GIB)
+    assert found is not None
+    assert (found.pinned_bytes, found.refused_bytes) == (256 * MIB, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_pinning_is_not_tried_where_no_copy_is_faster_for_it() -> None:
+    assert trials.try_pinning(GIB) is None
 
 
 class OnTheBus(Platform):
