@@ -70,6 +70,18 @@ def measure(
 
 
 @app.command()
+def doctor(
+    disk_path: Annotated[Path | None, typer.Option(help="Also try the disk that this folder is on.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Look for faults of this machine that make training fail or slow. Exits with 1 if a finding is bad."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
+    from elixir_compile.cli.doctor import run_doctor
+
+    raise typer.Exit(code=run_doctor(disk_path=disk_path, as_json=as_json))
+
+
+@app.command()
 def explain(
     plan: Annotated[Path, typer.Argument(help="A saved plan.")],
     subject: Annotated[

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from elixir_compile.control_groups import numbers_in
 from elixir_compile.platforms.platforms import platform_of
 
 T = TypeVar("T")
@@ -23,11 +24,9 @@ def cores_of_node(address: str, system: Path) -> frozenset[int]:
     """Return the cores of the memory node of the PCI device at `address`, from files under `system` (`/sys`)."""
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
-        listed = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+        return numbers_in((system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip())
     except (OSError, ValueError):
         return frozenset()
-    spans = [span.partition("-") for span in listed.split(",") if span]
-    return frozenset(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))
 
 
 def bind_thread(cores: Collection[int]) -> None:

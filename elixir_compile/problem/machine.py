@@ -11,10 +11,11 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
+from elixir_compile.control_groups import num_usable_cores
 from elixir_compile.errors import ElixirWarning, ProfileFileError
 from elixir_compile.folders import cache_dir, read_cached, write_cached
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, parse_hardware, profile_for
-from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks, num_usable_cores
+from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of

@@ -25,6 +25,7 @@ from elixir_compile.api.preview.capture import Capture, Inputs, capture_step
 from elixir_compile.api.preview.models import Configured
 from elixir_compile.api.preview.same_layers import hide_unlike
 from elixir_compile.collector import collector_off
+from elixir_compile.control_groups import num_usable_cores
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import StorageId
 from elixir_compile.options import Options
@@ -80,7 +81,7 @@ def _may_fork() -> bool:
     is_alone = threading.active_count() == 1 and not is_accelerator_in_use()
     if sys.platform != "linux" or not is_alone:
         return False
-    return os.getloadavg()[0] <= len(os.sched_getaffinity(0)) / 2
+    return os.getloadavg()[0] <= num_usable_cores() / 2
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:

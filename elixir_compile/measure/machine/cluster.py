@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import distributed
 
+from elixir_compile.control_groups import num_usable_cores
 from elixir_compile.hardware import Cluster, Link, Node, profile_for
 from elixir_compile.measure.machine.limits import (
     memory_sizes_bytes,
     num_local_ranks,
-    num_usable_cores,
     pinned_limit_bytes,
 )
 from elixir_compile.measure.machine.links import measure_collectives

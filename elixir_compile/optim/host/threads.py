@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from elixir_compile.measure.machine import allowed_cores, num_local_ranks, num_usable_cores
+from elixir_compile.control_groups import allowed_cores, num_usable_cores
+from elixir_compile.measure.machine import num_local_ranks
 from elixir_compile.platforms import bind_thread, cores_beside
 
 log = logging.getLogger("elixir_compile")

@@ -1,10 +1,12 @@
 """Work beside this process gives what it gives here, also if the child fails, hangs, or cannot be."""
 
 import os
+import threading
 import time
 
 import pytest
 
+from elixir_compile import control_groups
 from elixir_compile.api.preview import few_layers
 from elixir_compile.api.preview.few_layers import beside
 
@@ -57,6 +59,18 @@ def test_an_exception_in_the_parent_ends_the_child(may_fork: None, monkeypatch: 
         fail_beside()
     with pytest.raises(ChildProcessError):
         os.waitpid(children[0], 0)
+
+
+@can_fork
+def test_a_cpu_quota_counts_as_cores_when_a_child_is_considered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 3 processes running, half of 8 cores are idle, but not half of a quota of 2."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 3.0, 3.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(control_groups, "quota_cores", lambda memberships, groups: None)
+    assert few_layers._may_fork()
+    monkeypatch.setattr(control_groups, "quota_cores", lambda memberships, groups: 2.0)
+    assert not few_layers._may_fork()
 
 
 def test_without_a_second_core_there_is_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elixir_compile import control_groups
+from elixir_compile.control_groups import allowed_cores, num_usable_cores
 from elixir_compile.ir import Update
-from elixir_compile.measure.machine import allowed_cores, num_usable_cores
-from elixir_compile.measure.machine import limits as machine_cores
 from elixir_compile.optim import update as updates
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
 from elixir_compile.optim.host.threads import GRAIN, num_host_threads, parts
@@ -85,8 +85,8 @@ def test_host_threads_respect_the_cpu_quota(
     memberships = tmp_path / "cgroup"
     memberships.write_text("0::/\n")
     (tmp_path / "cpu.max").write_text("450000 100000\n")
-    monkeypatch.setattr(machine_cores, "MEMBERSHIPS", memberships)
-    monkeypatch.setattr(machine_cores, "GROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "MEMBERSHIPS", memberships)
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     host_threads_for.cache_clear()
     with caplog.at_level(logging.INFO, "elixir_compile"):
