@@ -74,6 +74,7 @@ class Updater:
                 self._run_on_host(update, arrived)
         for update in updates:
             if update.bucket.placement.streamed:  # waits for its copies, so queued host updates must already run
+                update.wait_for_home(arrived)
                 update.run()
 
     def _prepared(
@@ -183,6 +184,15 @@ class BucketUpdate:
                     self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
                     self.rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
+
+    def wait_for_home(self, arrived: Event | None) -> None:
+        """Block until the gradients of a host bucket have arrived there, and its last gather has read the parameters.
+
+        In a backward, both copies may still be under way. `arrived` is the event after which the gradients are there.
+        """
+        if self.bucket.is_on_host:
+            self.executor.lanes.host_waits(arrived)
+            self.executor.lanes.host_waits(self.bucket.home_read)
 
     def work(self, arrived: Event | None) -> Work:
         """Return a function that updates the bucket on the host after the event `arrived`.

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import elixir_compile as elixir
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -52,3 +54,8 @@ def test_the_readme_shows_code() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_page_of_python_names_has_each_public_name_once() -> None:
+    documented = re.findall(r"auto\w+:: elixir_compile\.(\w+)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    assert sorted(documented) == sorted(elixir.__all__)

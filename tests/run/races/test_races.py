@@ -34,6 +34,7 @@ def ignore(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         ("split", Update.IN_BACKWARD, 0.0),
         ("host", Update.AFTER_BACKWARD, 0.5),
         ("host", Update.IN_BACKWARD, 0.0),
+        ("host", Update.IN_BACKWARD, 0.5),
         ("host", Update.ACROSS_STEPS, 0.0),
     ],
 )

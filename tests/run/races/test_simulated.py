@@ -22,6 +22,7 @@ CASES = [
     ("split", Update.IN_BACKWARD, 0.0),
     ("host", Update.AFTER_BACKWARD, 0.5),
     ("host", Update.IN_BACKWARD, 0.0),
+    ("host", Update.IN_BACKWARD, 0.5),
     ("host", Update.ACROSS_STEPS, 0.0),
 ]
 
