@@ -109,6 +109,19 @@ def load_question(path: "str | Path", plan: Plan) -> Question | None:
     return question
 
 
+def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:
+    """Return the plan in the file at `path`, and the question in the file beside it, None if there is no such file.
+
+    With a question the plan is legal for its graph. Raises the errors of `load_plan`, `load_question` and `verify`.
+    """
+    plan = load_plan(path)
+    question = load_question(path, plan)
+    if question is not None:
+        plan = plan_at(question.problem.graph, plan)
+        verify(question.problem.graph, plan)
+    return plan, question
+
+
 def load_plan_or_record(path: "str | Path") -> Plan | Record:
     """Return the plan or the record of a step in the file at `path`. Raises PlanFileError as `load_plan` does."""
     text = _read(path)
