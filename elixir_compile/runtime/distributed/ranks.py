@@ -78,6 +78,12 @@ class Collective:
             last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
             self._ranks.unfinished.add(last, self.what, self._reduces_in)
 
+    def hold_stream(self) -> None:
+        """Make work issued from now on on the current stream wait for it, which `wait` must still do for compute."""
+        work = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
+        if isinstance(work, distributed.Work):
+            work.wait()
+
 
 class _MeanOfCopies:
     """An all-reduce of `own` over the ranks of `group`, after the reduce-scatter `reduced` has filled `own`.
