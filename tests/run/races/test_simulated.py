@@ -23,6 +23,7 @@ CASES = [
     ("split", Update.IN_BACKWARD, 0.0),
     ("host", Update.AFTER_BACKWARD, 0.5),
     ("host", Update.IN_BACKWARD, 0.0),
+    ("host", Update.IN_BACKWARD, 0.5),
     ("host", Update.ACROSS_STEPS, 0.0),
     pytest.param("host", Update.IN_BACKWARD, 0.75, marks=pytest.mark.slow),
     pytest.param("split", Update.ACROSS_STEPS, 1.0, marks=pytest.mark.slow),
