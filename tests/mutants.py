@@ -121,18 +121,19 @@ def _checked(*paths: str) -> Stage:
 
 
 AWAITED = _checked("runtime/test_awaited", "runtime/test_late_gathers", "optim/test_step_habits")
-RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "exchange", "unfinished")))
+SHARDS = Stage(("tests/run/races/test_rank_orders.py",))
+RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
 STAGES = {
     "awaited.py": (ORDERS, AWAITED, BITS, DEVICE),
     "executor.py": (ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
-    "gathers.py": (ORDERS, AWAITED, BITS, DEVICE),
+    "gathers.py": (ORDERS, SHARDS, AWAITED, BITS, DEVICE),
     "ledger.py": (DEVICE, ORDERS),
     "placed.py": (ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
-    "ranks.py": (RANKS, ORDERS),
+    "ranks.py": (SHARDS, RANKS),
     "saved.py": (ORDERS, BITS, _checked("runtime/test_activations"), DEVICE),
-    "sharded.py": (ORDERS, RANKS),
-    "slices.py": (_checked("micro_batches/test_slices"), ORDERS, BITS, DEVICE),
-    "update.py": (ORDERS, DEVICE, BITS, AWAITED),
+    "sharded.py": (SHARDS, RANKS),
+    "slices.py": (ORDERS, BITS, _checked("micro_batches/test_slices")),
+    "update.py": (DEVICE, ORDERS, BITS, AWAITED),
     "updates.py": (ORDERS, _checked("optim/test_updates"), AWAITED, BITS, DEVICE),
 }
 """By the name of the mutated file, the tests that run one after another; `OTHERS` for other files."""
