@@ -72,6 +72,7 @@ _ERRORS = (
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
+    "QuestionFileError",
     "Race",
     "StaleParameters",
     "UnforeseenState",

@@ -4,6 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.bucket_bytes import streamed_bytes
+from elixir_compile.analysis.staging import (
+    LEAST_STREAMED_ROOM_BYTES,
+    MOST_STREAMED_ROOM_BYTES,
+    MOST_STREAMED_ROOMS,
+)
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster, DeviceProfile, Link
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
@@ -164,14 +169,21 @@ def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
 
-    Each moment (two, as of Adam), parameter and gradient is a copy of its own.
+    Each moment (two, as of Adam), parameter and gradient is a copy of its own. A bucket of several pieces passes both
+    links at once: the first result is the time until the last piece is on the device, the second that of the last
+    piece's way back.
     """
     there_bytes, back_bytes = stream_bytes(bucket, param)
     num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
-    return (
-        copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params),
-        copy_s(back_bytes, cluster.d2h, num_states + num_params),
-    )
+    there_s = copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params)
+    back_s = copy_s(back_bytes, cluster.d2h, num_states + num_params)
+    if not (cluster.h2d.overlaps_compute and cluster.d2h.overlaps_compute):
+        return there_s, back_s
+    # Not the whole number of pieces that `streamed_rooms` gives: more bytes would take fewer seconds at some sizes.
+    room_bytes = max(there_bytes / MOST_STREAMED_ROOMS, LEAST_STREAMED_ROOM_BYTES)
+    num_pieces = max(there_bytes / min(room_bytes, MOST_STREAMED_ROOM_BYTES), 1.0)
+    last_s = back_s / num_pieces
+    return max(there_s, there_s / num_pieces + back_s - last_s), last_s
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:

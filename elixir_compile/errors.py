@@ -9,6 +9,7 @@ Exception
     │   └── UnknownModel                    neither a named shape nor a function nor a configuration
     ├── _FileError         (ValueError)     text of another form than its file should have
     │   ├── PlanFileError                   a file without a valid plan
+    │   │   └── QuestionFileError           a file beside a plan without the question that the plan answers
     │   └── ProfileFileError                a file without a valid hardware profile
     ├── InvalidOption      (ValueError)     a known option with an unusable value
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
@@ -159,6 +160,12 @@ class PlanFileError(_FileError):
     """A file does not hold a plan; `field` is the path of the wrong field, or the line."""
 
     _FILE = "plan file"
+
+
+class QuestionFileError(PlanFileError):
+    """The file beside a plan does not hold the question that the plan answers; `field` is as in PlanFileError."""
+
+    _FILE = "question file"
 
 
 class ProfileFileError(_FileError):

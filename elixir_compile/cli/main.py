@@ -89,7 +89,10 @@ def explain(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Print the decisions of a saved plan with their reasons, costs and rejected options."""
+    """Print the decisions of a saved plan with their reasons, costs and rejected options.
+
+    With the question file that `plan -o` writes beside the plan, also the bytes at the peak and what is recomputed.
+    """
     from elixir_compile.cli.reports import run_explain
 
     raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
@@ -169,7 +172,9 @@ def plan(
     largest_batch: _LARGEST_BATCH = False,
     tune: _TUNE = False,
     tokens_per_step: _TOKENS = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
+    ] = None,
     as_json: _JSON = False,
 ) -> None:
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
@@ -231,7 +236,10 @@ def verify(
     param_dtype: _PARAM_DTYPE = None,
     as_json: _JSON = False,
 ) -> None:
-    """Check the file of a saved plan, and with --model also that the plan is legal for the step of this model."""
+    """Check the file of a saved plan, and that the plan is legal for the step in the question file beside it.
+
+    With --model, the step of this model takes the place of the question file.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.plan import Request, run_verify

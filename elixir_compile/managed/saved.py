@@ -1,22 +1,28 @@
-"""Plans and records as JSON files (never pickle), and the check of the folder for state on disk."""
+"""Plans with their questions, and records, as files (never pickle); the check of the folder for state on disk."""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elixir_compile.analysis import plan_at, verify
 from elixir_compile.analysis.mismatch import require_same_graph
-from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch
+from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, QuestionFileError
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
     Plan,
     Record,
     StepGraph,
     Tier,
+    fingerprint,
     plan_from_json,
     plan_to_json,
     record_from_json,
 )
 from elixir_compile.options import Options
+from elixir_compile.search.question import MOST_UNPACKED_BYTES, Question, question_from_bytes, question_to_bytes
+
+if TYPE_CHECKING:
+    from elixir_compile.managed.compilation import Compilation
 
 
 def disk_of(options: Options) -> tuple[Path, bool] | None:
@@ -34,14 +40,36 @@ def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
         )
 
 
-def save_plan(plan: Plan, path: "str | Path") -> None:
-    """Write `plan` as JSON to `path`.
+def save_plan(plan: "Plan | Compilation", path: "str | Path", question: Question | None = None) -> None:
+    """Write `plan` as JSON to `path`, and `question`, which it answers, beside it.
+
+    A compilation stands for its plan and its question. With both files, `elixir-compile explain` and `verify` need no
+    model. Without a question, a question file of another plan that is beside `path` is removed.
 
     Example:
-        elixir.save_plan(elixir.compilations(compiled)[-1].plan, "plan.json")
+        elixir.save_plan(elixir.compilations(compiled)[-1], "plan.json")
         again = torch.compile(model, backend="elixir", options={"plan": "plan.json"})
     """
+    if not isinstance(plan, Plan):
+        if plan.plan is None:
+            raise InvalidOption("plan", plan.name, "a compilation with a plan; this one was not planned yet")
+        plan, question = plan.plan, plan.question
     Path(path).write_text(plan_to_json(plan), encoding="utf-8")
+    if question is not None:
+        # A plan may be written to a pipe, which has nothing beside it.
+        if Path(path).is_file():
+            question_path(path).write_bytes(question_to_bytes(question))
+        return
+    try:
+        load_question(path, plan)
+    except QuestionFileError:
+        question_path(path).unlink()
+
+
+def question_path(path: "str | Path") -> Path:
+    """Return the path of the question file beside the plan at `path`: `plan.question.json.gz` for `plan.json`."""
+    plan = Path(path)
+    return plan.with_name(plan.name.removesuffix(".json") + ".question.json.gz")
 
 
 def load_plan(path: "str | Path") -> Plan:
@@ -55,6 +83,43 @@ def load_plan(path: "str | Path") -> Plan:
         assert elixir.load_plan("plan.json") == plan
     """
     return plan_from_json(_read(path))
+
+
+def load_question(path: "str | Path", plan: Plan) -> Question | None:
+    """Return the question in the file beside the plan at `path`; None if there is no such file.
+
+    Raises QuestionFileError if the file cannot be read, or if `plan` answers another question: the fingerprint of its
+    graph, or its machine, is not that of `plan`.
+    """
+    beside = question_path(path)
+    try:
+        with beside.open("rb") as file:
+            content = file.read(MOST_UNPACKED_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise QuestionFileError(str(beside), "a file that can be read", error.strerror) from error
+    question = question_from_bytes(content)
+    graph, cluster = fingerprint(question.problem.graph), question.problem.cluster
+    remedy = f"which {Path(path).name} answers; remove the file, or save the plan again"
+    if graph != plan.graph:
+        raise QuestionFileError(str(beside), f"the question about graph {plan.graph}, {remedy}", f"graph {graph}")
+    if (cluster.name, cluster.num_ranks) != (plan.cluster, plan.num_ranks * plan.num_copies):
+        raise QuestionFileError(str(beside), f"a question about {plan.cluster}, {remedy}", cluster.name)
+    return question
+
+
+def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:
+    """Return the plan in the file at `path`, and the question in the file beside it, None if there is no such file.
+
+    With a question the plan is legal for its graph. Raises the errors of `load_plan`, `load_question` and `verify`.
+    """
+    plan = load_plan(path)
+    question = load_question(path, plan)
+    if question is not None:
+        plan = plan_at(question.problem.graph, plan)
+        verify(question.problem.graph, plan)
+    return plan, question
 
 
 def load_plan_or_record(path: "str | Path") -> Plan | Record:

@@ -36,6 +36,11 @@ class UpdateRule(Protocol):
         """Return whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
         ...
 
+    @property
+    def counts_steps(self) -> bool:
+        """Return whether `update` does nothing with the entry `step` of a state but read it and add 1."""
+        ...
+
     def snapshot(self) -> "UpdateRule":
         """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
         ...
@@ -78,6 +83,7 @@ class AdamWRule:
     """torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`."""
 
     makes_state = False
+    counts_steps = True
 
     def snapshot(self) -> "AdamWRule":
         """Return the rule itself: it has no attributes."""

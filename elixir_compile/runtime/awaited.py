@@ -26,7 +26,7 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.ops.registry import Slot, slot_of
 from elixir_compile.ops.shards import is_dtensor
-from elixir_compile.runtime.updates import QueuedUpdate
+from elixir_compile.runtime.updates import PendingUpdate
 
 _queued_lock = threading.Lock()
 _Tensor = torch.Tensor
@@ -123,7 +123,7 @@ class QueuedUpdates:
     def __init__(self, slots: Sequence[Slot]) -> None:
         """`slots` are the slots of the bucket."""
         self._slots = slots
-        self._updates: tuple[QueuedUpdate, ...] = ()
+        self._updates: tuple[PendingUpdate, ...] = ()
         self._let_compute_wait: Callable[[], None] | None = None
         """Makes compute of the calling thread wait for the copies of the last update to the device; None if it made
         none. Kept after the first wait, because other readers compute on other streams."""
@@ -133,7 +133,7 @@ class QueuedUpdates:
         """Whether there is no queued update for which no thread has waited yet."""
         return not self._updates
 
-    def add(self, update: QueuedUpdate, params: Iterable[nn.Parameter]) -> None:
+    def add(self, update: PendingUpdate, params: Iterable[nn.Parameter]) -> None:
         """Make every read of `params` wait for `update`."""
         params = list(params)
         with _queued_lock:

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -34,13 +35,34 @@ Work = Callable[[], Event | None]
 wait."""
 
 
+class PendingUpdate(Protocol):
+    """An update of a bucket for whose results readers wait."""
+
+    label: str
+    let_compute_wait: Callable[[], None] | None
+    """Makes compute of the calling thread wait for the results, after `wait`; None if it need not."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no reader has to wait any more."""
+        ...
+
+    def then(self, follower: Callable[[], None]) -> bool:
+        """Make the worker call `follower` right after the update; return False, without a call, if it will not."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the update is done. Raises the exception of an update on the same line that failed."""
+        ...
+
+
 class QueuedUpdate:
     """An update of a bucket, queued, running or done; made by `UpdateLine.queue`."""
 
     def __init__(self, work: Work, line: "UpdateLine", label: str, lanes: Lanes | None) -> None:
         self.label = label
         self._lanes = lanes
-        self._begin = None if lanes is None else lanes.hand_over()
+        self._go_on = None if lanes is None else lanes.hand_over()
         self._work: Work | None = work
         self._line = line
         self._num_failures = line.num_failures
@@ -86,8 +108,8 @@ class QueuedUpdate:
                 # was set last in any thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
-                if self._begin is not None:
-                    self._begin()
+                if self._go_on is not None:
+                    self._go_on()
                 self._hand_back(work())
                 del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:
@@ -113,13 +135,56 @@ class QueuedUpdate:
             return None
 
 
+class LandingUpdate:
+    """An update whose results are on their way to the host, and no work of the worker; added to a line by its maker.
+
+    The first reader that waits for it calls `finish`, which may raise an exception.
+    """
+
+    let_compute_wait: Callable[[], None] | None = None
+
+    def __init__(
+        self, landed: Event | None, finish: Callable[[], None], line: "UpdateLine", label: str, lanes: Lanes
+    ) -> None:
+        """`landed` is past when the results are on the host; None if they are there."""
+        self.label = label
+        self._landed, self._finish, self._line, self._lanes = landed, finish, line, lanes
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a reader has waited."""
+        return self._is_done
+
+    def then(self, follower: Callable[[], None]) -> bool:
+        """Return False: the worker has nothing to do with this update."""
+        return False
+
+    def wait(self) -> None:
+        """Wait until the results have landed. Raises the exception of an update on the same line that failed."""
+        with self._lock:
+            if not self._is_done:
+                self._lanes.host_waits(self._landed)
+                try:
+                    self._finish()
+                except BaseException as error:  # of any class: the line raises it
+                    self._line.fail(error)
+                self._finish, self._is_done = _nothing, True  # holds no tensors any more
+        self._line.check()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class UpdateLine:
     """The queued updates of an optimizer, and the exception of its last failed update."""
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
         self.num_failures = 0
-        self._queued: list[QueuedUpdate] = []
+        self._queued: list[PendingUpdate] = []
         _lines.add(self)
         weakref.finalize(self, _let_worker_end).atexit = False
 
@@ -134,9 +199,13 @@ class UpdateLine:
         """Queue `work`, which uses `lanes`, after all queued updates; it runs with the caller's number of torch
         threads."""
         update = QueuedUpdate(work, self, label, lanes)
-        self._queued = [*(other for other in self._queued if not other.is_done), update]
+        self.add(update)
         _worker.put(update)
         return update
+
+    def add(self, update: PendingUpdate) -> None:
+        """Let `wait` wait for `update` too."""
+        self._queued = [*(other for other in self._queued if not other.is_done), update]
 
     def wait(self) -> None:
         """Wait until all updates of this line are done. Raises the exception of a failed update."""

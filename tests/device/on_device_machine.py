@@ -1,9 +1,13 @@
 """What Elixir asks a device that is neither CPU nor CUDA, inside and outside of a capture."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from elixir_compile.measure import regions
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.problem.machine import library_bytes
 from tests.device import fakegpu
@@ -30,3 +34,21 @@ def test_a_workspace_that_a_product_leaves_is_counted_for_two_threads(monkeypatc
     monkeypatch.setattr(AcceleratorPlatform, "allocated_bytes", allocated_bytes)
     with FakeTensorMode():
         assert library_bytes.__wrapped__(DEVICE) == 2 * (8 << 20)
+
+
+def test_runs_of_a_region_are_queued_and_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_waits: list[torch.device] = []
+    real = AcceleratorPlatform.synchronize
+
+    def synchronize(platform: AcceleratorPlatform, device: torch.device) -> None:
+        num_waits.append(device)
+        real(platform, device)
+
+    monkeypatch.setattr(AcceleratorPlatform, "synchronize", synchronize)
+    monkeypatch.setattr(regions, "_ENOUGH_S", 0.01)
+    num_runs: list[Any] = []
+    region: Any = SimpleNamespace(inputs=[])
+    compiled: Any = SimpleNamespace(run=lambda box: num_runs.append(torch.ones(8, device=DEVICE) + 1))
+    found = regions.measure_region(region, compiled, DEVICE, {})
+    assert found.run_s > 0
+    assert len(num_waits) < len(num_runs)

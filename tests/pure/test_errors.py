@@ -36,6 +36,7 @@ SAMPLES: list[ElixirError] = [
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
     errors.UnforeseenState("b3", "late", "torch.float32", (768, 3072)),
     errors.DiskCorrupted("/disk/0003", 2, 4 << 20),
+    errors.QuestionFileError("problem.graph.ops[3].flops", "a whole number", "many"),
     checkpoint_errors.NotACheckpoint("run", "there is nothing"),
     checkpoint_errors.CheckpointCorrupted("run", "tensors/__0_0.distcp", "model.wte.weight", "is damaged"),
     checkpoint_errors.CheckpointMismatch("run", "model", ["wte.weight: only in the model"] * 9),

@@ -41,6 +41,7 @@ class ClassRule:
     """The update rule of `cls`, with the attributes of its instance `optimizer`."""
 
     makes_state = True
+    counts_steps = False
 
     def __init__(self, cls: type[Optimizer], optimizer: Optimizer) -> None:
         self._cls = cls

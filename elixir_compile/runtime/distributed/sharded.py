@@ -39,8 +39,10 @@ class ShardedBucket(RunningBucket):
         return self._own
 
     def move_home(self, device: torch.device) -> None:
-        """Move this rank's shards to the home in the placement, one after another in one tensor."""
-        self.queued.wait()
+        """Move this rank's shards to the home in the placement, one after another in one tensor.
+
+        No update of them is queued.
+        """
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype
@@ -171,19 +173,27 @@ def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
 class ShardGather(Transfer):
     """The all-gather of a sharded bucket; its `values` are the full parameters after `ensure_issued`."""
 
-    __slots__ = ("_bucket", "_rows", "_versions", "_work")
+    __slots__ = ("_bucket", "_lanes", "_rows", "_versions", "_work")
 
     def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
         label = f"gather {bucket.spec.id}"
         own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
-        h2d = lanes.h2d
+        self._lanes, h2d = lanes, lanes.h2d
+        lanes.touches((), (self._rows,))  # compute allocates it
         if bucket.is_on_host:
             there = torch.empty_like(own, device=lanes.device)
+            lanes.touches((), (there,))
             with h2d.behind_compute(), ledger.span(Lane.H2D, label):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
-        with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
-            work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
+        rows, name = self._rows, bucket.spec.id
+        with h2d.behind_compute():
+            work = ledger.started(
+                Lane.GATHER,
+                f"all-gather {name}",
+                rows.nbytes,
+                lambda: bucket.ranks.all_gather(rows, own, f"parameters of {name}"),
+            )
             self._work = lanes.collective(work, (own,), (self._rows,))
         super().__init__(label, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
@@ -193,6 +203,7 @@ class ShardGather(Transfer):
         if self._work is not None and self._rows is not None:
             self._work.wait()
             self._work = None
+            self._lanes.touches((self._rows,))
             self.values = self._bucket.from_rows(self._rows)
             self._rows = None
             self._bucket.hold(self.values, self._versions)
@@ -220,11 +231,17 @@ class ShardReduce(Transfer):
         rows = bucket.to_rows(positions, grads)
         grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
-            work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
-        if bucket.ranks.num_copies > 1:
-            with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
-                work = bucket.ranks.average_copies(self._own, work, lanes.collectives)
+        ranks, name, own = bucket.ranks, bucket.spec.id, self._own
+        reduced = work = ledger.started(
+            Lane.REDUCE, f"reduce {name}", rows.nbytes, lambda: ranks.reduce_scatter(own, rows, f"gradients of {name}")
+        )
+        if ranks.num_copies > 1:
+            work = ledger.started(
+                Lane.REDUCE,
+                f"average {name}",
+                own.nbytes,
+                lambda: ranks.average_copies(own, reduced, lanes.collectives),
+            )
         self._work = lanes.collective(work, (rows,), (self._own,))
         super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
 

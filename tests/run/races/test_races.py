@@ -8,10 +8,12 @@ import torch
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import Race
 from elixir_compile.ir import Update
+from elixir_compile.optim.streaming import Stream
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
+from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 
 CPU = torch.device("cpu")
@@ -36,6 +38,8 @@ def ignore(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         ("host", Update.IN_BACKWARD, 0.0),
         ("host", Update.IN_BACKWARD, 0.5),
         ("host", Update.ACROSS_STEPS, 0.0),
+        pytest.param("host", Update.ACROSS_STEPS, 0.5, marks=pytest.mark.slow),
+        pytest.param("split", Update.ACROSS_STEPS, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_steps_have_no_race_and_the_same_bits(home: str, update: Update, share: float) -> None:
@@ -67,6 +71,27 @@ def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monke
         pytest.raises(Race, match=r"(?s)gather b\d, on h2d, reads.*'elixir updates', writes.*<-- here"),
     ):
         run.train(batches)
+
+
+def test_a_streamed_update_in_the_backward_waits_for_gradients_that_leave_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batches, issue = ladder(), rows(3), Stream.issue
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD, share=1.0) as run:
+        run.train(batches[:2])
+        monkeypatch.setattr(Stream, "issue", lambda stream, updates, arrived: issue(stream, updates, None))
+        with pytest.raises(Race, match=r"(?s)offload b\d, on d2h, writes.*gather b\d.state, on h2d, reads"):
+            run.train(batches[2:])
+
+
+def test_a_piece_waits_until_the_copies_out_of_its_room_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = ladder(), rows(3)
+    use_small_rooms(monkeypatch)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        run.train(batches[:2])
+        monkeypatch.setattr(Stream, "_mark_left", lambda stream, at: stream._lanes.d2h.mark())
+        with pytest.raises(Race, match=r"(?s)offload b\d.state, on d2h, reads.*gather b\d.state, on h2d, writes"):
+            run.train(batches[2:])
 
 
 def test_users_may_write_parameters_after_a_forward_and_read_gradients_after_a_backward() -> None:

@@ -12,6 +12,7 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime import executor
 from elixir_compile.runtime.updates import UpdateLine
+from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.races.simulated import Simulated, SimulatedLane
 from tests.run.training import Run, loss_of, on_host
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
@@ -24,6 +25,8 @@ CASES = [
     ("host", Update.IN_BACKWARD, 0.0),
     ("host", Update.IN_BACKWARD, 0.5),
     ("host", Update.ACROSS_STEPS, 0.0),
+    pytest.param("host", Update.IN_BACKWARD, 0.75, marks=pytest.mark.slow),
+    pytest.param("split", Update.ACROSS_STEPS, 1.0, marks=pytest.mark.slow),
 ]
 
 
@@ -62,6 +65,28 @@ def test_steps_have_the_same_bits(
         run.train(batches[:3]).train(batches[3:], step_with_another_thread)
         assert_equal(expected, run)
     were_late(run)
+
+
+@pytest.mark.parametrize("policy", ["late", pytest.param("random 5", marks=pytest.mark.slow)])
+def test_streamed_updates_in_small_pieces_have_the_same_bits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, policy)
+    use_small_rooms(monkeypatch)
+    model, batches = ladder(), rows(4)
+    expected = eager_run(model).train(batches)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        assert_equal(expected, run.train(batches))
+
+
+def test_a_step_with_streamed_updates_returns_before_their_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, "late")
+    model, batches = ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        run.train(batches)
+        lanes = executor_of(run.model).lanes
+        assert isinstance(lanes, Simulated)
+        assert lanes.d2h.queue.num_done < lanes.d2h.queue.num_issued
+        run.optimizer.wait()
+        assert lanes.d2h.queue.num_done == lanes.d2h.queue.num_issued
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -8,13 +8,17 @@ import pytest
 import elixir_compile as elixir
 from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Origin, Record, record_to_json
-from elixir_compile.managed.saved import load_plan_for, load_plan_or_record
+from elixir_compile.managed.saved import load_plan_for, load_plan_or_record, load_question, question_path
+from elixir_compile.options import Options
 from elixir_compile.search import plan
+from elixir_compile.search.question import question_of
 from elixir_compile.units import GIB
 from tests.pure.search.test_planner import chain_of, problem_of
 
 GRAPH = chain_of(3)
-PLAN = plan(problem_of(GRAPH), "greedy")
+PROBLEM = problem_of(GRAPH)
+PLAN = plan(PROBLEM, "greedy")
+ASKED = question_of(PROBLEM, Options())
 HERE = profile_for("cuda", GIB, GIB, "cuda")
 
 
@@ -59,3 +63,40 @@ def test_a_file_is_read_as_the_kind_that_it_names(path: Path, tmp_path: Path) ->
     (tmp_path / "other.json").write_text('{"elixir": "machine"}')
     with pytest.raises(elixir.PlanFileError, match="expected 'plan'"):
         load_plan_or_record(tmp_path / "other.json")
+
+
+def test_a_plan_is_saved_with_its_question_beside_it(tmp_path: Path) -> None:
+    for name, beside in (("plan.json", "plan.question.json.gz"), ("other", "other.question.json.gz")):
+        assert question_path(tmp_path / name) == tmp_path / beside
+        elixir.save_plan(PLAN, tmp_path / name, ASKED)
+        assert (tmp_path / beside).is_file()
+        assert load_question(tmp_path / name, elixir.load_plan(tmp_path / name)) == ASKED
+
+
+def test_a_plan_of_before_questions_has_none(path: Path) -> None:
+    assert load_question(path, PLAN) is None
+    assert load_plan_for(path, GRAPH, HERE) == PLAN
+
+
+def test_a_question_about_another_graph_or_machine_names_both(path: Path) -> None:
+    wrong = question_of(replace(PROBLEM, graph=chain_of(2)), Options())
+    elixir.save_plan(PLAN, path, wrong)
+    with pytest.raises(elixir.QuestionFileError, match=f"the question about graph {PLAN.graph}, which plan.json"):
+        load_question(path, PLAN)
+    elixir.save_plan(PLAN, path, question_of(replace(PROBLEM, cluster=pair()), Options()))
+    with pytest.raises(elixir.QuestionFileError, match=r"a question about 1 x cuda, .* got '2 x cuda'"):
+        load_question(path, PLAN)
+
+
+def test_saving_another_plan_alone_removes_the_question_of_the_one_before(path: Path) -> None:
+    elixir.save_plan(PLAN, path, ASKED)
+    elixir.save_plan(replace(PLAN, name="renamed"), path)
+    assert load_question(path, PLAN) == ASKED  # the same step, so the question still holds
+    elixir.save_plan(plan(problem_of(chain_of(2)), "greedy"), path)
+    assert not question_path(path).exists()
+
+
+def test_a_question_that_cannot_be_read_names_its_file(path: Path) -> None:
+    question_path(path).mkdir()
+    with pytest.raises(elixir.QuestionFileError, match=r"plan\.question\.json\.gz: expected a file that can be read"):
+        load_question(path, PLAN)
