@@ -1,5 +1,6 @@
 """Every step runs with checked accesses: no two without an order; and each wait is needed for that."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.updates import UpdateLine
 from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 
@@ -166,3 +168,22 @@ def test_without_the_variable_the_lanes_are_the_plain_ones(monkeypatch: pytest.M
     assert not isinstance(plain.h2d, CheckedLane)
     run = len
     assert plain.computes(run) is run
+
+
+def test_what_another_thread_knows_of_the_host_orders_no_compute(lanes: Any) -> None:
+    home, kept = on_host(64), lanes.empty(256)
+    with lanes.d2h.behind_compute():
+        lanes.d2h.copy(home.view(torch.uint8), kept)
+    arrived = lanes.d2h.mark()
+
+    def update() -> None:
+        lanes.host_waits(arrived)
+        lanes.touches((), (home,))
+
+    line, is_done = UpdateLine(), threading.Event()
+    queued = line.queue(update, "update b0", lanes)
+    if queued.then(is_done.set):
+        assert is_done.wait(5.0)
+    with pytest.raises(Race, match="on d2h, reads"):
+        lanes.touches((), (kept,))
+    lanes.compute_waits(arrived)
