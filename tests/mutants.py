@@ -2,14 +2,18 @@
 
 A mutant is a copy of the tree in which one call that orders work is gone: a wait, an event, a place in the order of
 compute, a reference that keeps memory alive. The script finds them in the syntax of the runtime, runs the tests of
-races on each, and prints a table; the last line is `N of N caught`.
+races on each until one fails, and prints a table; the last line is `N of N caught`.
+
+```text
+  runtime/gathers.py:68    after an event         3 s  test_steps_have_no_race_and_the_same_bits[host-in_backward-0.0]
+```
+
+The tests run in forks of a process that has loaded torch, the cheapest and most telling ones first (`STAGES`). Each
+test that catches a mutant passes on the unchanged copy.
 """
 
 import argparse
 import ast
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,24 +21,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forked import Stage, Tree
+
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("runtime", "optim")
-"""Folders of the package with code that orders work. The lanes themselves are the subject of tests of their own."""
-WAITS = {"compute_waits", "host_waits", "synchronize", "synchronize_compute", "keep_until_gone"}
+FILES = ("optim/update.py", "runtime/*.py", "runtime/distributed/sharded.py", "runtime/distributed/ranks.py")
+"""Files of the package with code that orders work on memory. The lanes themselves, the queues of files and the messages
+between ranks are the subject of tests of their own."""
+CALLS = {
+    *("compute_waits", "host_waits", "synchronize", "synchronize_compute", "keep_until_gone", "wait", "wait_for"),
+    *("await_update", "call_off", "_wait_for_copies", "_let_compute_wait", "let_compute_wait", "_go_on", "drain"),
+}
+"""Methods whose calls order work, or, in one thread, make the device current before it."""
 KEPT = {"sources", "arriving", "leaving", "_departing"}
 """Names of lists and fields that keep memory alive until a wait."""
-TESTS = {
-    "saved.py": ("tests/run/races", "tests/run/runtime/test_activations.py"),
-    "slices.py": ("tests/run/races", "tests/run/micro_batches/test_slices.py"),
-    "sharded.py": ("tests/run/races", "tests/run/distributed/test_rank_updates.py"),
-    "ranks.py": ("tests/run/races", "tests/run/distributed/test_ranks.py"),
-}
-"""Tests by the name of the mutated file; the tests of races alone for others."""
+EVENTS = {"home_read", "let_compute_wait"}
+"""Names of fields that keep an event for another thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one file: the characters of `span` become `replacement`."""
+    """One change of one file: the bytes of `span` become `replacement`."""
 
     path: Path
     line: int
@@ -42,22 +48,27 @@ class Mutant:
     span: tuple[int, int]
     replacement: str
 
-    def applied(self, text: str) -> str:
+    @property
+    def name(self) -> str:
+        """What `--only` looks at, and the table says."""
+        return f"{self.path.relative_to('elixir_compile')}:{self.line} {self.what}"
+
+    def applied(self, text: bytes) -> bytes:
         """Return `text`, the source of the file, with the change."""
         start, end = self.span
-        return text[:start] + self.replacement + text[end:]
+        return text[:start] + self.replacement.encode() + text[end:]
 
 
 def mutants() -> list[Mutant]:
     """Return every mutant of the package."""
     package = ROOT / "elixir_compile"
-    files = sorted(path for folder in FOLDERS for path in (package / folder).rglob("*.py"))
-    return [mutant for path in files if path.parent.name != "lanes" for mutant in mutants_of(path)]
+    files = sorted(path for files in FILES for path in package.glob(files))
+    return [mutant for path in files for mutant in mutants_of(path)]
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield the mutants of one file in the order of their lines."""
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes()
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -70,12 +81,18 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
     for node in sorted(ast.walk(ast.parse(text)), key=lambda node: getattr(node, "lineno", 0)):
         match node:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name))) if name in WAITS:
-                yield mutant(node, name, "pass")
+            case ast.Expr(value=ast.Call(func=function)) if _name(function) in CALLS:
+                yield mutant(node, _name(function), "pass")
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr="append"))) if _name(owner) in KEPT:
                 yield mutant(node, f"keeps {_name(owner)}", "pass")
             case ast.AugAssign(target=target) if _name(target) in KEPT:
                 yield mutant(node, f"keeps {_name(target)}", "pass")
+            case ast.Assign(targets=[ast.Attribute(attr=name)]) if name in EVENTS:
+                yield mutant(node, f"event {name}", "pass")
+            case ast.Call(func=ast.Name("Transfer"), args=[_, _, _, kept]):
+                yield mutant(kept, "keeps sources", "()")
+            case ast.keyword(arg="sources", value=kept):
+                yield mutant(kept, "keeps sources", "()")
             case ast.Call(func=ast.Attribute(value=owner, attr="behind_compute"), args=args):
                 given = ", ".join(map(ast.unparse, args))
                 yield mutant(node, "behind compute", f"{ast.unparse(owner)}.beside_compute({given})")
@@ -85,38 +102,56 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 yield mutant(node, "after an event", f"{ast.unparse(owner)}.beside_compute()")
             case ast.Call(func=ast.Attribute(attr="mark" | "mark_compute"), args=[]):
                 yield mutant(node, "event", "None")
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Attribute(attr="queued"), attr="wait"))):
-                yield mutant(node, "wait for an update", "pass")
 
 
 def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def is_caught(mutant: Mutant, limit_s: float) -> str:
-    """Run the tests on the tree with `mutant`; return how they failed, or an empty text if they passed."""
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for part in ("elixir_compile", "tests", "docs", "benchmarks"):
-            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", tree)
-        target = tree / mutant.path
-        target.write_text(mutant.applied(target.read_text(encoding="utf-8")), encoding="utf-8")
-        env = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "ELIXIR_CACHE_DIR": str(tree / "cache")}
-        for tests in TESTS.get(mutant.path.name, ("tests/run/races",)):
-            checks = {} if tests == "tests/run/races" else {"ELIXIR_CHECK_RACES": "1"}
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
-            try:
-                done = subprocess.run(
-                    command, cwd=tree, env=env | checks, capture_output=True, text=True, timeout=limit_s, check=False
-                )
-            except subprocess.TimeoutExpired:
-                return "no end"
-            if done.returncode == 1:
-                names = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith("FAILED")]
-                return names[0].rpartition("::")[2] if names else "failed"
-            if done.returncode:
-                raise RuntimeError(f"the tests of {mutant.path}:{mutant.line} did not run:\n{done.stdout[-2000:]}")
+ORDERS = Stage(("tests/run/races/test_waits.py", "tests/run/races/test_races.py"))
+"""One order of each kind of step, judged by the check of races: it finds most of them, within seconds."""
+BITS = Stage(tuple(f"tests/run/races/test_{name}.py" for name in ("combinations", "mended", "simulated")))
+"""Bits under late copies."""
+DEVICE = Stage(("tests/device/on_device_races.py",), is_on_device=True)
+"""Both, on a device with memory of its own."""
+
+
+def _checked(*paths: str) -> Stage:
+    return Stage(tuple(f"tests/run/{path}.py" for path in paths), checks=True)
+
+
+AWAITED = _checked("runtime/test_awaited", "runtime/test_late_gathers", "optim/test_step_habits")
+SHARDS = Stage(("tests/run/races/test_rank_orders.py",))
+RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
+STAGES = {
+    "awaited.py": (ORDERS, AWAITED, BITS, DEVICE),
+    "executor.py": (ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
+    "gathers.py": (ORDERS, SHARDS, AWAITED, BITS, DEVICE),
+    "ledger.py": (DEVICE, ORDERS),
+    "placed.py": (ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
+    "ranks.py": (SHARDS, RANKS),
+    "saved.py": (ORDERS, BITS, _checked("runtime/test_activations"), DEVICE),
+    "sharded.py": (SHARDS, RANKS),
+    "slices.py": (ORDERS, BITS, _checked("micro_batches/test_slices")),
+    "update.py": (DEVICE, ORDERS, BITS, AWAITED),
+    "updates.py": (ORDERS, _checked("optim/test_updates"), AWAITED, BITS, DEVICE),
+}
+"""By the name of the mutated file, the tests that run one after another; `OTHERS` for other files."""
+OTHERS = (ORDERS, BITS, DEVICE)
+
+
+def caught_by(mutant: Mutant, tree: Tree, most_stages: int) -> str:
+    """Return the test that fails with `mutant` and passes without it, or an empty text if no test of its stages does.
+
+    Raises RuntimeError if the test fails without the mutant too.
+    """
+    for stage in STAGES.get(mutant.path.name, OTHERS)[:most_stages]:
+        with tree.changed(mutant.path, mutant.applied):
+            failed = tree.run(stage)
+        if failed:
+            if not tree.passes(stage, failed):
+                raise RuntimeError(f"{failed} fails without any change:\n{tree.output()}")
+            return failed
     return ""
 
 
@@ -125,22 +160,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the mutants and run none")
     parser.add_argument("--only", default="", help="run only mutants whose `path:line what` contains this text")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds of a test run that count as caught")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds of a stage of tests that count as caught")
+    parser.add_argument("--most-stages", type=int, default=99, help="run at most so many stages on each mutant")
     options = parser.parse_args()
-    chosen = [each for each in mutants() if options.only in f"{each.path}:{each.line} {each.what}"]
+    chosen = [each for each in mutants() if options.only in each.name]
+    if options.list:
+        print(*(each.name for each in chosen), f"{len(chosen)} mutants", sep="\n")
+        return 0
     num_caught = 0
-    for mutant in chosen:
-        began_s = time.monotonic()
-        caught = "" if options.list else is_caught(mutant, options.limit_s)
-        num_caught += bool(caught)
-        verdict = "" if options.list else caught or "NOT CAUGHT"
-        print(
-            f"{mutant.path}:{mutant.line:<5} {mutant.what:24} {time.monotonic() - began_s:5.0f} s  {verdict}",
-            flush=True,
-        )
-    if not options.list:
-        print(f"{num_caught} of {len(chosen)} caught")
-    return int(not options.list and num_caught < len(chosen))
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Tree(ROOT, Path(folder), options.limit_s)
+        for mutant in chosen:
+            began_s = time.monotonic()
+            caught = caught_by(mutant, tree, options.most_stages)
+            num_caught += bool(caught)
+            verdict = caught.rpartition("::")[2] or "NOT CAUGHT"
+            print(f"{mutant.name:58} {time.monotonic() - began_s:5.0f} s  {verdict}", flush=True)
+    print(f"{num_caught} of {len(chosen)} caught")
+    return int(num_caught < len(chosen))
 
 
 if __name__ == "__main__":

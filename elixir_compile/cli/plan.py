@@ -28,7 +28,7 @@ from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
-from elixir_compile.managed.saved import load_plan, load_question, require_same_machine, save_plan
+from elixir_compile.managed.saved import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.report.line import plan_line
@@ -271,9 +271,7 @@ def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
         if request is not None:
             _require_legal(made, request)
             checked = "file and graph"
-        elif (asked := load_question(plan, made)) is not None:
-            graph = asked.problem.graph
-            verify(graph, plan_at(graph, made))
+        elif load_answered(plan)[1] is not None:
             checked = "file, question and graph"
     except ElixirError as error:
         return fail(error, as_json=as_json)

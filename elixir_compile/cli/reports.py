@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from elixir_compile.errors import ElixirError, NoFeasiblePlan
-from elixir_compile.managed.saved import load_plan, load_plan_or_record, load_question
+from elixir_compile.managed.saved import load_answered, load_plan, load_plan_or_record
 from elixir_compile.report.diff import diff_text, difference
 from elixir_compile.report.explain import answer, answer_text
 
@@ -38,8 +38,7 @@ def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
     the peak and the regions that recompute.
     """
     try:
-        made = load_plan(plan)
-        asked = load_question(plan, made)
+        made, asked = load_answered(plan)
         found = answer(made, subject, None if asked is None else asked.problem.graph)
     except ElixirError as error:
         return fail(error, as_json=as_json)

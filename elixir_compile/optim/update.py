@@ -245,6 +245,8 @@ class BucketUpdate:
             guard.check()
             with ledger.span(Lane.HOST, label):
                 if disk is not None:
+                    for part in parts:
+                        lanes.touches(part.grads, part.weights)
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
                     lanes.touches(part.grads, (*part.weights, *part.memory))

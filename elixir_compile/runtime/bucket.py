@@ -72,9 +72,8 @@ class RunningBucket:
     def move_home(self, device: torch.device) -> None:
         """Move the parameters and their gradients to the home in the placement.
 
-        Raises UnsupportedModel if a parameter was cast after its slot was made.
+        No update of them is queued. Raises UnsupportedModel if a parameter was cast after its slot was made.
         """
-        self.queued.wait()
         for slot in self.slots:
             slot.check_form()
         if self.is_on_host:

@@ -281,6 +281,7 @@ class GradientAccumulator:
         _, grad = backward.pending.pop(slot.key, (slot, None))
         if grad is None:
             return None
+        self._lanes.touches((grad,))  # by hooks, and by autograd that adds it
         grad = fitted(slot.param, grad)
         if backward.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
             backward.handed.append(slot)

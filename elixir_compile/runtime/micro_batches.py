@@ -54,6 +54,7 @@ class DividedRegion(torch.nn.Module):
         self._head = None if head is None else lanes.computes(head.run)
         self._body = lanes.computes(body.run)
         self._tail = None if tail is None else lanes.computes(tail.run)
+        self._lanes = lanes
         self._ledger = ledger
         self._label = label
         self._saved = saved
@@ -71,7 +72,8 @@ class DividedRegion(torch.nn.Module):
         if self._head is not None:
             values += self._head([_whole(values[place]) for place in divided.head_reads])
         arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
-        results = _Results(divided, symbols, self._saved)
+        results = _Results(divided, symbols, self._saved, self._lanes)
+        self._lanes.touches(_tensors_in(values))  # slices in other strides are copies, and seeds are sums
         for number, cut in enumerate(cuts_of(divided, symbols)):
             for storage in arriving:
                 storage.begin(number)
@@ -94,8 +96,11 @@ class DividedRegion(torch.nn.Module):
 class _Results:
     """The results of the micro-batches so far."""
 
-    def __init__(self, divided: DividedGraph, symbols: Mapping[str, int], saved: SavedActivations) -> None:
+    def __init__(
+        self, divided: DividedGraph, symbols: Mapping[str, int], saved: SavedActivations, lanes: Lanes
+    ) -> None:
         """`symbols` are the values of the dynamic sizes of the whole batch."""
+        self._lanes = lanes
         self._divided = divided
         self._symbols = symbols
         self._saved = saved
@@ -112,6 +117,7 @@ class _Results:
             self._allocate()
         for storage in self._leaving.values():
             storage.begin()
+        self._lanes.touches(_tensors_in(parts), _tensors_in(self._values))
         kept: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
         for place, result in enumerate(self._divided.results):
@@ -240,6 +246,10 @@ def slice_of(value: Any, read: Read, number: int, cut: Cut) -> Any:
         return part
     strides = [_at(size, cut.symbols) for size in read.strides]
     return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _whole(value: Any) -> Any:

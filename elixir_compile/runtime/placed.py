@@ -166,7 +166,7 @@ class PlacedBuckets:
         drifted = [bucket for bucket in self if bucket.has_drifted()]
         self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
         for bucket in drifted:
-            bucket.move_home(self._lanes.device)
+            self._move_home(bucket)
             self.generation += 1
 
     def drop(self, slots: Iterable[Slot]) -> None:
@@ -185,10 +185,15 @@ class PlacedBuckets:
     def _place(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
         bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
-        bucket.move_home(self._lanes.device)
+        self._move_home(bucket)
         bucket.disk = self.disk
         self._by_id[spec.id] = bucket
         self._by_slot.update((slot.key, bucket) for slot in slots)
+
+    def _move_home(self, bucket: RunningBucket) -> None:
+        bucket.queued.wait()
+        self._lanes.touches([slot.own for slot in bucket.slots])
+        bucket.move_home(self._lanes.device)
 
     def _check_move(self, moving: Iterable[Slot]) -> None:
         check_move(list(moving), self._slots.values(), self._sites)

@@ -54,15 +54,23 @@ class SavedActivations:
         self._pool = SlabPool(pin=lanes.pins)
         self._forwards: dict[int, OutstandingForward] = {}
         self._current = OutstandingForward()
+        self._gone: list[OutstandingForward] = []
+        """Forwards that autograd dropped while copies of theirs were in flight."""
         self.next_number = 0
         """The number of the next forward."""
         self.num_calls = 0
         """How many forwards all ranks have run together; the same number on each rank, 0 if there is one rank."""
 
     def begin(self) -> None:
-        """Free the activations of a forward that raised an exception; runs before each forward."""
+        """Free the activations of a forward that raised an exception, and of those that were dropped with copies in
+        flight; runs before each forward."""
         failed, self._current = self._current, OutstandingForward()
         failed.free(self._pool)
+        while self._gone:
+            forward = self._gone.pop()
+            for event in forward.in_flight():
+                self._lanes.compute_waits(event)  # compute uses the memory next, on the device and in the slabs
+            forward.free(self._pool)
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
         """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
@@ -286,7 +294,11 @@ class SavedActivations:
         return forward.groups[group]
 
     def _forget(self, number: int) -> None:
-        self._forwards.pop(number).free(self._pool)
+        forward = self._forwards.pop(number)
+        if forward.in_flight():
+            self._gone.append(forward)
+        else:
+            forward.free(self._pool)
 
 
 def number_of(ticket: torch.Tensor) -> int:

@@ -62,7 +62,7 @@ class QueuedUpdate:
     def __init__(self, work: Work, line: "UpdateLine", label: str, lanes: Lanes | None) -> None:
         self.label = label
         self._lanes = lanes
-        self._begin = None if lanes is None else lanes.hand_over()
+        self._go_on = None if lanes is None else lanes.hand_over()
         self._work: Work | None = work
         self._line = line
         self._num_failures = line.num_failures
@@ -108,8 +108,8 @@ class QueuedUpdate:
                 # was set last in any thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
-                if self._begin is not None:
-                    self._begin()
+                if self._go_on is not None:
+                    self._go_on()
                 self._hand_back(work())
                 del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:

@@ -39,8 +39,10 @@ class ShardedBucket(RunningBucket):
         return self._own
 
     def move_home(self, device: torch.device) -> None:
-        """Move this rank's shards to the home in the placement, one after another in one tensor."""
-        self.queued.wait()
+        """Move this rank's shards to the home in the placement, one after another in one tensor.
+
+        No update of them is queued.
+        """
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype
@@ -171,14 +173,16 @@ def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
 class ShardGather(Transfer):
     """The all-gather of a sharded bucket; its `values` are the full parameters after `ensure_issued`."""
 
-    __slots__ = ("_bucket", "_rows", "_versions", "_work")
+    __slots__ = ("_bucket", "_lanes", "_rows", "_versions", "_work")
 
     def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
         label = f"gather {bucket.spec.id}"
         own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
-        h2d = lanes.h2d
+        self._lanes, h2d = lanes, lanes.h2d
+        lanes.touches((), (self._rows,))  # compute allocates it
         if bucket.is_on_host:
             there = torch.empty_like(own, device=lanes.device)
+            lanes.touches((), (there,))
             with h2d.behind_compute(), ledger.span(Lane.H2D, label):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
@@ -199,6 +203,7 @@ class ShardGather(Transfer):
         if self._work is not None and self._rows is not None:
             self._work.wait()
             self._work = None
+            self._lanes.touches((self._rows,))
             self.values = self._bucket.from_rows(self._rows)
             self._rows = None
             self._bucket.hold(self.values, self._versions)

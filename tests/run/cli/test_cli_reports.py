@@ -89,7 +89,9 @@ def test_a_plan_beside_the_question_of_another_plan_is_refused(files: Path) -> N
 def test_an_illegal_plan_does_not_verify_for_its_question(files: Path) -> None:
     schedule = replace(PLAN.schedules[0], actions=PLAN.schedules[0].actions[:-1])
     elixir.save_plan(replace(PLAN, schedules=(schedule,)), files / "short.json", question_of(PROBLEM, Options()))
-    assert run("verify", files / "short.json").exit_code == 1
+    for command in ("verify", "explain"):
+        done = run(command, files / "short.json")
+        assert (done.exit_code, "<-- here" in done.stderr) == (1, True)
     question_path(files / "short.json").unlink()
     assert run("verify", files / "short.json").exit_code == 0
 

@@ -67,6 +67,11 @@ class World:
     def is_idle(self) -> bool:
         return all(queue.num_done == queue.num_issued for queue in self.queues)
 
+    def follow(self, policy: str) -> None:
+        """Work by `policy` from now on: `early`, `late` or `random` with a seed, as in `random 3`."""
+        self.policy, _, seed = policy.partition(" ")
+        self.dice.seed(int(seed or 0))
+
     def advance(self) -> None:
         """Let the device do what its policy wants to do now."""
         if self.policy == "early":

@@ -1,0 +1,77 @@
+"""Steps of two ranks have no race. The process group is none: the values mean nothing, the order is that of a run."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Tier, Update
+from elixir_compile.runtime.distributed.sharded import ShardedBucket
+from elixir_compile.runtime.lanes.checked import Checked
+from tests.run.training import hybrid_adamw, plain_step
+from tests.run.updating import placed, small_buckets
+
+WIDTH = 101
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make this process the first of two ranks, and check accesses."""
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setattr("tests.run.updating.WIDTH", WIDTH)
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+class Layers(nn.Module):
+    """Three linear layers whose weights are cut, and whose biases every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = torch.tanh(step(x))
+        return x.square().mean()
+
+
+def trained(home: str, update: Update, num_steps: int = 3, **options: object) -> nn.Module:
+    """Return the model after steps under a plan with this placement and moment of the update."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = elixir.prepare(Layers(), mesh=init_device_mesh("cpu", (2,)))
+    known = {"inner": "aot_eager", "report": False, "plan_cache": False, "replan": False, "planner": "greedy"}
+    compiled = torch.compile(model, backend="elixir", options={**known, **options})
+    optimizer = hybrid_adamw(model.parameters())
+    with small_buckets(lambda plan: placed(plan, home, 0.0, update)):
+        for _ in range(num_steps):
+            plain_step(compiled, optimizer, torch.randn(5, WIDTH))
+    optimizer.wait()
+    return model
+
+
+def tight_bytes() -> int:
+    with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
+        trained("device", Update.AFTER_BACKWARD, device_memory=1, micro_batches=1)
+    return int(1.05 * raised.value.needed_bytes)
+
+
+@pytest.mark.parametrize(
+    ("home", "update"),
+    [("host", Update.IN_BACKWARD), ("host", Update.ACROSS_STEPS), ("split", Update.ACROSS_STEPS)],
+)
+def test_steps_of_ranks_have_no_race(home: str, update: Update) -> None:
+    options = {"device_memory": tight_bytes()} if home == "host" else {}
+    model = trained(home, update, **options)
+    executor = executor_of(model)
+    assert isinstance(executor.lanes, Checked)
+    cut = [bucket for bucket in executor.buckets if isinstance(bucket, ShardedBucket)]
+    assert cut
+    assert home != "host" or any(bucket.placement.param is Tier.HOST for bucket in cut)

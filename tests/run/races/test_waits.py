@@ -1,0 +1,313 @@
+"""Each wait of an executor, called without a model: the check of races sees the order that it makes."""
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir_compile.errors import Race
+from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
+from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.update import Updater
+from elixir_compile.runtime.executor import Executor, synchronize_executors
+from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
+from elixir_compile.runtime.updates import QueuedUpdate
+from tests.run.races.simulated import Simulated
+from tests.run.training import hybrid_adamw
+
+CPU = torch.device("cpu")
+B0 = BucketId("b0")
+LONG_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+
+
+class Home(nn.Module):
+    """One bucket of two parameters, and updates that wait for `gate` and add one to each element."""
+
+    def __init__(self, tier: Tier = Tier.HOST, *, for_training: bool = True) -> None:
+        super().__init__()
+        self.executor = Executor(CPU, "home")
+        self.own = nn.ParameterList(torch.full((size,), 1.0) for size in (3, 5))
+        for index, param in enumerate(self.own):
+            self.executor.add_slot(f"p{index}", param)
+        self.adopt(tier, for_training=for_training)
+        self.updater = Updater(AdamWRule())
+        self.line = self.updater.line
+        self.gate = threading.Event()
+
+    def adopt(self, tier: Tier = Tier.HOST, *, for_training: bool) -> None:
+        spec = Bucket(
+            id=B0, params=(StorageId("p0"), StorageId("p1")), numel=8, nbytes=32, state_nbytes=0, dtype="float32",
+            trainable=True, shard_numels=(8,),
+        )  # fmt: skip
+        placement = Placement(bucket=B0, param=tier, optim=Tier.HOST, resident=False)
+        self.executor.buckets.adopt([spec], [placement], for_training=for_training)
+
+    def move_away(self) -> None:
+        """Move a parameter as user code does, and let it be brought home."""
+        with torch.DisableTorchFunctionSubclass():
+            self.own[0].data = self.own[0].data.clone()
+        self.executor.buckets.return_drifted()
+
+    @property
+    def lanes(self) -> Any:
+        return self.executor.lanes
+
+    @property
+    def bucket(self) -> Any:
+        return self.executor.buckets[B0]
+
+    @property
+    def slots(self) -> list[Any]:
+        return [self.executor.slots[f"p{index}"] for index in range(2)]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        with torch.DisableTorchFunctionSubclass():
+            return [param.detach() for param in self.own]
+
+    def queue(self, *, fails: bool = False) -> QueuedUpdate:
+        weights, lanes, read = self.values, self.lanes, self.bucket.home_read
+
+        def work() -> None:
+            assert self.gate.wait(LONG_S)
+            lanes.host_waits(read)
+            lanes.touches((), weights)
+            for weight in weights:
+                weight.add_(1)
+            if fails:
+                raise ArithmeticError("the kernel fell over")
+
+        update = self.line.queue(work, "update b0", lanes)
+        self.bucket.queued.add(update, self.own)
+        return update
+
+    def race_free(self) -> None:
+        """Raise a race that a free has shown."""
+        self.lanes.touches((self.lanes.empty(8),))
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    made = Home()
+    yield made
+    made.gate.set()
+
+
+READERS: dict[str, Callable[[Home], object]] = {
+    "a read": lambda home: home.own[0].sum(),
+    "a copy": lambda home: copy.deepcopy(home.own[1]),
+    "a pickle": lambda home: pickle.dumps(home.own[0]),
+    "another plan": lambda home: home.adopt(for_training=True),
+    "a dropped plan": lambda home: home.executor.buckets.drop(home.slots),
+    "a replaced parameter": lambda home: home.executor.buckets.place_replaced(home.slots[:1]),
+    "a moved parameter": lambda home: home.move_away(),
+    "the optimizer": lambda home: home.updater.wait(),
+    "the queue": lambda home: home.bucket.queued.wait(),
+}
+"""What waits for a queued update."""
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.errors.ElixirWarning")  # the test holds the memory of before
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_wait_for_a_queued_update(reader: str) -> None:
+    home = Home(for_training=reader != "another plan")
+    home.queue()
+    weights = home.values
+    open_soon(home)
+    READERS[reader](home)
+    home.lanes.touches((), weights)
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
+
+
+def test_an_update_at_once_is_behind_a_queued_one(home: Home) -> None:
+    optimizer = hybrid_adamw(home.own.parameters())
+    for param in home.own:
+        param.grad = torch.ones_like(param)
+    home.queue()
+    open_soon(home)
+    optimizer.step()
+    home.line.wait()
+
+
+@pytest.mark.parametrize("asks", ["wait", "check"])
+def test_a_failed_update_is_raised_where_somebody_asks(asks: str, home: Home) -> None:
+    update = home.queue(fails=True)
+    home.gate.set()
+    while not update.is_done:
+        time.sleep(1e-3)
+    with pytest.raises(ArithmeticError, match="fell over"):
+        getattr(home.bucket.queued, asks)()
+
+
+def open_soon(home: Home) -> None:
+    """Open the gate as soon as another thread may wait for it."""
+    threading.Timer(0.05, home.gate.set).start()
+
+
+def test_a_gather_is_between_two_updates(home: Home) -> None:
+    home.gate.set()
+    for step in (2.0, 3.0):
+        home.queue()
+        found = home.executor.wait(home.executor.gather(B0))
+        home.lanes.touches(found)
+        assert [copy.tolist() for copy in found] == [[step] * 3, [step] * 5]
+    home.executor.end()
+    home.lanes.touches((), home.values)
+
+
+def test_the_wait_for_a_gather_waits_for_the_update_before_it(home: Home) -> None:
+    home.queue()
+    late = home.executor.gather(B0)
+    open_soon(home)
+    assert [copy.tolist() for copy in home.executor.wait(late)] == [[2.0] * 3, [2.0] * 5]
+    home.line.wait()
+
+
+@pytest.mark.parametrize("verb", ["gather", "whole"])
+def test_a_bucket_on_the_device_is_read_behind_its_update(verb: str) -> None:
+    home = Home(Tier.DEVICE)
+    home.queue()
+    open_soon(home)
+    found = home.executor.wait(home.executor.gather(B0)) if verb == "gather" else home.executor.whole(B0)
+    home.lanes.touches(found)
+    assert [copy.tolist() for copy in found] == [[2.0] * 3, [2.0] * 5]
+
+
+def test_a_called_off_gather_is_never_issued(home: Home) -> None:
+    home.queue()
+    late = home.executor.gather(B0)
+    home.executor.abandon()
+    home.gate.set()
+    home.line.wait()
+    assert home.executor.ledger.counts.get("gather", 0) == 0
+    del late
+    home.race_free()
+
+
+def test_users_write_parameters_after_the_program(home: Home) -> None:
+    home.executor.wait(home.executor.gather(B0))
+    home.executor.end()
+    home.lanes.touches((), home.values)
+
+
+def test_checkpoints_read_after_all_copies(home: Home) -> None:
+    home.executor.wait(home.executor.gather(B0))
+    synchronize_executors(home)
+    home.lanes.touches((), home.values)
+
+
+def test_memory_of_an_abandoned_gather_is_freed_behind_its_copy(home: Home) -> None:
+    transfer = home.executor.gather(B0)
+    home.executor.abandon()
+    del transfer
+    home.race_free()
+    home.lanes.touches((), home.values)
+
+
+def test_memory_of_an_abandoned_offload_is_freed_behind_its_copy(home: Home) -> None:
+    transfer = home.executor.offload_saved("h", [torch.ones(64)])
+    home.executor.abandon()
+    del transfer
+    home.race_free()
+
+
+def test_a_gathered_bucket_is_read_behind_its_copy(home: Home) -> None:
+    home.lanes.touches(home.executor.wait(home.executor.gather(B0)))
+
+
+def test_activations_leave_and_come_back_in_order() -> None:
+    executor = Executor(CPU, "saved")
+    lanes, value = executor.lanes, torch.ones(64)
+    lanes.touches((), (value,))
+    executor.wait(executor.offload_saved("h", [value]))
+    lanes.touches((), (value,))
+    ticket = executor.ticket([])
+    for _ in range(2):
+        (back,) = executor.wait(executor.prefetch(ticket, "h"))
+        lanes.touches((back,))
+        del back
+    lanes.touches((lanes.empty(8),))
+
+
+def test_activations_in_flight_are_kept() -> None:
+    executor = Executor(CPU, "saved")
+    transfer = executor.offload_saved("h", [torch.ones(64)])
+    executor.lanes.touches((executor.lanes.empty(8),))
+    executor.wait(transfer)
+
+
+def in_slices(executor: Executor) -> tuple[Any, View]:
+    """Let a storage of four rows leave in two slices, and return its ticket and its view."""
+    lanes, view = executor.lanes, View(0, torch.float32, (4, 16), (16, 1), 0)
+    storage = executor.saved.begin_leaving("h", 4 * 64, 2)
+    for number in range(2):
+        storage.begin()
+        storage.part(view, 0).fill_(number)
+        storage.send(number)
+    executor.wait(executor.offload_saved("h", [LeavingView(storage, view)]))
+    lanes.touches((), (lanes.empty(8),))
+    return executor.ticket([]), view
+
+
+def test_slices_leave_and_come_back_in_order() -> None:
+    executor = Executor(CPU, "saved")
+    ticket, view = in_slices(executor)
+    (value,) = executor.wait(executor.prefetch(ticket, "h", [(0, 2)]))
+    assert isinstance(value, ArrivingView)
+    for number in range(2):
+        value.source.begin(number)
+        part = value.source.slice(view, 0)
+        executor.lanes.touches((part,))
+        assert torch.equal(part, torch.full((2, 16), float(number)))
+        del part
+        value.source.release()
+    executor.lanes.touches((executor.lanes.empty(8),))
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaving", "arriving"])
+def test_slabs_are_unmapped_behind_their_copies(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    executor = Executor(CPU, "saved")
+    transfer = executor.offload_saved("h", [torch.ones(64)])
+    ticket = executor.ticket([])
+    if not leaves:
+        executor.wait(transfer)
+        executor.lanes.d2h.synchronize()
+        transfer = executor.prefetch(ticket, "h")
+    del ticket
+    executor.begin()
+    executor.saved.drop_free_slabs()
+    executor.wait(transfer)
+    executor.lanes.synchronize()  # copies whose memory is gone fail at the latest here
+
+
+def test_a_forward_that_is_dropped_with_copies_in_flight_keeps_its_memory_until_the_next() -> None:
+    executor = Executor(CPU, "saved")
+    executor.offload_saved("h", [torch.ones(64)])
+    executor.ticket([])
+    executor.lanes.touches((executor.lanes.empty(8),))
+    executor.begin()
+    executor.lanes.touches((executor.lanes.empty(8),))
+    executor.offload_saved("h", [torch.ones(64)])  # to the same slab
+    executor.lanes.touches((executor.lanes.empty(8),))
+
+
+def test_a_missing_wait_of_compute_is_seen() -> None:
+    executor = Executor(CPU, "saved")
+    executor.offload_saved("h", [torch.ones(64)])
+    ticket = executor.ticket([])
+    transfer = executor.prefetch(ticket, "h")
+    with pytest.raises(Race, match="prefetch h"):
+        executor.lanes.touches(transfer.values)
+    executor.wait(transfer)
