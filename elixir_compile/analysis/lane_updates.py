@@ -2,14 +2,15 @@
 
 ```text
   on the device      compute
-  streamed           compute, behind the gradient and the last gather of a host bucket; the program waits for it
+  streamed           a copy on h2d, behind the gradient of a host bucket; compute; a copy on d2h. The program waits if all
+                     updates run in `step()`, else the next reader of a host bucket does
   by the host        the program or the thread of the updates, behind the gradient and the last gather; parameters on
                      the device take a copy on d2h before it, and a copy on h2d behind it
 ```
 """
 
 from elixir_compile.analysis.lane_buckets import BucketLanes, Queued
-from elixir_compile.analysis.lane_works import BEGIN, Actor, Moment, Works
+from elixir_compile.analysis.lane_works import BEGIN, Actor, Cell, Memory, Moment, Works
 from elixir_compile.ir import Tier
 
 
@@ -30,18 +31,36 @@ def update(works: Works, bucket: BucketLanes, arrived: Moment = BEGIN) -> None:
 
 
 def _on_device(works: Works, bucket: BucketLanes, arrived: Moment) -> None:
-    is_streamed = bucket.placement.streamed
-    if is_streamed:
-        wait_for_home(works, bucket, arrived)
-    works.issue(works.compute, (bucket.updated_by,), (bucket.home, bucket.state))
-    if is_streamed:
-        works.synchronize(works.compute)
+    if bucket.placement.streamed:
+        _streamed(works, bucket, before_streamed(bucket, arrived))
+    else:
+        works.issue(works.compute, (bucket.updated_by,), (bucket.home, bucket.state))
 
 
-def wait_for_home(works: Works, bucket: BucketLanes, arrived: Moment) -> None:
-    """Let the program wait until the gradient of a host bucket has arrived, and its last gather has read its home."""
+def before_streamed(bucket: BucketLanes, arrived: Moment) -> Moment:
+    """Return what the copies of a streamed update to the device are behind: the gradient of a host bucket."""
+    return arrived if bucket.is_on_host else BEGIN
+
+
+def _streamed(works: Works, bucket: BucketLanes, after: Moment) -> None:
+    """Copy what is on the host to the device, after `after`, update it there, and copy it back."""
+    room = Cell(Memory.ROOM, str(bucket.target.bucket))
+    away = (bucket.home,) if bucket.is_on_host else ()
+    works.wait(works.h2d, after | works.issue(works.compute, writes=(room,)))
+    read = (bucket.home, bucket.updated_by) if bucket.is_on_host else ()
+    works.wait(works.compute, works.issue(works.h2d, (bucket.state, *read), (room,)))
     if bucket.is_on_host:
-        works.wait(works.program, arrived | bucket.home_read)
+        works.issue(works.compute, (), (room,))
+    else:
+        works.issue(works.compute, (bucket.updated_by,), (room, bucket.home))
+    works.behind_compute(works.d2h)
+    landed = works.issue(works.d2h, (room,), (bucket.state, *away))
+    works.wait(works.compute, landed)
+    works.issue(works.compute, frees=(room,))
+    if not bucket.lands_later:
+        works.wait(works.program, landed)
+    elif bucket.is_on_host:
+        bucket.queued = Queued(done=landed, landed=BEGIN)
 
 
 def _begin_thread(works: Works, bucket: BucketLanes, arrived: Moment) -> Actor:
