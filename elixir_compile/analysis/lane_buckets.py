@@ -41,8 +41,6 @@ class BucketLanes:
         self.is_on_host = placement.param is not Tier.DEVICE
         self.is_queued = placement.update is not Tier.DEVICE and update is not Update.AFTER_BACKWARD
         """Whether the thread of the updates does its updates."""
-        self.lands_later = placement.streamed and update is not Update.AFTER_BACKWARD
-        """Whether the next reader waits for a streamed update, and not the program at once."""
         self.closes = closes
         self.is_sharded = bucket.is_sharded
         self.is_summed = bucket.sum_nbytes > 0

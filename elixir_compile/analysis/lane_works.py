@@ -28,7 +28,6 @@ class Memory(StrEnum):
     STATE = "the optimizer state of {name}"
     ROOM = "the room on the device for the streamed update of {name}"
     STAGED = "the copies of {name} and its gradient for the host"
-    ROOM = "the room of {name} for its streamed update"
     GRADIENT = "the gradient of {name} on the device"
     ROWS = "the gradient of {name} on its way to the other ranks"
     REDUCED = "the reduced gradient of {name} on the device"
