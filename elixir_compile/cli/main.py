@@ -99,6 +99,23 @@ def explain(
 
 
 @app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    record: Annotated[Path | None, typer.Argument(help="The record of a measured step, drawn beside the plan.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes or step.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
+) -> None:
+    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+
+    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    """
+    from elixir_compile.cli.report import run_report
+
+    raise typer.Exit(code=run_report(plan=plan, record=record, output=output, figure=figure, as_json=as_json))
+
+
+@app.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
     second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],

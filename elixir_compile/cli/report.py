@@ -1,0 +1,71 @@
+"""`elixir-compile report`: a plan as one page of HTML, or one of its figures as a picture."""
+
+import json
+from pathlib import Path
+
+import typer
+
+from elixir_compile.cli.reports import fail
+from elixir_compile.errors import ElixirError, InvalidOption, QuestionFileError
+from elixir_compile.ir import Plan, Record
+from elixir_compile.managed.saved import load_answered, load_plan_or_record, question_path
+from elixir_compile.report import charts
+from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
+
+FIGURES = ("memory", "lanes", "step")
+
+
+def run_report(*, plan: Path, record: Path | None, output: Path | None, figure: str | None, as_json: bool) -> int:
+    """Write the page of `plan`, or its `figure` as SVG, and return the exit code: 1 if a file is at fault.
+
+    `record` is the record of a measured step. Without `output` the page is written beside the plan. If `as_json`,
+    stdout gets the data of the page and no file is written.
+    """
+    try:
+        sheet = _sheet(plan, record)
+        text = _figure(sheet, figure) if figure is not None else "" if as_json else page(sheet)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(page_data(sheet), indent=1))
+        return 0
+    path = output or plan.with_suffix(".html" if figure is None else f".{figure}.svg")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        typer.echo(f"error: cannot write {path}: {error.strerror}", err=True)
+        return 1
+    typer.echo(f"{path}: {sheet.plan.name} on {sheet.plan.cluster}")
+    if figure is None and not charts.can_draw():
+        typer.echo(f"The page has no charts; for them: {charts.EXTRA}", err=True)
+    return 0
+
+
+def _sheet(plan: Path, record: Path | None) -> PlanSheet:
+    made, asked = load_answered(plan)
+    if asked is None:
+        expected = "the question of the plan: write it with `plan -o` or `save_plan(compilation, ...)`"
+        raise QuestionFileError(str(question_path(plan)), expected, "no such file")
+    problem, measured = asked.problem, None if record is None else _measured(record)
+    return plan_sheet(made, problem.graph, problem.cluster, problem.measured, measured)
+
+
+def _measured(path: Path) -> Record:
+    found = load_plan_or_record(path)
+    if isinstance(found, Plan):
+        raise InvalidOption("record", str(path), "the record of a measured step, not a plan")
+    return found
+
+
+def _figure(sheet: PlanSheet, figure: str) -> str:
+    if figure not in FIGURES:
+        raise InvalidOption("figure", figure, "one of " + ", ".join(FIGURES))
+    if not charts.can_draw():
+        raise InvalidOption("figure", figure, f"the libraries of the charts: {charts.EXTRA}")
+    budget_bytes = sheet.plan.budget_bytes
+    specs = {
+        "memory": lambda: charts.memory_chart(sheet.memory, budget_bytes),
+        "lanes": lambda: charts.lanes_chart(sheet.bars),
+        "step": lambda: charts.step_chart(sheet.memory, sheet.bars, budget_bytes, is_static=True),
+    }
+    return charts.svg(specs[figure]())
