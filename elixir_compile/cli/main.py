@@ -101,7 +101,9 @@ def explain(
 @app.command()
 def report(
     plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
-    record: Annotated[Path | None, typer.Argument(help="The record of a measured step, drawn beside the plan.")] = None,
+    others: Annotated[
+        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes or step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
@@ -112,7 +114,7 @@ def report(
     """
     from elixir_compile.cli.report import run_report
 
-    raise typer.Exit(code=run_report(plan=plan, record=record, output=output, figure=figure, as_json=as_json))
+    raise typer.Exit(code=run_report(plan=plan, others=others or (), output=output, figure=figure, as_json=as_json))
 
 
 @app.command()

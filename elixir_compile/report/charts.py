@@ -8,13 +8,12 @@ import importlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from elixir_compile.ir.kinds import Lane
-from elixir_compile.ir.record import Origin
-from elixir_compile.report.figures import Bar, MemoryRow, bar_columns, columns, kinds_of
+from elixir_compile.report.figures import STEPS, Bar, MemoryRow, bar_columns, columns, kinds_of
 from elixir_compile.units import GIB
 
 EXTRA = "pip install 'elixir-compile[report]'"
@@ -47,14 +46,21 @@ def colour(name: str) -> str:
 
 
 def step_chart(
-    rows: Sequence[MemoryRow], found: Sequence[Bar], budget_bytes: int, *, is_static: bool = False
+    rows: Sequence[MemoryRow],
+    found: Sequence[Bar],
+    budget_bytes: int,
+    second: Sequence[MemoryRow] = (),
+    *,
+    is_static: bool = False,
 ) -> dict[str, Any]:
     """Return the Vega-Lite specification of memory over the step with the lanes below, on one axis of seconds.
 
-    Unless it `is_static`, both zoom together, and a tooltip shows the stretch under the pointer.
+    All live bytes of a `second` plan are drawn as a line. Unless it `is_static`, both charts zoom together, and a
+    tooltip shows the stretch under the pointer.
     """
     alt = _library("altair")
-    both = alt.vconcat(_memory(rows, budget_bytes, is_static=is_static), _lanes(found, is_static=is_static), spacing=8)
+    memory = _memory(rows, budget_bytes, second, is_static=is_static)
+    both = alt.vconcat(memory, _lanes(found, is_static=is_static), spacing=8)
     spec = _finished(both.resolve_scale(x="shared", color="independent"))
     if not is_static:
         # One zoom for both charts. Altair would name it in each, and warn of the repetition.
@@ -63,9 +69,9 @@ def step_chart(
     return spec
 
 
-def memory_chart(rows: Sequence[MemoryRow], budget_bytes: int) -> dict[str, Any]:
+def memory_chart(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow] = ()) -> dict[str, Any]:
     """Return the specification of memory over the step alone, for a picture."""
-    return _finished(_memory(rows, budget_bytes, is_static=True))
+    return _finished(_memory(rows, budget_bytes, second, is_static=True))
 
 
 def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:
@@ -73,18 +79,18 @@ def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:
     return _finished(_lanes(found, is_static=True))
 
 
-def _memory(rows: Sequence[MemoryRow], budget_bytes: int, *, is_static: bool) -> Any:
+def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow], *, is_static: bool) -> Any:
     alt = _library("altair")
-    rows = _drawn(rows)
+    rows, second = _drawn(rows), _drawn(second)
     kinds = [str(kind) for kind in kinds_of(rows)]
     table = columns(rows)
     table |= {kind: [round(nbytes / GIB, 4) for nbytes in table[kind]] for kind in kinds}
     table["total"] = [round(row.nbytes / GIB, 4) for row in rows]
     peak = max(rows, key=lambda row: row.nbytes)
-    end_s = rows[-1].end_s
-    most_gib = 1.08 * max(peak.nbytes, budget_bytes) / GIB
+    end_s = max(row.end_s for row in (*rows, *second))
+    most_gib = 1.08 * max(budget_bytes, *(row.nbytes for row in (*rows, *second))) / GIB
     # An area of steps ends at its last point, which repeats the last value.
-    ends = {"start_s": [*table["start_s"], end_s]} | {kind: [*table[kind], table[kind][-1]] for kind in kinds}
+    ends = {"start_s": [*table["start_s"], rows[-1].end_s]} | {kind: [*table[kind], table[kind][-1]] for kind in kinds}
     x = alt.X("start_s:Q", title="seconds", axis=alt.Axis(grid=False), scale=alt.Scale(domain=[0, end_s], nice=False))
     areas = (
         _chart(alt, ends)
@@ -105,7 +111,7 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, *, is_static: bool) ->
     marks = _chart(alt, highest).mark_point(
         shape="triangle-down", filled=True, size=70, color=_INK, yOffset=-6, aria=False
     )
-    layers = [areas, limit.encode(y="budget:Q"), marks.encode(x="s:Q", y="GiB:Q")]
+    layers = [areas, *_line(alt, second), limit.encode(y="budget:Q"), marks.encode(x="s:Q", y="GiB:Q")]
     if not is_static:
         shown = [alt.Tooltip(f"{name}:N") for name in ("region", "op", "module", "source")]
         shown += [alt.Tooltip(f"{name}:Q", format=".3f", title=f"{name}, GiB") for name in ("total", *kinds)]
@@ -113,6 +119,15 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, *, is_static: bool) ->
         edges = {"x": x, "x2": "end_s:Q", "y": alt.value(0), "y2": alt.value(_HEIGHT)}
         layers.append(hover.encode(**edges, tooltip=shown).properties(name="hover"))
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
+
+
+def _line(alt: Any, rows: Sequence[MemoryRow]) -> Iterator[Any]:
+    """Yield the line of all live bytes of a second plan, if there are `rows`."""
+    if rows:
+        total = [round(row.nbytes / GIB, 4) for row in rows]
+        ends = {"start_s": [*(row.start_s for row in rows), rows[-1].end_s], "GiB": [*total, total[-1]]}
+        line = _chart(alt, ends).mark_line(interpolate="step-after", color=_INK, strokeWidth=1.5, aria=False)
+        yield line.encode(x="start_s:Q", y="GiB:Q")
 
 
 def _drawn(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
@@ -146,12 +161,9 @@ def _colours(alt: Any, field: str, names: Sequence[str]) -> Any:
 def _lanes(found: Sequence[Bar], *, is_static: bool) -> Any:
     alt = _library("altair")
     table = bar_columns(found)
-    is_single = len({bar.origin for bar in found}) == 1
-    named = [f"{bar.lane}" if is_single else f"{bar.lane} {_SAID[bar.origin]}" for bar in found]
-    order = {
-        name: (list(Lane).index(bar.lane), bar.origin is Origin.MEASURED)
-        for name, bar in zip(named, found, strict=True)
-    }
+    is_single = len({bar.of for bar in found}) == 1
+    named = [f"{bar.lane}" if is_single else f"{bar.lane}, {bar.of}" for bar in found]
+    order = {name: (list(Lane).index(bar.lane), STEPS.index(bar.of)) for name, bar in zip(named, found, strict=True)}
     rows = sorted(order, key=order.__getitem__)
     data = {"row": named} | {name: table[name] for name in ("verb", "what", "start_s", "end_s")}
     data["ms"] = [round(1e3 * (bar.end_s - bar.start_s), 3) for bar in found]
@@ -168,9 +180,6 @@ def _lanes(found: Sequence[Bar], *, is_static: bool) -> Any:
         )
     )
     return chart.properties(width=_WIDTH, height=_LANE_HEIGHT * len(rows), name="lanes")
-
-
-_SAID = {Origin.SIMULATED: "planned", Origin.MEASURED: "measured"}
 
 
 def _finished(chart: Any) -> dict[str, Any]:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from elixir_compile.ir.kinds import Kind, Lane, Update
-from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.ir.record import Record, Span
 from elixir_compile.report.held import Survey
 
 MOST_BARS = 2000
 """The most bars of the lanes. A step of 7 billion parameters has 960 spans."""
+PLANNED, SECOND, MEASURED = "planned", "second plan", "measured"
+STEPS = (PLANNED, SECOND, MEASURED)
+"""The steps that a page can show: of the plan, of a second plan, and measured."""
 _FIRST_GAP = 1 / 1500
 """Share of the step below which a gap between two spans is closed first if there are too many."""
 
@@ -44,7 +47,8 @@ class MemoryRow:
 class Bar:
     """Spans of one lane and verb without a gap that can be seen."""
 
-    origin: Origin
+    of: str
+    """Of which step: one of `STEPS`."""
     lane: Lane
     verb: str
     what: str
@@ -108,14 +112,14 @@ def _memory_row(survey: Survey, start_s: float, region: str, ops: range, end_s: 
     )
 
 
-def bars(record: Record, most: int = MOST_BARS) -> tuple[Bar, ...]:
-    """Return the spans of `record` by lane as at most about `most` bars."""
+def bars(record: Record, of: str = PLANNED, most: int = MOST_BARS) -> tuple[Bar, ...]:
+    """Return the spans of `record`, the step called `of`, by lane as at most `most` bars."""
     by_kind: dict[tuple[Lane, str], list[Span]] = {}
     for span in sorted(record.spans, key=lambda span: (span.start_s, span.end_s)):
         by_kind.setdefault((span.lane, _verb(span)), []).append(span)
     gap_s = -1.0
     while True:
-        found = [bar for spans in by_kind.values() for bar in _merged(spans, record.origin, gap_s)]
+        found = [bar for spans in by_kind.values() for bar in _merged(spans, of, gap_s)]
         if len(found) <= most or gap_s > record.step_s:
             return tuple(sorted(found, key=lambda bar: (list(Lane).index(bar.lane), bar.start_s)))
         gap_s = record.step_s * _FIRST_GAP if gap_s < 0 else 2 * gap_s
@@ -127,22 +131,22 @@ def _verb(span: Span) -> str:
     return verb if target else "run"
 
 
-def _merged(spans: Sequence[Span], origin: Origin, gap_s: float) -> Iterator[Bar]:
+def _merged(spans: Sequence[Span], of: str, gap_s: float) -> Iterator[Bar]:
     """Yield `spans`, in order, with those less than `gap_s` apart as one bar; none are merged if it is negative."""
     first, end_s, num_spans = spans[0], spans[0].end_s, 1
     for span in spans[1:]:
         if gap_s >= 0 and span.start_s - end_s < gap_s:
             end_s, num_spans = max(end_s, span.end_s), num_spans + 1
         else:
-            yield _bar(first, origin, end_s, num_spans)
+            yield _bar(first, of, end_s, num_spans)
             first, end_s, num_spans = span, span.end_s, 1
-    yield _bar(first, origin, end_s, num_spans)
+    yield _bar(first, of, end_s, num_spans)
 
 
-def _bar(first: Span, origin: Origin, end_s: float, num_spans: int) -> Bar:
+def _bar(first: Span, of: str, end_s: float, num_spans: int) -> Bar:
     what = first.label.rpartition(" ")[2]
     return Bar(
-        origin=origin,
+        of=of,
         lane=first.lane,
         verb=_verb(first),
         what=what if num_spans == 1 else f"{what} and {num_spans - 1} more",
@@ -167,7 +171,7 @@ def columns(rows: Sequence[MemoryRow]) -> dict[str, list[Any]]:
 
 def bar_columns(found: Sequence[Bar]) -> dict[str, list[Any]]:
     """Return the bars as columns by name."""
-    names = ("origin", "lane", "verb", "what", "num_spans")
+    names = ("of", "lane", "verb", "what", "num_spans")
     return {name: [getattr(bar, name) for bar in found] for name in names} | _seconds(found)
 
 

@@ -5,9 +5,8 @@ sorting and a filter; a policy in the head forbids the page to fetch anything. N
 somebody else's text: each is escaped, also in the blocks of data.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,17 @@ from elixir_compile.ir.record import Record
 from elixir_compile.report import charts, figures
 from elixir_compile.report.activations import SAID
 from elixir_compile.report.answer import plan_answer
-from elixir_compile.report.diff import Comparison, run_diff
+from elixir_compile.report.diff import Comparison, change_rows, plan_diff, run_diff
 from elixir_compile.report.figures import Bar, MemoryRow, kinds_of
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layers_table import LayerRow, layer_rows
+from elixir_compile.report.markup import Cell, bytes_cell, definitions, json_block, plain_table, seconds_cell, table
 from elixir_compile.simulate import OpSeconds, simulate
 from elixir_compile.units import format_bytes, format_s
 from elixir_compile.version import __version__
 
 PAGE_FORMAT = 1
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
-_FRAME = '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,21 @@ class PlanSheet:
     layers: tuple[LayerRow, ...]
     largest: tuple[tuple[str, Kind, int], ...]
     """What holds the most bytes at the peak: name, kind, bytes."""
+    second: "PlanSheet | None" = None
+    """A second plan, shown on the same axes."""
+
+    @property
+    def drawn_bars(self) -> tuple[Bar, ...]:
+        """The bars of all steps that the page shows."""
+        others = () if self.second is None else self.second.bars
+        planned = (replace(bar, of=figures.SECOND) for bar in others if bar.of == figures.PLANNED)
+        return (*self.bars, *planned)
+
+    @property
+    def peak(self) -> MemoryRow:
+        """The stretch of the step with the peak."""
+        at = [row for row in self.memory if row.op == self.plan.prediction.device_peak_at]
+        return max(at or self.memory, key=lambda row: row.nbytes)
 
 
 def plan_sheet(
@@ -63,7 +76,7 @@ def plan_sheet(
     held = survey.held
     assert held is not None
     planned = simulate(graph, plan, cluster, priced)
-    records = [planned] if measured is None else [planned, measured]
+    records = {figures.PLANNED: planned} | ({} if measured is None else {figures.MEASURED: measured})
     op_seconds = OpSeconds(graph, cluster, priced).of(plan.activations, laps_of(plan))
     return PlanSheet(
         plan=plan,
@@ -71,7 +84,7 @@ def plan_sheet(
         planned=planned,
         measured=measured,
         memory=figures.memory_rows(survey, planned),
-        bars=tuple(bar for record in records for bar in figures.bars(record, figures.MOST_BARS // len(records))),
+        bars=tuple(bar for of, record in records.items() for bar in figures.bars(record, of)),
         layers=layer_rows(survey, op_seconds),
         largest=held.largest(plan.prediction.device_peak_at),
     )
@@ -89,11 +102,12 @@ def page(sheet: PlanSheet) -> str:
         *_layers_section(sheet),
         *_certificate(sheet),
         *([] if sheet.measured is None else _measured_section(sheet.plan, sheet.measured)),
+        *([] if sheet.second is None else _second_section(sheet.plan, sheet.second.plan)),
         *_machine(sheet.cluster),
         "</main>",
         f"<footer>Written by elixir-compile {__version__}. Graph {escape(sheet.plan.graph)}, planner "
-        f"{escape(sheet.plan.planner)}. Seconds of the plan come from the profile of the machine below.</footer>",
-        _block("elixir-report", page_data(sheet)),
+        f"{escape(sheet.plan.planner)}. Seconds of the plan come from the profile of the machine above.</footer>",
+        json_block("elixir-report", page_data(sheet)),
         *([_drawn(sheet)] if can_draw else []),
         f"<script>{own.with_suffix('.js').read_text(encoding='utf-8')}</script>",
     ]
@@ -126,23 +140,35 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
         "kinds": [str(kind) for kind in kinds_of(sheet.memory)],
         "memory": figures.columns(sheet.memory),
         "bars": figures.bar_columns(sheet.bars),
+        **({} if sheet.second is None else {"second": page_data(sheet.second)}),
     }
 
 
 def _drawn(sheet: PlanSheet) -> str:
-    spec = charts.step_chart(sheet.memory, sheet.bars, sheet.plan.budget_bytes)
-    return f"{_block('elixir-step', spec)}\n<script>{charts.library()}</script>"
+    spec = _step_spec(sheet, is_static=False)
+    return f"{json_block('elixir-step', spec)}\n<script>{charts.library()}</script>"
 
 
-def _block(name: str, data: Mapping[str, Any]) -> str:
-    """Return a block of JSON that no HTML parser can leave early."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+def _step_spec(sheet: PlanSheet, *, is_static: bool) -> dict[str, Any]:
+    second = () if sheet.second is None else sheet.second.memory
+    return charts.step_chart(sheet.memory, sheet.drawn_bars, sheet.plan.budget_bytes, second, is_static=is_static)
 
 
 def _header(sheet: PlanSheet, title: str) -> Iterator[str]:
-    plan, made = sheet.plan, sheet.plan.prediction
     badges = ["planned", *([] if sheet.measured is None else ["measured"])]
+    badges += [] if sheet.second is None else ["two plans"]
+    yield f"<header><h1>{title}</h1>"
+    yield "<p>" + "".join(f'<span class="badge">{badge}</span>' for badge in badges) + "</p>"
+    yield f'<p class="verdict">{escape(_verdict(sheet.plan))}</p>'
+    if sheet.second is not None:
+        other = sheet.second.plan
+        yield f'<p class="verdict">Second plan, {escape(f"{other.name} on {other.cluster}: {_verdict(other)}")}</p>'
+    yield "</header>"
+
+
+def _verdict(plan: Plan) -> str:
+    """Return whether the plan fits, its seconds and how well its transfers are hidden, as a line."""
+    made = plan.prediction
     fits = "fits" if made.device_peak_bytes <= plan.budget_bytes else "does not fit"
     parts = [
         f"{fits}: peak {format_bytes(made.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}",
@@ -151,23 +177,22 @@ def _header(sheet: PlanSheet, title: str) -> Iterator[str]:
         f"{made.hidden_share:.0%} of transfers hidden",
         f"host {format_bytes(made.host_peak_bytes)}",
     ]
-    yield f"<header><h1>{title}</h1>"
-    yield "<p>" + "".join(f'<span class="badge">{badge}</span>' for badge in badges) + "</p>"
-    yield f'<p class="verdict">{escape("; ".join(parts))}</p></header>'
+    return "; ".join(parts)
 
 
 def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
     made, total_bytes = sheet.plan.prediction, sheet.plan.prediction.device_peak_bytes
-    peak = max(sheet.memory, key=lambda row: row.nbytes)
+    peak = sheet.peak
     where = ", ".join(filter(None, [peak.module, peak.source]))
     caption = f"The peak of {format_bytes(total_bytes)} is in {peak.region}, at {made.device_peak_at}"
     caption += f" ({where})" if where else ""
     caption += f"; {format_bytes(sheet.plan.budget_bytes - total_bytes)} of the budget stay free."
-    num_drawn, num_spans = len(sheet.bars), sum(bar.num_spans for bar in sheet.bars)
+    caption += "" if sheet.second is None else " The line is the memory of the second plan."
+    num_drawn, num_spans = len(sheet.drawn_bars), sum(bar.num_spans for bar in sheet.drawn_bars)
     bars = f"{num_spans} actions" + ("" if num_drawn == num_spans else f" in {num_drawn} bars")
     yield '<section aria-labelledby="step"><h2 id="step">Memory and lanes over the step</h2>'
     if can_draw:
-        spec = charts.step_chart(sheet.memory, sheet.bars, sheet.plan.budget_bytes, is_static=True)
+        spec = _step_spec(sheet, is_static=True)
         yield f"<figure><figcaption>{escape(caption)} The dashed line is the budget. Below are the lanes: {bars}."
         yield "Scroll to zoom, drag to move. On the keyboard, arrow keys walk over the regions, P goes to the peak."
         yield '</figcaption><div class="chart" id="step-chart" tabindex="0" role="img"'
@@ -177,15 +202,15 @@ def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
         yield f"<p>{escape(caption)}</p>"
         yield f'<p class="note">For charts, <code>{escape(charts.EXTRA)}</code> and write the page again.</p>'
     kinds = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
-    rows = [(str(kind), _bytes(nbytes), f"{nbytes / total_bytes:.1%}") for kind, nbytes in kinds if nbytes]
+    rows = [(str(kind), bytes_cell(nbytes), f"{nbytes / total_bytes:.1%}") for kind, nbytes in kinds if nbytes]
     yield "<h3>At the peak</h3>"
-    yield from _table(("kind", "bytes", "share"), rows)
+    yield from table(("kind", "bytes", "share"), rows)
     yield "<details><summary>The ten that hold the most at the peak</summary>"
-    yield from _table(("bucket or storage", "kind", "bytes"), [(n, str(k), _bytes(b)) for n, k, b in sheet.largest])
+    yield from table(("bucket or storage", "kind", "bytes"), [(n, str(k), bytes_cell(b)) for n, k, b in sheet.largest])
     yield "</details><details><summary>Every region as a table</summary>"
     names = kinds_of(sheet.memory)
     heads = ("region", "op with the most bytes", "module", "line", "from", "all", *map(str, names))
-    yield from _plain_table(heads, (_region_cells(row, names) for row in sheet.memory))
+    yield from plain_table(heads, (_region_cells(row, names) for row in sheet.memory))
     yield "</details></section>"
 
 
@@ -198,11 +223,11 @@ def _layers_section(sheet: PlanSheet) -> Iterator[str]:
     heads = ("layer", "parameters", "optimizer state", "activations", "gathers", "compute", "costs", "saves", "why")
     yield '<section aria-labelledby="layers"><h2 id="layers">Layers</h2>'
     yield '<label data-filters="layer-table" hidden>Filter <input type="search"></label>'
-    yield from _table(heads, [_layer_cells(row, sheet) for row in sheet.layers], name="layer-table")
+    yield from table(heads, [_layer_cells(row, sheet) for row in sheet.layers], name="layer-table")
     yield "</section>"
 
 
-def _layer_cells(row: LayerRow, sheet: PlanSheet) -> tuple["str | _Cell", ...]:
+def _layer_cells(row: LayerRow, sheet: PlanSheet) -> tuple["str | Cell", ...]:
     kept = "all kept" if not sheet.plan.activations else "none saved"
     saved = ", ".join(f"{format_bytes(n)} {SAID[s]}" for s in Saving if (n := row.saved_bytes[s])) or kept
     return (
@@ -210,17 +235,17 @@ def _layer_cells(row: LayerRow, sheet: PlanSheet) -> tuple["str | _Cell", ...]:
         _by_home(row.param_bytes),
         _by_home(row.state_bytes),
         saved,
-        _Cell(str(row.num_gathers), row.num_gathers),
-        _seconds(row.compute_s),
-        _seconds(row.cost_s),
-        _bytes(row.saves_bytes),
-        _Cell(_reasons(row.decisions), is_html=True),
+        Cell(str(row.num_gathers), row.num_gathers),
+        seconds_cell(row.compute_s),
+        seconds_cell(row.cost_s),
+        bytes_cell(row.saves_bytes),
+        Cell(_reasons(row.decisions), is_html=True),
     )
 
 
-def _by_home(nbytes: Mapping[Tier, int]) -> "_Cell":
+def _by_home(nbytes: Mapping[Tier, int]) -> "Cell":
     text = ", ".join(f"{format_bytes(nbytes[home])} {home}" for home in Tier if nbytes.get(home))
-    return _Cell(text or "none", sum(nbytes.values()))
+    return Cell(text or "none", sum(nbytes.values()))
 
 
 def _reasons(decisions: Sequence[Decision]) -> str:
@@ -249,7 +274,7 @@ def _certificate(sheet: PlanSheet) -> Iterator[str]:
         *([("peak of the sizes", found.formula)] if found.formula else []),
     ]
     yield '<section aria-labelledby="certificate"><h2 id="certificate">Certificate</h2>'
-    yield from _list(lines)
+    yield from definitions(lines)
     yield from (_decision(decision) for decision in found.decisions)
     yield "</section>"
 
@@ -257,7 +282,14 @@ def _certificate(sheet: PlanSheet) -> Iterator[str]:
 def _measured_section(plan: Plan, record: Record) -> Iterator[str]:
     rows = [_figure_cells(pair) for pair in run_diff(plan, record).comparisons]
     yield '<section aria-labelledby="measured"><h2 id="measured">Planned and measured</h2>'
-    yield from _table(("figure", "planned", "measured", "ratio", ""), rows)
+    yield from table(("figure", "planned", "measured", "ratio", ""), rows)
+    yield "</section>"
+
+
+def _second_section(first: Plan, second: Plan) -> Iterator[str]:
+    yield '<section aria-labelledby="second"><h2 id="second">Two plans</h2>'
+    found = plan_diff(first, second)
+    yield from table(("figure", "first", "second"), change_rows(found)) if not found.is_equal else ("<p>Equal.</p>",)
     yield "</section>"
 
 
@@ -284,53 +316,5 @@ def _machine(cluster: Cluster) -> Iterator[str]:
         ("sources", f"{device.source}; {host.source}"),
     ]
     yield '<section aria-labelledby="machine"><h2 id="machine">Machine</h2>'
-    yield from _list(lines)
+    yield from definitions(lines)
     yield "</section>"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A cell of a table: its text, and the number by which it sorts."""
-
-    text: str
-    value: float | None = None
-    is_html: bool = False
-
-
-def _bytes(nbytes: int) -> _Cell:
-    return _Cell(format_bytes(nbytes), nbytes)
-
-
-def _seconds(seconds: float) -> _Cell:
-    return _Cell(format_s(seconds), seconds)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence["str | _Cell"]], name: str = "") -> Iterator[str]:
-    """Yield a table that can be sorted, in a frame that scrolls."""
-    made = [[cell if isinstance(cell, _Cell) else _Cell(cell) for cell in row] for row in rows]
-    columns = [[row[at].value for row in made] for at in range(len(heads))]
-    numbers = [' class="number"' if values and None not in values else "" for values in columns]
-    own = f' id="{name}"' if name else ""
-    yield f'{_FRAME}<table class="sortable"{own}><thead><tr>'
-    yield "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, numbers, strict=True))
-    yield "</tr></thead><tbody>"
-    yield from (f"<tr>{''.join(map(_cell, row))}</tr>" for row in made)
-    yield "</tbody></table></div>"
-
-
-def _cell(cell: _Cell) -> str:
-    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    return f"<td{value}>{cell.text if cell.is_html else escape(cell.text)}</td>"
-
-
-def _plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield a table of text that cannot be sorted, for tables of many rows."""
-    yield f"{_FRAME}<table><thead><tr>{''.join(f'<th>{escape(head)}' for head in heads)}</thead><tbody>"
-    yield from (f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows)
-    yield "</tbody></table></div>"
-
-
-def _list(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield "<dl>"
-    yield from (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in lines)
-    yield "</dl>"

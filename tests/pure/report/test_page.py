@@ -9,8 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from elixir_compile.ir import Lane, Origin, Record, Span
-from elixir_compile.report import charts
+from elixir_compile.report import charts, figures
+from elixir_compile.report.diff import change_rows, plan_diff
 from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
+from elixir_compile.search import plan
 from elixir_compile.units import format_bytes
 from tests.pure.report.pages import EVIL, evil, sheet_of, tight
 
@@ -113,9 +115,35 @@ def test_a_measured_step_is_shown_beside_the_plan(sheet: PlanSheet) -> None:
     spans = (Span(lane=Lane.COMPUTE, label="run fwd.0", start_s=0.0, end_s=0.5),)
     record = Record(origin=Origin.MEASURED, step_s=9.0, device_peak_bytes=7, host_peak_bytes=0, spans=spans)
     both = plan_sheet(made, problem.graph, problem.cluster, problem.measured, record)
-    assert {bar.origin for bar in both.bars} == {Origin.SIMULATED, Origin.MEASURED}
+    assert {bar.of for bar in both.bars} == {figures.PLANNED, figures.MEASURED}
     assert "Planned and measured" in Reader(page(both)).text
     assert "Planned and measured" not in Reader(page(sheet)).text
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_two_plans_share_a_page(sheet: PlanSheet) -> None:
+    _, problem = tight()
+    wide = plan(replace(problem, budget_bytes=1 << 30), "greedy")
+    second = sheet_of(wide, problem)
+    both = replace(sheet, second=second)
+    found = Reader(page(both))
+    for row in change_rows(plan_diff(sheet.plan, wide)):
+        assert all(text in found.text for text in row)
+    assert f"Second plan, {wide.name} on {wide.cluster}: fits: peak" in found.text
+    assert found.blocks["elixir-report"]["second"] == json.loads(json.dumps(page_data(second)))
+    assert {bar.of for bar in both.drawn_bars} == {figures.PLANNED, figures.SECOND}
+    assert "Equal." in Reader(page(replace(sheet, second=sheet))).text
+
+
+def test_a_second_plan_is_a_line_of_all_of_its_bytes(sheet: PlanSheet) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    _, problem = tight()
+    wide = sheet_of(plan(replace(problem, budget_bytes=1 << 30), "greedy"), problem)
+    budget_bytes = sheet.plan.budget_bytes
+    alone, both = (charts.svg(charts.memory_chart(sheet.memory, budget_bytes, second)) for second in ((), wide.memory))
+    assert (alone.count("mark-line"), both.count("mark-line")) == (0, 1)
+    assert figures.SECOND in charts.svg(charts.lanes_chart(replace(sheet, second=wide).drawn_bars))
 
 
 def test_a_plan_without_a_bound_or_an_update_has_a_page() -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,7 +17,7 @@ from elixir_compile.cli.main import app
 from elixir_compile.ir import Origin, Plan, Record, record_to_json
 from elixir_compile.options import Options
 from elixir_compile.report import charts
-from elixir_compile.search import Problem
+from elixir_compile.search import Problem, plan
 from elixir_compile.search.question import question_of
 from elixir_compile.units import GIB
 from tests.pure.report.pages import evil, tight
@@ -61,12 +62,23 @@ def test_a_record_is_read_as_the_measured_step(tmp_path: Path, monkeypatch: pyte
     assert "Planned and measured" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
+def test_a_second_plan_is_read_with_its_question(tmp_path: Path) -> None:
+    made, problem = tight()
+    path = saved(tmp_path, made, problem)
+    wide = plan(replace(problem, budget_bytes=GIB), "greedy")
+    elixir.save_plan(wide, tmp_path / "wide.json", question_of(problem, Options()))
+    data = json.loads(run(path, tmp_path / "wide.json", "--json").stdout)
+    assert data["second"]["device_peak_bytes"] == wide.prediction.device_peak_bytes
+    again = run(path, tmp_path / "wide.json", path)
+    assert "at most one second plan and one record" in again.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (["alone.json"], "alone.question.json.gz: expected the question of the plan"),
         (["nowhere.json"], "a file that can be read"),
-        (["plan.json", "plan.json"], "option record"),
+        (["plan.json", "alone.json"], "alone.question.json.gz: expected the question of the plan"),
         (["plan.json", "--figure", "pie"], "one of memory, lanes, step"),
         (["plan.json", "-o", "no/folder/page.html"], "cannot write"),
     ],
