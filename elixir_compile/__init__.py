@@ -81,6 +81,7 @@ _ERRORS = (
     "UnknownOption",
     "UnknownSubject",
     "UnsupportedBackward",
+    "UnsupportedDevice",
     "UnsupportedModel",
     "WrongDtype",
 )

@@ -20,7 +20,7 @@ from elixir_compile import compat
 from elixir_compile.measure.step import peak_bytes
 from elixir_compile.platforms import platform_of
 from elixir_compile.rewrite.regions import RegionGraph
-from elixir_compile.runtime.lanes.accelerator import recorded
+from elixir_compile.runtime.lanes import Lanes, lanes_for
 from elixir_compile.runtime.lowering import CompiledRegion
 
 _MIN_RUNS = 3
@@ -57,10 +57,9 @@ def measure_region(
         compiled.run(list(inputs))
         region_bytes = _peak_bytes(compiled, inputs, device)
         runs_s: list[float] = []
-        time_runs = _device_runs_s if devices else _host_runs_s
-        ends_s = time.perf_counter() + _ENOUGH_S
+        lanes, ends_s = lanes_for(device), time.perf_counter() + _ENOUGH_S
         while len(runs_s) < _MIN_RUNS or time.perf_counter() < ends_s:
-            runs_s += time_runs(compiled, inputs, device)
+            runs_s += _device_runs_s(compiled, inputs, lanes) if lanes.has_clock else _host_runs_s(compiled, inputs)
     return RegionTime(run_s=statistics.median(runs_s), peak_bytes=region_bytes)
 
 
@@ -73,27 +72,26 @@ def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
     return made.normal_() if made.is_floating_point() or made.is_complex() else made.zero_()
 
 
-def _host_runs_s(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> list[float]:
-    """Return the seconds of a run by the clock of the host, where `device` computes before a call returns."""
+def _host_runs_s(compiled: CompiledRegion, inputs: Sequence[Any]) -> list[float]:
+    """Return the seconds of a run by the clock of the host, on a device that computes before a call returns."""
     box = list(inputs)
     began_s = time.perf_counter()
     compiled.run(box)
     return [time.perf_counter() - began_s]
 
 
-def _device_runs_s(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> list[float]:
-    """Return the seconds of several runs by the clock of `device`.
+def _device_runs_s(compiled: CompiledRegion, inputs: Sequence[Any], lanes: Lanes) -> list[float]:
+    """Return the seconds of several runs by the clock of the device of `lanes`.
 
     They are queued one behind the other, as regions of a step are, so the launches of a run may hide behind the kernels
     of the run before. A host that waited for each run would add the launch of its first kernel.
     """
-    platform_of(device).synchronize(device)
-    stream = torch.accelerator.current_stream(device)
-    marks = [recorded(stream, is_timed=True)]
+    lanes.synchronize()
+    marks = [lanes.timed_event()]
     for _ in range(_QUEUED_RUNS):
         compiled.run(list(inputs))
-        marks.append(recorded(stream, is_timed=True))
-    platform_of(device).synchronize(device)
+        marks.append(lanes.timed_event())
+    lanes.synchronize()
     return [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
 
 

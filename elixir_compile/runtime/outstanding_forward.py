@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.runtime.lanes import Transfer
+from elixir_compile.runtime.lanes import Event, Transfer
 from elixir_compile.runtime.parts import InParts
 from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import LeavingStorage, View
@@ -72,6 +72,11 @@ class OutstandingForward:
                 storage.resize_(host.numel())
                 as_bytes(storage).copy_(host)
         self._free_emptied(pool)
+
+    def in_flight(self) -> list[Event]:
+        """Return the events of offloads for which no program has waited."""
+        transfers = (offloaded.transfer for offloaded in self.groups.values())
+        return [transfer.event for transfer in transfers if transfer.sources and transfer.event is not None]
 
     def free(self, pool: SlabPool) -> None:
         """Give all memory on the host back to `pool`."""

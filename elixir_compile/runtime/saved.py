@@ -54,15 +54,23 @@ class SavedActivations:
         self._pool = SlabPool(pin=lanes.pins)
         self._forwards: dict[int, OutstandingForward] = {}
         self._current = OutstandingForward()
+        self._gone: list[OutstandingForward] = []
+        """Forwards that autograd dropped while copies of theirs were in flight."""
         self.next_number = 0
         """The number of the next forward."""
         self.num_calls = 0
         """How many forwards all ranks have run together; the same number on each rank, 0 if there is one rank."""
 
     def begin(self) -> None:
-        """Free the activations of a forward that raised an exception; runs before each forward."""
+        """Free the activations of a forward that raised an exception, and of those that were dropped with copies in
+        flight; runs before each forward."""
         failed, self._current = self._current, OutstandingForward()
         failed.free(self._pool)
+        while self._gone:
+            forward = self._gone.pop()
+            for event in forward.in_flight():
+                self._lanes.compute_waits(event)  # compute uses the memory next, on the device and in the slabs
+            forward.free(self._pool)
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
         """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
@@ -150,7 +158,9 @@ class SavedActivations:
             ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
             for view in offloaded.views
         )
-        return Transfer(label, h2d.mark(), values, offloaded.on_host)
+        # Nothing need keep the slabs until the copy is done: `_drop` waits for it before they are unmapped, and later
+        # offloads to them are behind compute, which waits for the copy.
+        return Transfer(label, h2d.mark(), values)
 
     def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
         """Keep `values`, activations of the running forward, and return the tensors that autograd saves for them.
@@ -286,7 +296,11 @@ class SavedActivations:
         return forward.groups[group]
 
     def _forget(self, number: int) -> None:
-        self._forwards.pop(number).free(self._pool)
+        forward = self._forwards.pop(number)
+        if forward.in_flight():
+            self._gone.append(forward)
+        else:
+            forward.free(self._pool)
 
 
 def number_of(ticket: torch.Tensor) -> int:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from elixir_compile.errors import UnsupportedDevice
 from elixir_compile.measure import regions
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.problem.machine import library_bytes
+from elixir_compile.runtime.lanes import lanes_for
 from tests.device import fakegpu
 
 DEVICE = torch.device(fakegpu.NAME, 0)
@@ -52,3 +54,20 @@ def test_runs_of_a_region_are_queued_and_timed_by_the_device(monkeypatch: pytest
     found = regions.measure_region(region, compiled, DEVICE, {})
     assert found.run_s > 0
     assert len(num_waits) < len(num_runs)
+
+
+@pytest.mark.parametrize("name", ["memory_allocated", "max_memory_allocated"])
+def test_a_device_without_figures_of_its_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(getattr(torch, fakegpu.NAME), name)
+    with pytest.raises(UnsupportedDevice, match=rf"fakegpu: .* lacks torch\.fakegpu\.{name}\. Elixir") as raised:
+        lanes_for(DEVICE)
+    assert raised.value.missing == (f"torch.fakegpu.{name}",)
+
+
+def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_guard(device: torch.device) -> torch.Stream:
+        raise RuntimeError("Backend doesn't support create a new Stream\nException raised from ...")
+
+    monkeypatch.setattr(torch, "Stream", no_guard)
+    with pytest.raises(UnsupportedDevice, match=r"lacks streams and events \(Backend doesn't support.*Stream\)\. E"):
+        lanes_for(DEVICE)

@@ -27,6 +27,7 @@ SAMPLES: list[ElixirError] = [
     errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),
     errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
+    errors.UnsupportedDevice("npu", ["streams", "torch.npu.memory_allocated"]),
     errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),
     errors.ProfileFileError("nodes[0].h2d.bytes_per_s", "a positive number", -1.0),
     errors.UnknownHardware("a100-40gb", ["a100-40g", "h100-80g"]),

@@ -16,6 +16,7 @@ from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
 from elixir_compile.runtime.updates import UpdateLine
 from tests.run.optim.test_streamed_pieces import use_small_rooms
+from tests.run.races.combinations import Shared
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 
 CPU = torch.device("cpu")
@@ -61,6 +62,18 @@ def test_a_sum_with_an_earlier_gradient_waits_for_the_offloaded_gradient(monkeyp
         ignore(monkeypatch, Checked, "host_waits")
         with pytest.raises(Race, match=r"offload b\d, on d2h, writes the memory"):
             accumulate(run, batches, 2)
+
+
+def test_gradients_of_two_graphs_and_hooks_wait_for_offloaded_gradients() -> None:
+    torch.manual_seed(7)
+    model, batches = Shared(), rows(3)
+    runs = [eager_run(model)]
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
+        runs.append(run)
+        for each in runs:
+            dict(each.model.named_parameters())["last.weight"].register_hook(lambda grad: 2 * grad)
+            each.train(batches)
+        assert_equal(*runs)
 
 
 def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

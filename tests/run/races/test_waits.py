@@ -1,7 +1,10 @@
 """Each wait of an executor, called without a model: the check of races sees the order that it makes."""
 
+import copy
+import pickle
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +13,13 @@ from torch import nn
 
 from elixir_compile.errors import Race
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
+from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.executor import Executor, synchronize_executors
-from elixir_compile.runtime.updates import UpdateLine
+from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
+from elixir_compile.runtime.updates import QueuedUpdate, finish_updates
+from tests.run.races.simulated import Simulated
+from tests.run.training import hybrid_adamw
 
 CPU = torch.device("cpu")
 B0 = BucketId("b0")
@@ -26,20 +34,30 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> None:
 class Home(nn.Module):
     """One bucket of two parameters, and updates that wait for `gate` and add one to each element."""
 
-    def __init__(self, tier: Tier = Tier.HOST) -> None:
+    def __init__(self, tier: Tier = Tier.HOST, *, for_training: bool = True) -> None:
         super().__init__()
         self.executor = Executor(CPU, "home")
         self.own = nn.ParameterList(torch.full((size,), 1.0) for size in (3, 5))
         for index, param in enumerate(self.own):
             self.executor.add_slot(f"p{index}", param)
+        self.adopt(tier, for_training=for_training)
+        self.updater = Updater(AdamWRule())
+        self.line = self.updater.line
+        self.gate = threading.Event()
+
+    def adopt(self, tier: Tier = Tier.HOST, *, for_training: bool) -> None:
         spec = Bucket(
             id=B0, params=(StorageId("p0"), StorageId("p1")), numel=8, nbytes=32, state_nbytes=0, dtype="float32",
             trainable=True, shard_numels=(8,),
         )  # fmt: skip
         placement = Placement(bucket=B0, param=tier, optim=Tier.HOST, resident=False)
-        self.executor.buckets.adopt([spec], [placement], for_training=True)
-        self.line = UpdateLine()
-        self.gate = threading.Event()
+        self.executor.buckets.adopt([spec], [placement], for_training=for_training)
+
+    def move_away(self) -> None:
+        """Move a parameter as user code does, and let the next forward bring it home."""
+        with torch.DisableTorchFunctionSubclass():
+            self.own[0].data = self.own[0].data.clone()
+            self.executor.buckets.return_drifted()
 
     @property
     def lanes(self) -> Any:
@@ -50,11 +68,15 @@ class Home(nn.Module):
         return self.executor.buckets[B0]
 
     @property
+    def slots(self) -> list[Any]:
+        return [self.executor.slots[f"p{index}"] for index in range(2)]
+
+    @property
     def values(self) -> list[torch.Tensor]:
         with torch.DisableTorchFunctionSubclass():
             return [param.detach() for param in self.own]
 
-    def queue(self) -> None:
+    def queue(self, *, fails: bool = False) -> QueuedUpdate:
         weights, lanes, read = self.values, self.lanes, self.bucket.home_read
 
         def work() -> None:
@@ -63,8 +85,12 @@ class Home(nn.Module):
             lanes.touches((), weights)
             for weight in weights:
                 weight.add_(1)
+            if fails:
+                raise ArithmeticError("the kernel fell over")
 
-        self.bucket.queued.add(self.line.queue(work, "update b0", lanes), self.own)
+        update = self.line.queue(work, "update b0", lanes)
+        self.bucket.queued.add(update, self.own)
+        return update
 
     def race_free(self) -> None:
         """Raise a race that a free has shown."""
@@ -76,6 +102,60 @@ def home() -> Iterator[Home]:
     made = Home()
     yield made
     made.gate.set()
+
+
+READERS: dict[str, Callable[[Home], object]] = {
+    "a read": lambda home: home.own[0].sum(),
+    "a copy": lambda home: copy.deepcopy(home.own[1]),
+    "a pickle": lambda home: pickle.dumps(home.own[0]),
+    "another plan": lambda home: home.adopt(for_training=True),
+    "a dropped plan": lambda home: home.executor.buckets.drop(home.slots),
+    "a replaced parameter": lambda home: home.executor.buckets.place_replaced(home.slots[:1]),
+    "a moved parameter": lambda home: home.move_away(),
+    "the optimizer": lambda home: home.updater.wait(),
+    "the queue": lambda home: home.bucket.queued.wait(),
+}
+"""What waits for a queued update."""
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.errors.ElixirWarning")  # the test holds the memory of before
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_wait_for_a_queued_update(reader: str) -> None:
+    home = Home(for_training=reader != "another plan")
+    home.queue()
+    weights = home.values
+    open_soon(home)
+    READERS[reader](home)
+    home.lanes.touches((), weights)
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
+
+
+def test_an_update_at_once_is_behind_a_queued_one(home: Home) -> None:
+    optimizer = hybrid_adamw(home.own.parameters())
+    for param in home.own:
+        param.grad = torch.ones_like(param)
+    home.queue()
+    open_soon(home)
+    optimizer.step()
+    home.line.wait()
+
+
+@pytest.mark.parametrize("asks", ["wait", "check"])
+def test_a_failed_update_is_raised_where_somebody_asks(asks: str, home: Home) -> None:
+    update = home.queue(fails=True)
+    home.gate.set()
+    while not update.is_done:
+        time.sleep(1e-3)
+    with pytest.raises(ArithmeticError, match="fell over"):
+        getattr(home.bucket.queued, asks)()
+
+
+def test_the_end_of_all_updates_is_waited_for(home: Home) -> None:
+    home.queue()
+    weights = home.values
+    open_soon(home)
+    finish_updates()
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
 
 
 def open_soon(home: Home) -> None:
@@ -173,6 +253,75 @@ def test_activations_in_flight_are_kept() -> None:
     transfer = executor.offload_saved("h", [torch.ones(64)])
     executor.lanes.touches((executor.lanes.empty(8),))
     executor.wait(transfer)
+
+
+def in_slices(executor: Executor, *, waits: bool) -> tuple[Any, View]:
+    """Let a storage of four rows leave in two slices, and return its ticket and its view."""
+    lanes, view = executor.lanes, View(0, torch.float32, (4, 16), (16, 1), 0)
+    storage = executor.saved.begin_leaving("h", 4 * 64, 2)
+    for number in range(2):
+        storage.begin()
+        storage.part(view, 0).fill_(number)
+        storage.send(number)
+    transfer = executor.offload_saved("h", [LeavingView(storage, view)])
+    if waits:
+        executor.wait(transfer)
+    lanes.touches((), (lanes.empty(8),))
+    return executor.ticket([]), view
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_slices_leave_and_come_back_in_order(waits: bool) -> None:
+    executor = Executor(CPU, "saved")
+    ticket, view = in_slices(executor, waits=waits)
+    (value,) = executor.wait(executor.prefetch(ticket, "h", [(0, 2)]))
+    assert isinstance(value, ArrivingView)
+    for number in range(2):
+        value.source.begin(number)
+        part = value.source.slice(view, 0)
+        executor.lanes.touches((part,))
+        assert torch.equal(part, torch.full((2, 16), float(number)))
+        del part
+        value.source.release()
+    executor.lanes.touches((executor.lanes.empty(8),))
+
+
+def test_a_slice_that_leaves_is_kept_if_an_exception_ends_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    executor = Executor(CPU, "saved")
+    storage = executor.saved.begin_leaving("h", 4 * 64, 2)
+    storage.begin()
+    storage.send(0)
+    del storage
+    executor.abandon()
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaving", "arriving"])
+def test_slabs_are_unmapped_behind_their_copies(leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    executor = Executor(CPU, "saved")
+    transfer = executor.offload_saved("h", [torch.ones(64)])
+    ticket = executor.ticket([])
+    if not leaves:
+        executor.wait(transfer)
+        executor.lanes.d2h.synchronize()
+        transfer = executor.prefetch(ticket, "h")
+    del ticket
+    executor.begin()
+    executor.saved.drop_free_slabs()
+    executor.wait(transfer)
+    executor.lanes.synchronize()  # copies whose memory is gone fail at the latest here
+
+
+def test_a_forward_that_is_dropped_with_copies_in_flight_keeps_its_memory_until_the_next() -> None:
+    executor = Executor(CPU, "saved")
+    executor.offload_saved("h", [torch.ones(64)])
+    executor.ticket([])
+    executor.lanes.touches((executor.lanes.empty(8),))
+    executor.begin()
+    executor.lanes.touches((executor.lanes.empty(8),))
+    executor.offload_saved("h", [torch.ones(64)])  # to the same slab
+    executor.lanes.touches((executor.lanes.empty(8),))
 
 
 def test_a_missing_wait_of_compute_is_seen() -> None:

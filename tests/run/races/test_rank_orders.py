@@ -1,0 +1,141 @@
+"""Steps of two ranks have no race. The process group is none: the values mean nothing, the order is that of a run."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Tier, Update
+from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
+from elixir_compile.runtime.distributed.sharded import ShardedBucket
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.updates import UpdateLine
+from tests.run.races.simulated import Simulated
+from tests.run.training import hybrid_adamw, plain_step
+from tests.run.updating import placed, small_buckets
+
+WIDTH = 101
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make this process the first of two ranks, and check accesses."""
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setattr("tests.run.updating.WIDTH", WIDTH)
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+class Noted:
+    """A collective that notes its begin and its waits in `said`."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        self.said, self.name = said, name
+        said.append(f"begin {name}")
+
+    def wait(self) -> None:
+        self.said.append(f"wait {self.name}")
+
+
+def ranks_of_two() -> Ranks:
+    return Ranks(init_device_mesh("cpu", (2,)))
+
+
+def test_a_collective_is_waited_for_and_an_exception_waits_for_all() -> None:
+    said, ranks = list[str](), ranks_of_two()
+    Collective(Noted(said, "first"), "a tensor", ranks).wait()
+    assert said == ["begin first", "wait first"]
+    Collective(Noted(said, "second"), "a tensor", ranks)
+    ranks.drain()
+    assert said[2:] == ["begin second", "wait second"]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_mean_over_copies_is_behind_the_sum_over_shards(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(distributed, "all_reduce", lambda *args, **options: Noted(said, "mean"))
+    lane = Simulated(torch.device("cpu"), "late").collectives if is_late else Plain(torch.device("cpu")).collectives
+    own, group = torch.ones(2), distributed.group.WORLD
+    mean = _MeanOfCopies(Noted(said, "sum"), own, group, lane)
+    mean.wait()
+    assert said == ["begin sum", "wait sum", "begin mean", *(["wait mean"] if is_late else [])]
+
+
+class Layers(nn.Module):
+    """Three linear layers whose weights are cut, and whose biases every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = torch.tanh(step(x))
+        return x.square().mean()
+
+
+def trained(home: str, update: Update, num_steps: int = 3, **options: object) -> nn.Module:
+    """Return the model after steps under a plan with this placement and moment of the update."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = elixir.prepare(Layers(), mesh=init_device_mesh("cpu", (2,)))
+    known = {"inner": "aot_eager", "report": False, "plan_cache": False, "replan": False, "planner": "greedy"}
+    compiled = torch.compile(model, backend="elixir", options={**known, **options})
+    optimizer = hybrid_adamw(model.parameters())
+    with small_buckets(lambda plan: placed(plan, home, 0.0, update)):
+        for _ in range(num_steps):
+            plain_step(compiled, optimizer, torch.randn(5, WIDTH))
+    optimizer.wait()
+    return model
+
+
+def tight_bytes() -> int:
+    with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
+        trained("device", Update.AFTER_BACKWARD, device_memory=1, micro_batches=1)
+    return int(1.05 * raised.value.needed_bytes)
+
+
+def write_behind(executor: Executor, bucket: ShardedBucket) -> None:
+    """Let the worker write the parts as an update does, which knows of no wait for the gather but its own."""
+    read, lanes, line = bucket.home_read, executor.lanes, UpdateLine()
+
+    def work() -> None:
+        lanes.host_waits(read)
+        lanes.touches((), [slot.own for slot in bucket.slots])
+
+    line.queue(work, "update", lanes).wait()
+
+
+@pytest.mark.parametrize(
+    ("home", "update"),
+    [
+        ("host", Update.ACROSS_STEPS),
+        ("split", Update.ACROSS_STEPS),
+        pytest.param("host", Update.IN_BACKWARD, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_ranks_have_no_race(home: str, update: Update) -> None:
+    options = {"device_memory": tight_bytes()} if home == "host" else {}
+    model = trained(home, update, **options)
+    executor = executor_of(model)
+    assert isinstance(executor.lanes, Checked)
+    cut = [bucket for bucket in executor.buckets if isinstance(bucket, ShardedBucket)]
+    assert cut
+    assert home != "host" or any(bucket.placement.param is Tier.HOST for bucket in cut)
+    assert executor.ranks is not None
+    cut[0].release()
+    transfer = executor.gather(cut[0].spec.id)
+    if home == "host":
+        write_behind(executor, cut[0])
+    assert executor.ranks.under_way
+    executor.abandon()
+    assert not executor.ranks.under_way, "later collectives would get the messages of this one"
+    del transfer
