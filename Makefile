@@ -16,7 +16,7 @@ venv: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf,report]'
 	touch $@
 
 demo: venv
