@@ -2,8 +2,8 @@
 
 ```text
   on the device      compute
-  streamed           a copy on h2d, behind the gradient of a host bucket; compute; a copy on d2h. The program waits if all
-                     updates run in `step()`, else the next reader of a host bucket does
+  streamed           a copy on h2d, behind the gradient of a host bucket; compute; a copy on d2h. The program waits
+                     if all updates run in `step()`, else the next reader of a host bucket does
   by the host        the program or the thread of the updates, behind the gradient and the last gather; parameters on
                      the device take a copy on d2h before it, and a copy on h2d behind it
 ```
