@@ -17,7 +17,7 @@ from elixir_compile.optim.rule import AdamWRule
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.executor import Executor, synchronize_executors
 from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
-from elixir_compile.runtime.updates import QueuedUpdate
+from elixir_compile.runtime.updates import QueuedUpdate, finish_updates
 from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw
 
@@ -54,10 +54,10 @@ class Home(nn.Module):
         self.executor.buckets.adopt([spec], [placement], for_training=for_training)
 
     def move_away(self) -> None:
-        """Move a parameter as user code does, and let it be brought home."""
+        """Move a parameter as user code does, and let the next forward bring it home."""
         with torch.DisableTorchFunctionSubclass():
             self.own[0].data = self.own[0].data.clone()
-        self.executor.buckets.return_drifted()
+            self.executor.buckets.return_drifted()
 
     @property
     def lanes(self) -> Any:
@@ -148,6 +148,14 @@ def test_a_failed_update_is_raised_where_somebody_asks(asks: str, home: Home) ->
         time.sleep(1e-3)
     with pytest.raises(ArithmeticError, match="fell over"):
         getattr(home.bucket.queued, asks)()
+
+
+def test_the_end_of_all_updates_is_waited_for(home: Home) -> None:
+    home.queue()
+    weights = home.values
+    open_soon(home)
+    finish_updates()
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
 
 
 def open_soon(home: Home) -> None:
@@ -247,7 +255,7 @@ def test_activations_in_flight_are_kept() -> None:
     executor.wait(transfer)
 
 
-def in_slices(executor: Executor) -> tuple[Any, View]:
+def in_slices(executor: Executor, *, waits: bool) -> tuple[Any, View]:
     """Let a storage of four rows leave in two slices, and return its ticket and its view."""
     lanes, view = executor.lanes, View(0, torch.float32, (4, 16), (16, 1), 0)
     storage = executor.saved.begin_leaving("h", 4 * 64, 2)
@@ -255,14 +263,17 @@ def in_slices(executor: Executor) -> tuple[Any, View]:
         storage.begin()
         storage.part(view, 0).fill_(number)
         storage.send(number)
-    executor.wait(executor.offload_saved("h", [LeavingView(storage, view)]))
+    transfer = executor.offload_saved("h", [LeavingView(storage, view)])
+    if waits:
+        executor.wait(transfer)
     lanes.touches((), (lanes.empty(8),))
     return executor.ticket([]), view
 
 
-def test_slices_leave_and_come_back_in_order() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_slices_leave_and_come_back_in_order(waits: bool) -> None:
     executor = Executor(CPU, "saved")
-    ticket, view = in_slices(executor)
+    ticket, view = in_slices(executor, waits=waits)
     (value,) = executor.wait(executor.prefetch(ticket, "h", [(0, 2)]))
     assert isinstance(value, ArrivingView)
     for number in range(2):
@@ -273,6 +284,16 @@ def test_slices_leave_and_come_back_in_order() -> None:
         del part
         value.source.release()
     executor.lanes.touches((executor.lanes.empty(8),))
+
+
+def test_a_slice_that_leaves_is_kept_if_an_exception_ends_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    executor = Executor(CPU, "saved")
+    storage = executor.saved.begin_leaving("h", 4 * 64, 2)
+    storage.begin()
+    storage.send(0)
+    del storage
+    executor.abandon()
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaving", "arriving"])
