@@ -111,7 +111,7 @@ def fields_of(asked: Question) -> dict[str, Any]:
 
 
 def packed(text: str) -> bytes:
-    return gzip.compress(text.encode())
+    return gzip.compress(text.encode(), mtime=0)
 
 
 def test_the_file_is_gzipped_json_with_a_format() -> None:
@@ -133,7 +133,7 @@ CONTENT = question_to_bytes(ASKED)
         (CONTENT[: len(CONTENT) // 2], "expected a whole gzip file and nothing else, got 'a part of it'"),
         (CONTENT + b"more", "4 bytes behind its end"),
         (CONTENT[:-6] + b"\x00" * 6, "expected a gzip file"),
-        (gzip.compress(b"\xff\xfe"), "byte 0 that is no UTF-8"),
+        (gzip.compress(b"\xff\xfe", mtime=0), "byte 0 that is no UTF-8"),
         (packed("{}"), "elixir: expected 'question', got 'nothing'"),
         (packed(json.dumps(fields_of(ASKED) | {"format": 2})), "format: expected 1, got 2"),
         (packed(json.dumps(fields_of(ASKED) | {"more": 2})), "more: expected no such field"),
