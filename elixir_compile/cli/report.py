@@ -7,24 +7,30 @@ from pathlib import Path
 
 import typer
 
+from elixir_compile.api.curve import budget_curve
+from elixir_compile.cli.plan import nothing_on_stdout
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption, QuestionFileError
-from elixir_compile.ir import Record
+from elixir_compile.ir import Plan, Record
 from elixir_compile.managed.saved import load_answered, load_plan_or_record, question_path
 from elixir_compile.report import charts
 from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
+from elixir_compile.search.question import Question
 
-FIGURES = ("memory", "lanes", "step")
+FIGURES = ("memory", "lanes", "step", "curve")
 
 
-def run_report(*, plan: Path, others: Sequence[Path], output: Path | None, figure: str | None, as_json: bool) -> int:
+def run_report(
+    *, plan: Path, others: Sequence[Path], output: Path | None, figure: str | None, curve: int | None, as_json: bool
+) -> int:
     """Write the page of `plan`, or its `figure` as SVG, and return the exit code: 1 if a file is at fault.
 
-    `others` may hold the record of a measured step and a second plan. Without `output` the page is written beside the
-    plan. If `as_json`, stdout gets the data of the page and no file is written.
+    `others` may hold the record of a measured step and a second plan. `curve` is the number of budgets under which the
+    question is asked again. Without `output` the page is written beside the plan. If `as_json`, stdout gets the data of
+    the page and no file is written.
     """
     try:
-        sheet = _sheet(plan, others)
+        sheet = _sheet(plan, others, curve)
         text = _figure(sheet, figure) if figure is not None else "" if as_json else page(sheet)
     except ElixirError as error:
         return fail(error, as_json=as_json)
@@ -43,7 +49,8 @@ def run_report(*, plan: Path, others: Sequence[Path], output: Path | None, figur
     return 0
 
 
-def _sheet(plan: Path, others: Sequence[Path]) -> PlanSheet:
+def _sheet(plan: Path, others: Sequence[Path], curve: int | None) -> PlanSheet:
+    """Return what the page shows; searches come last, when all files were read."""
     record: Record | None = None
     second: PlanSheet | None = None
     for path in others:
@@ -54,21 +61,33 @@ def _sheet(plan: Path, others: Sequence[Path]) -> PlanSheet:
             record = found
         else:
             second = _planned(path, None)
-    return replace(_planned(plan, record), second=second)
+    sheet = replace(_planned(plan, record), second=second)
+    if curve is None:
+        return sheet
+    with nothing_on_stdout():
+        points = budget_curve(_answered(plan)[1], curve, lambda line: typer.echo(f"{line} ...", err=True))
+    return replace(sheet, curve=points)
 
 
 def _planned(path: Path, record: Record | None) -> PlanSheet:
+    made, asked = _answered(path)
+    problem = asked.problem
+    return plan_sheet(made, problem.graph, problem.cluster, problem.measured, record)
+
+
+def _answered(path: Path) -> tuple[Plan, Question]:
     made, asked = load_answered(path)
     if asked is None:
         expected = "the question of the plan: write it with `plan -o` or `save_plan(compilation, ...)`"
         raise QuestionFileError(str(question_path(path)), expected, "no such file")
-    problem = asked.problem
-    return plan_sheet(made, problem.graph, problem.cluster, problem.measured, record)
+    return made, asked
 
 
 def _figure(sheet: PlanSheet, figure: str) -> str:
     if figure not in FIGURES:
         raise InvalidOption("figure", figure, "one of " + ", ".join(FIGURES))
+    if figure == "curve" and not sheet.curve:
+        raise InvalidOption("figure", figure, "--curve beside it, with the number of budgets")
     if not charts.can_draw():
         raise InvalidOption("figure", figure, f"the libraries of the charts: {charts.EXTRA}")
     budget_bytes, bars = sheet.plan.budget_bytes, sheet.drawn_bars
@@ -76,6 +95,7 @@ def _figure(sheet: PlanSheet, figure: str) -> str:
     specs = {
         "memory": lambda: charts.memory_chart(sheet.memory, budget_bytes, second),
         "lanes": lambda: charts.lanes_chart(bars),
+        "curve": lambda: charts.curve_chart(sheet.curve),
         "step": lambda: charts.step_chart(sheet.memory, bars, budget_bytes, second, is_static=True),
     }
     return charts.svg(specs[figure]())

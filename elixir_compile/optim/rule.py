@@ -36,9 +36,8 @@ class UpdateRule(Protocol):
         """Return whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
         ...
 
-    @property
-    def counts_steps(self) -> bool:
-        """Return whether `update` does nothing with the entry `step` of a state but read it and add 1."""
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return whether `update` wants the entry `step` of a state beside the weight, and only reads it and adds 1."""
         ...
 
     def snapshot(self) -> "UpdateRule":
@@ -83,11 +82,14 @@ class AdamWRule:
     """torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`."""
 
     makes_state = False
-    counts_steps = True
 
     def snapshot(self) -> "AdamWRule":
         """Return the rule itself: it has no attributes."""
         return self
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return True: the fused kernel adds 1."""
+        return True
 
     def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return an empty text: AdamW treats each element alone."""

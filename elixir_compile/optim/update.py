@@ -135,7 +135,7 @@ class Updater:
         """Issue streamed updates; the host waits for them now, or later if the plan updates beside other work."""
         for executor in dict.fromkeys(update.executor for update in updates):
             own = [update for update in updates if update.executor is executor]
-            landed = Stream(executor.lanes, executor.ledger).issue([update.streamed() for update in own], arrived)
+            landed, _ = Stream(executor.lanes, executor.ledger).issue([update.streamed() for update in own], arrived)
             if any(update.bucket.update is Update.AFTER_BACKWARD for update in own):
                 executor.lanes.host_waits(landed)
             elif landed is not None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from elixir_compile.ir.kinds import Lane
-from elixir_compile.report.figures import STEPS, Bar, MemoryRow, bar_columns, columns, kinds_of
+from elixir_compile.report.figures import STEPS, Bar, CurvePoint, MemoryRow, bar_columns, columns, kinds_of
 from elixir_compile.units import GIB
 
 EXTRA = "pip install 'elixir-compile[report]'"
@@ -22,7 +22,7 @@ _COLOURS = {
     "param": "#0072B2", "master": "#56B4E9", "moment": "#009E73", "grad": "#D55E00", "gathered": "#CC79A7",
     "saved": "#E69F00", "temp": "#F0E442", "input": "#8C8C8C", "buffer": "#B8B8B8",
     "run": "#56B4E9", "update": "#009E73", "gather": "#CC79A7", "prefetch": "#E69F00", "offload": "#0072B2",
-    "reduce": "#D55E00",
+    "reduce": "#D55E00", "step": "#0072B2", "bound": "#8C8C8C",
 }  # fmt: skip
 """Colours of Okabe and Ito, which colour-blind people can tell apart, and greys."""
 _INK, _RULE = "var(--ink, #222222)", "var(--rule, #d9d9d9)"
@@ -77,6 +77,32 @@ def memory_chart(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[
 def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:
     """Return the specification of the lanes alone, for a picture."""
     return _finished(_lanes(found, is_static=True))
+
+
+def curve_chart(points: Sequence[CurvePoint]) -> dict[str, Any]:
+    """Return the specification of the seconds of a step over the device budget, with the bound below."""
+    alt = _library("altair")
+    table = {
+        "GiB": [round(point.budget_bytes / GIB, 4) for point in points],
+        "step": [point.step_s for point in points],
+        "bound": [point.bound_s for point in points],
+    }
+    lines = [name for name in ("step", "bound") if None not in table[name]]
+    seconds = [value for name in lines for value in table[name]]
+    low, high = min(seconds), max(seconds)
+    scale = alt.Scale(domain=[low - 0.05 * (high - low or low), high + 0.05 * (high - low or high)], nice=False)
+    base = _chart(alt, {name: table[name] for name in ("GiB", *lines)}).transform_fold(lines, as_=["of", "seconds"])
+    axes = {
+        "x": alt.X("GiB:Q", title="GiB of device budget", scale=alt.Scale(zero=False), axis=alt.Axis(grid=False)),
+        "y": alt.Y("seconds:Q", title="seconds of a step", scale=scale, axis=alt.Axis(format="~g")),
+        "color": _colours(alt, "of:N", lines),
+    }
+    layers = [base.mark_line(point=True, aria=False).encode(**axes)]
+    own = [point.budget_bytes / GIB for point in points if point.is_own]
+    if own:
+        rule = _chart(alt, {"own": own}).mark_rule(strokeDash=[6, 4], color=_INK, aria=False)
+        layers.append(rule.encode(x="own:Q"))
+    return _finished(alt.layer(*layers).properties(width=_WIDTH // 2, height=_HEIGHT))
 
 
 def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow], *, is_static: bool) -> Any:

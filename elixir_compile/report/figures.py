@@ -58,6 +58,22 @@ class Bar:
     num_spans: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """The step under one device budget."""
+
+    budget_bytes: int
+    step_s: float
+    """Seconds of the fastest plan found within the budget."""
+    planned_s: float
+    """Seconds of the plan that a search with the budget chooses: more than `step_s` if it prefers to keep everything
+    where it is, or if the search of a smaller budget found a faster plan."""
+    bound_s: float | None
+    """Proved lower bound on the seconds of every plan within the budget."""
+    is_own: bool
+    """Whether it is the budget of the plan of the page."""
+
+
 def memory_rows(survey: Survey, record: Record) -> tuple[MemoryRow, ...]:
     """Return the live bytes over the step of `record`, which simulates the plan of `survey`.
 

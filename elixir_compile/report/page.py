@@ -6,7 +6,7 @@ somebody else's text: each is escaped, also in the blocks of data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,18 @@ from elixir_compile.ir.plan import Decision, Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.report import charts, figures
 from elixir_compile.report.activations import SAID
-from elixir_compile.report.answer import plan_answer
-from elixir_compile.report.diff import Comparison, change_rows, plan_diff, run_diff
-from elixir_compile.report.figures import Bar, MemoryRow, kinds_of
+from elixir_compile.report.figures import Bar, CurvePoint, MemoryRow, kinds_of
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layers_table import LayerRow, layer_rows
-from elixir_compile.report.markup import Cell, bytes_cell, definitions, json_block, plain_table, seconds_cell, table
+from elixir_compile.report.markup import Cell, bytes_cell, json_block, plain_table, seconds_cell, table
+from elixir_compile.report.sections import (
+    certificate,
+    curve_section,
+    decision_details,
+    machine,
+    measured_section,
+    second_section,
+)
 from elixir_compile.simulate import OpSeconds, simulate
 from elixir_compile.units import format_bytes, format_s
 from elixir_compile.version import __version__
@@ -50,6 +56,8 @@ class PlanSheet:
     """What holds the most bytes at the peak: name, kind, bytes."""
     second: "PlanSheet | None" = None
     """A second plan, shown on the same axes."""
+    curve: tuple[CurvePoint, ...] = ()
+    """The step under other budgets, in rising order; empty if it was not asked for."""
 
     @property
     def drawn_bars(self) -> tuple[Bar, ...]:
@@ -100,10 +108,11 @@ def page(sheet: PlanSheet) -> str:
         "<main>",
         *_step_section(sheet, can_draw=can_draw),
         *_layers_section(sheet),
-        *_certificate(sheet),
-        *([] if sheet.measured is None else _measured_section(sheet.plan, sheet.measured)),
-        *([] if sheet.second is None else _second_section(sheet.plan, sheet.second.plan)),
-        *_machine(sheet.cluster),
+        *certificate(sheet.plan),
+        *(curve_section(sheet.curve, can_draw=can_draw) if sheet.curve else ()),
+        *([] if sheet.measured is None else measured_section(sheet.plan, sheet.measured)),
+        *([] if sheet.second is None else second_section(sheet.plan, sheet.second.plan)),
+        *machine(sheet.cluster),
         "</main>",
         f"<footer>Written by elixir-compile {__version__}. Graph {escape(sheet.plan.graph)}, planner "
         f"{escape(sheet.plan.planner)}. Seconds of the plan come from the profile of the machine above.</footer>",
@@ -140,6 +149,7 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
         "kinds": [str(kind) for kind in kinds_of(sheet.memory)],
         "memory": figures.columns(sheet.memory),
         "bars": figures.bar_columns(sheet.bars),
+        **({"curve": [asdict(point) for point in sheet.curve]} if sheet.curve else {}),
         **({} if sheet.second is None else {"second": page_data(sheet.second)}),
     }
 
@@ -249,72 +259,5 @@ def _by_home(nbytes: Mapping[Tier, int]) -> "Cell":
 
 
 def _reasons(decisions: Sequence[Decision]) -> str:
-    found = "".join(map(_decision, decisions))
+    found = "".join(map(decision_details, decisions))
     return found if len(decisions) < 2 else f"<details><summary>{len(decisions)} decisions</summary>{found}</details>"
-
-
-def _decision(decision: Decision) -> str:
-    rejected = "".join(f"<li>{escape(other)}</li>" for other in decision.rejected)
-    why = f"{escape(decision.subject)}: {escape(decision.choice)}"
-    more = f"<p>{escape(decision.because)}</p>" + (f"<p>Rejected:</p><ul>{rejected}</ul>" if rejected else "")
-    return f"<details><summary>{why}</summary>{more}</details>"
-
-
-def _certificate(sheet: PlanSheet) -> Iterator[str]:
-    found = plan_answer(sheet.plan)
-    bound = "not proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
-    gap = "" if found.gap is None else f": no plan is more than {found.gap:.2%} faster"
-    lines = [
-        ("planner", found.planner),
-        ("bound", bound + gap),
-        ("binding", ", ".join(found.binding) or "nothing"),
-        ("one more GiB", "unknown" if found.gib_saves_s is None else f"saves {format_s(found.gib_saves_s)} per step"),
-        ("update", str(found.update)),
-        ("actions", ", ".join(f"{verb} {count}" for verb, count in sorted(found.counts.items()))),
-        *([("peak of the sizes", found.formula)] if found.formula else []),
-    ]
-    yield '<section aria-labelledby="certificate"><h2 id="certificate">Certificate</h2>'
-    yield from definitions(lines)
-    yield from (_decision(decision) for decision in found.decisions)
-    yield "</section>"
-
-
-def _measured_section(plan: Plan, record: Record) -> Iterator[str]:
-    rows = [_figure_cells(pair) for pair in run_diff(plan, record).comparisons]
-    yield '<section aria-labelledby="measured"><h2 id="measured">Planned and measured</h2>'
-    yield from table(("figure", "planned", "measured", "ratio", ""), rows)
-    yield "</section>"
-
-
-def _second_section(first: Plan, second: Plan) -> Iterator[str]:
-    yield '<section aria-labelledby="second"><h2 id="second">Two plans</h2>'
-    found = plan_diff(first, second)
-    yield from table(("figure", "first", "second"), change_rows(found)) if not found.is_equal else ("<p>Equal.</p>",)
-    yield "</section>"
-
-
-def _figure_cells(pair: Comparison) -> list[str]:
-    ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
-    return [pair.what, f"{pair.planned:g}", f"{pair.measured:g}", ratio, "off" if pair.is_off else ""]
-
-
-def _machine(cluster: Cluster) -> Iterator[str]:
-    device, host = cluster.device, cluster.host
-    links = [("to the device", cluster.h2d), ("to the host", cluster.d2h), ("between devices", cluster.collective)]
-    lines = [
-        (
-            "device",
-            f"{device.name}, {format_bytes(device.memory_bytes)}, {format_bytes(device.reserve_bytes)} reserved",
-        ),
-        (
-            "rates",
-            ", ".join(f"{rate / 1e12:.4g} TFLOP/s {dtype}" for dtype, rate in sorted(device.flops_per_s.items())),
-        ),
-        ("host", f"{format_bytes(host.memory_bytes)}, {host.cores} cores"),
-        ("update", f"{host.update_elements_per_s:.3g} elements/s by the host"),
-        *((name, f"{link.bytes_per_s / 1e9:.4g} GB/s; {link.source}") for name, link in links if link is not None),
-        ("sources", f"{device.source}; {host.source}"),
-    ]
-    yield '<section aria-labelledby="machine"><h2 id="machine">Machine</h2>'
-    yield from definitions(lines)
-    yield "</section>"

@@ -81,6 +81,9 @@ class Ledger:
 
         `times` is 0 for a part of an action that is counted elsewhere.
         """
+        return self._timed(lane, label, nbytes, times)
+
+    def _timed(self, lane: Lane, label: str, nbytes: int, times: int) -> AbstractContextManager[object]:
         with self._lock:
             if times:
                 self._times[label] += times
@@ -95,7 +98,7 @@ class Ledger:
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
-        with self.span(lane, label, nbytes) as span:
+        with self._timed(lane, label, nbytes, 1) as span:
             collective = start()
             if isinstance(span, _DeviceSpan):
                 span.collective = collective
@@ -126,6 +129,11 @@ class _AnnouncedLedger(Ledger):
         both.enter_context(self._checked.announced(label))
         both.enter_context(super().span(lane, label, nbytes, times=times))
         return both
+
+    def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
+        """Start and time the collective as a ledger does, and name the accesses of `start` `label`."""
+        with self._checked.announced(label):
+            return super().started(lane, label, nbytes, start)
 
 
 def ledger_for(lanes: Lanes) -> Ledger:

@@ -197,9 +197,15 @@ class OwnThread:
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
         self._process = 0
+        self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], _Made]) -> _Made:
-        """Run `work` on the thread, after the work of earlier calls, and return its result."""
+        """Run `work` on the thread, after the work of earlier calls, and return its result.
+
+        Called on the thread itself, by a finalizer or by other work, run `work` at once.
+        """
+        if self._thread is threading.current_thread():
+            return work()
         done: Future[_Made] = Future()
         self._started().put((work, done))
         return done.result()
@@ -208,7 +214,8 @@ class OwnThread:
         with self._lock:
             if self._jobs is None or self._process != os.getpid():
                 self._jobs, self._process = SimpleQueue(), os.getpid()
-                threading.Thread(target=_run_all, args=(self._jobs,), name="elixir control", daemon=True).start()
+                self._thread = threading.Thread(target=_run_all, args=(self._jobs,), name="elixir control", daemon=True)
+                self._thread.start()
                 # Not at exit: other functions that run then may still exchange.
                 weakref.finalize(self, self._jobs.put, None).atexit = False
             return self._jobs

@@ -135,6 +135,36 @@ def test_two_plans_share_a_page(sheet: PlanSheet) -> None:
     assert "Equal." in Reader(page(replace(sheet, second=sheet))).text
 
 
+CURVE = (
+    figures.CurvePoint(budget_bytes=1 << 20, step_s=3.0, planned_s=3.0, bound_s=2.5, is_own=False),
+    figures.CurvePoint(budget_bytes=2 << 20, step_s=2.0, planned_s=2.0, bound_s=None, is_own=True),
+    figures.CurvePoint(budget_bytes=4 << 20, step_s=2.0, planned_s=2.5, bound_s=None, is_own=False),
+)
+
+
+@pytest.mark.usefixtures("without_charts")
+def test_a_curve_is_a_table_too(sheet: PlanSheet) -> None:
+    found = Reader(page(replace(sheet, curve=CURVE)))
+    for said in (
+        "A step takes 3 s in 1.0 MiB, the least that has a plan, and 2 s in 4.0 MiB",
+        "the budget of this plan",
+        "its own plan takes 2.5 s; a plan for less memory is faster",
+        "not proved",
+    ):
+        assert said in found.text
+    assert [point["budget_bytes"] for point in found.blocks["elixir-report"]["curve"]] == [1 << 20, 2 << 20, 4 << 20]
+    assert "curve" not in Reader(page(sheet)).blocks["elixir-report"]
+
+
+def test_a_curve_is_drawn_with_its_bound_where_all_of_it_is_proved() -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    proved = [replace(point, bound_s=1.0) for point in CURVE]
+    assert ">bound</text>" in charts.svg(charts.curve_chart(proved))
+    assert ">bound</text>" not in charts.svg(charts.curve_chart(CURVE))
+    assert charts.svg(charts.curve_chart(proved[:1])).startswith("<svg")
+
+
 def test_a_second_plan_is_a_line_of_all_of_its_bytes(sheet: PlanSheet) -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")

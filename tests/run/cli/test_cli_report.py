@@ -62,11 +62,23 @@ def test_a_record_is_read_as_the_measured_step(tmp_path: Path, monkeypatch: pyte
     assert "Planned and measured" in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
+def test_a_curve_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, problem = tight()
+    elixir.save_plan(made, tmp_path / "plan.json", question_of(problem, Options(planner="greedy")))
+    done = run(tmp_path / "plan.json", "--curve", 2, "--json")
+    points = json.loads(done.stdout)["curve"]
+    assert [point["is_own"] for point in points] == [False, True, False]
+    assert "budget 3 of 3" in done.stderr
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    assert "--curve beside it" in run(tmp_path / "plan.json", "--figure", "curve").stderr
+
+
 def test_a_second_plan_is_read_with_its_question(tmp_path: Path) -> None:
     made, problem = tight()
     path = saved(tmp_path, made, problem)
-    wide = plan(replace(problem, budget_bytes=GIB), "greedy")
-    elixir.save_plan(wide, tmp_path / "wide.json", question_of(problem, Options()))
+    roomy = replace(problem, budget_bytes=GIB)
+    wide = plan(roomy, "greedy")
+    elixir.save_plan(wide, tmp_path / "wide.json", question_of(roomy, Options()))
     data = json.loads(run(path, tmp_path / "wide.json", "--json").stdout)
     assert data["second"]["device_peak_bytes"] == wide.prediction.device_peak_bytes
     again = run(path, tmp_path / "wide.json", path)
@@ -79,7 +91,7 @@ def test_a_second_plan_is_read_with_its_question(tmp_path: Path) -> None:
         (["alone.json"], "alone.question.json.gz: expected the question of the plan"),
         (["nowhere.json"], "a file that can be read"),
         (["plan.json", "alone.json"], "alone.question.json.gz: expected the question of the plan"),
-        (["plan.json", "--figure", "pie"], "one of memory, lanes, step"),
+        (["plan.json", "--figure", "pie"], "one of memory, lanes, step, curve"),
         (["plan.json", "-o", "no/folder/page.html"], "cannot write"),
     ],
 )
@@ -102,7 +114,7 @@ def test_a_figure_without_the_libraries_names_what_to_install(tmp_path: Path, mo
 
 
 @needs_charts
-@pytest.mark.parametrize("figure", ["memory", "lanes", "step"])
+@pytest.mark.parametrize("figure", ["lanes", "step"])
 def test_a_figure_is_a_picture(figure: str, tmp_path: Path) -> None:
     assert run(saved(tmp_path, *tight()), "--figure", figure).exit_code == 0
     assert (tmp_path / f"plan.{figure}.svg").read_text(encoding="utf-8").startswith("<svg")

@@ -77,6 +77,14 @@ def test_an_exception_of_a_collective_does_not_end_its_thread() -> None:
     assert own.run(threading.current_thread) is first
 
 
+def test_work_on_the_own_thread_may_do_more_of_it() -> None:
+    own, found = OwnThread(), list[int]()
+    work = threading.Thread(target=lambda: found.append(own.run(lambda: own.run(lambda: 7))), daemon=True)
+    work.start()
+    work.join(timeout=10)
+    assert found == [7]
+
+
 def test_a_fork_starts_a_thread_of_its_own() -> None:
     own = OwnThread()
     own.run(int)

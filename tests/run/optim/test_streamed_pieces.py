@@ -10,7 +10,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis.bucket_bytes import streamed_bytes
 from elixir_compile.analysis.staging import MOST_STREAMED_ROOM_BYTES, streamed_rooms
 from elixir_compile.ir import Update
-from elixir_compile.optim import streaming
+from elixir_compile.optim import pieces, streaming
 from elixir_compile.runtime.lanes.plain import Plain
 from elixir_compile.units import MIB
 from tests.run import optimizers as users
@@ -23,7 +23,8 @@ from tests.run.updating import assert_equal, buckets_of, eager_run, hybrid_run, 
 def use_small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut buckets of a few hundred elements into pieces: three rooms of 496 bytes, cuts at each 16 elements."""
     monkeypatch.setattr(streaming, "streamed_rooms", lambda nbytes: (3, min(nbytes, 496)))
-    monkeypatch.setattr(streaming, "_CUT", 16)
+    monkeypatch.setattr(streaming, "CUT_NUMEL", 16)
+    monkeypatch.setattr(pieces, "CUT_NUMEL", 16)
 
 
 ADAMW = {"fused": True, "amsgrad": True, "lr": 0.01}
@@ -65,6 +66,39 @@ def test_pieces_give_the_bits_of_whole_tensors(
     assert len(num_pieces) >= 2 * 4 * 3, "several pieces for each bucket with a bias in 4 steps"
 
 
+def trained_equally(cls: type[Optimizer], home: str, num_steps: int, **options: Any) -> None:
+    model, batches = ladder(), rows(num_steps)
+    expected = eager_run(model, lambda params: cls(params, **options)).train(batches)
+    hybrid: Any = elixir.hybrid(cls)
+    plan = {"home": home, "update": Update.ACROSS_STEPS, "share": 1.0}
+    with nan_staging(), hybrid_run(model, batches[0], optimizer=lambda p: hybrid(p, **options), **plan) as run:
+        assert_equal(expected, run.train(batches))
+
+
+def test_a_statistic_that_begins_late_begins_in_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_rooms(monkeypatch)
+    trained_equally(users.LateAverage, "host", 6)
+
+
+@pytest.mark.parametrize("home", ["split", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_parameter_that_passes_whole_has_its_shape(home: str) -> None:
+    trained_equally(users.FastSquares, home, 3)
+
+
+def test_the_host_counts_the_steps_of_a_fused_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    keep = streaming._keep_other
+
+    def noted(state: Any, name: str, value: Any) -> None:
+        copied.append(name)
+        keep(state, name, value)
+
+    monkeypatch.setattr(streaming, "_keep_other", noted)
+    use_small_rooms(monkeypatch)
+    trained_equally(Adam, "host", 3, fused=True)
+    assert copied == ["step"] * 7, "the counters of the first step, which the class makes"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_pieces_of_masters_give_the_bits_of_whole_tensors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +133,7 @@ def test_the_rooms_take_no_more_than_the_plan_counts(home: str, monkeypatch: pyt
         planned = max(streamed_bytes(bucket.spec, bucket.placement.param) for bucket in buckets_of(run))
         num_tensors = 2 * 4
         assert len(in_update) == 1
-        assert 0 < in_update[0] <= planned + num_tensors * streaming._ALIGN_BYTES
+        assert 0 < in_update[0] <= planned + num_tensors * pieces.ALIGN_BYTES
 
 
 @pytest.mark.parametrize(

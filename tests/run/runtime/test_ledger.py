@@ -10,8 +10,9 @@ import torch
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.runtime.lanes import lanes_for
+from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.plain import Plain
-from elixir_compile.runtime.ledger import Ledger, all_ledgers
+from elixir_compile.runtime.ledger import Ledger, all_ledgers, ledger_for
 
 
 def test_counts_are_kept_by_label_and_by_verb() -> None:
@@ -141,3 +142,13 @@ def test_the_span_of_a_collective_ends_when_it_does_and_not_when_it_is_issued() 
     (span,) = recording.stop()
     assert span.end_s - span.start_s == pytest.approx(0.04)
     assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (2, 128)
+
+
+def test_checked_lanes_time_collectives_to_their_end_too() -> None:
+    lanes = Clocked()
+    ledger = ledger_for(Checked(lanes))
+    recording = ledger.start_recording()
+    ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes)
+    (span,) = recording.stop()
+    assert span.end_s - span.start_s == pytest.approx(0.04)
+    assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (1, 64)
