@@ -105,7 +105,7 @@ def orders_on_a_rank(rank: int, world_size: int, update: str, home: str) -> dict
     """Train on several ranks, with shards in their `home`, and return how the rules differ from the run."""
     os.environ["ELIXIR_CHECK_RACES"] = "1"
     steps = batches(2 + NUM_STEPS)
-    budget = {"device_memory": host_budget("odd", steps[0], world_size)} if home == "host" else {}
+    budget: dict[str, Any] = {"device_memory": host_budget("odd", steps[0], world_size)} if home == "host" else {}
     pair = pair_of("odd", [world_size], dtype=torch.float32, planner="greedy", update=update, **budget)
     optimizer: Any = pair.optimizer
     train(pair, steps[:2])
