@@ -127,6 +127,7 @@ STAGES = {
     "awaited.py": (ORDERS, AWAITED, BITS, DEVICE),
     "executor.py": (ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
     "gathers.py": (ORDERS, SHARDS, AWAITED, BITS, DEVICE),
+    "gradients.py": (ORDERS, SHARDS, DEVICE, BITS),
     "ledger.py": (DEVICE, ORDERS),
     "placed.py": (ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
