@@ -14,7 +14,6 @@ only streamed updates copy anything.
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,9 @@ from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.landing import LandingUpdate
 from elixir_compile.runtime.lanes import Event
-from elixir_compile.runtime.updates import LandingUpdate, UpdateLine, Work
+from elixir_compile.runtime.updates import UpdateLine, Work
 
 
 class Updater:
@@ -135,23 +135,26 @@ class Updater:
         """Issue streamed updates; the host waits for them now, or later if the plan updates beside other work."""
         for executor in dict.fromkeys(update.executor for update in updates):
             own = [update for update in updates if update.executor is executor]
-            landed, _ = Stream(executor.lanes, executor.ledger).issue([update.streamed() for update in own], arrived)
+            landed, on_host = Stream(executor.lanes, executor.ledger).issue([each.streamed() for each in own], arrived)
             if any(update.bucket.update is Update.AFTER_BACKWARD for update in own):
                 executor.lanes.host_waits(landed)
             elif landed is not None:
-                for update in own:
-                    self._land_later(update, landed)
+                for update, memory in zip(own, on_host, strict=True):
+                    self._land_later(update, landed, memory)
 
-    def _land_later(self, update: "BucketUpdate", landed: Event) -> None:
-        """Make readers of what `update` writes on the host wait until it is there, after `landed`."""
+    def _land_later(self, update: "BucketUpdate", landed: Event, memory: Sequence[torch.Tensor]) -> None:
+        """Make readers of what `update` writes on the host wait until it is there, after `landed`.
+
+        `memory` is what copies of the update use on the host until then.
+        """
         bucket = update.bucket
         away = [*zip(update.params, update.grads, strict=True)] if bucket.is_on_host else []
         for param, _ in away:
             if param.grad is not None:
                 watch(param.grad)
         guard = GradientGuard([param for param, _ in away], [grad for _, grad in away])
-        finish = partial(_check_read, guard, away)
-        landing = LandingUpdate(landed, finish, self.line, update.label, update.executor.lanes)
+        memory = [*memory, *(grad for _, grad in away)]  # the guard sees writes to gradients that are alive
+        landing = LandingUpdate(landed, guard.check, self.line, update.label, update.executor.lanes, memory)
         self.line.add(landing)
         if bucket.is_on_host:
             bucket.queued.add(landing, update.params)
@@ -274,11 +277,6 @@ class BucketUpdate:
                 for kind, values in (("landed param", part.weights), ("landed grad", part.grads))
             )
         return replace(part, weights=tuple(weights), grads=tuple(grads))
-
-
-def _check_read(guard: GradientGuard, read: Sequence[object]) -> None:
-    """Check `guard` after the copies that read the gradients in `read`, which were kept alive until now."""
-    guard.check()
 
 
 def _store_results(states: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:

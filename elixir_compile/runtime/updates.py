@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from elixir_compile.runtime.landing import Landings
 from elixir_compile.runtime.lanes import Event, Lanes
 
 log = logging.getLogger("elixir_compile")
@@ -135,49 +136,6 @@ class QueuedUpdate:
             return None
 
 
-class LandingUpdate:
-    """An update whose results are on their way to the host, and no work of the worker; added to a line by its maker.
-
-    The first reader that waits for it calls `finish`, which may raise an exception.
-    """
-
-    let_compute_wait: Callable[[], None] | None = None
-
-    def __init__(
-        self, landed: Event | None, finish: Callable[[], None], line: "UpdateLine", label: str, lanes: Lanes
-    ) -> None:
-        """`landed` is past when the results are on the host; None if they are there."""
-        self.label = label
-        self._landed, self._finish, self._line, self._lanes = landed, finish, line, lanes
-        self._lock = threading.Lock()
-        self._is_done = False
-
-    @property
-    def is_done(self) -> bool:
-        """Whether a reader has waited."""
-        return self._is_done
-
-    def then(self, follower: Callable[[], None]) -> bool:
-        """Return False: the worker has nothing to do with this update."""
-        return False
-
-    def wait(self) -> None:
-        """Wait until the results have landed. Raises the exception of an update on the same line that failed."""
-        with self._lock:
-            if not self._is_done:
-                self._lanes.host_waits(self._landed)
-                try:
-                    self._finish()
-                except BaseException as error:  # of any class: the line raises it
-                    self._line.fail(error)
-                self._finish, self._is_done = _nothing, True  # holds no tensors any more
-        self._line.check()
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class UpdateLine:
     """The queued updates of an optimizer, and the exception of its last failed update."""
 
@@ -185,8 +143,10 @@ class UpdateLine:
         self._failure: BaseException | None = None
         self.num_failures = 0
         self._queued: list[PendingUpdate] = []
+        self.landings = Landings()
         _lines.add(self)
         weakref.finalize(self, _let_worker_end).atexit = False
+        weakref.finalize(self, self.landings.land_all).atexit = False
 
     def drops(self, num_failures: int) -> bool:
         """Whether to drop an update that was queued when the line had `num_failures` failures.
@@ -312,6 +272,7 @@ def _end() -> None:
     _worker.drain()
     for line in _lines:
         try:
+            line.landings.land_all()
             line.check()
         except BaseException:
             log.exception("an update of the last step failed")
