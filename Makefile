@@ -16,7 +16,7 @@ venv: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf,report]'
 	touch $@
 
 demo: venv
@@ -30,16 +30,16 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
 
-# Every order of copies, updates and compute: the tests of races with many schedules, then all training tests with checks,
-# and the tests on a second device type whose copies are late.
+# Every order of copies, updates and compute: all combinations of modes and two ranks under many schedules, then all
+# training tests with checks, and the tests on a second device type whose copies are late.
 SEEDS ?= 50
 
 races: venv
-	ELIXIR_RACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -n $(WORKERS) tests/run/races
+	ELIXIR_RACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'slow or not slow' tests/run/races
 	ELIXIR_CHECK_RACES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
 	$(BIN)/python -m tests.device.on_device -m 'slow or not slow'
 
-# Whether the tests of races notice each wait of the runtime that is missing; hours. `ONLY=gathers.py` runs some.
+# Whether the tests of races notice each wait of the runtime that is missing; `ONLY=gathers.py` runs some of the mutants.
 mutants: venv
 	$(BIN)/python -m tests.mutants --only "$(ONLY)"
 

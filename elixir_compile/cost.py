@@ -137,6 +137,20 @@ def update_bytes(bucket: Bucket) -> int:
     return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.shard_numels[0]) if bucket.trainable else 0
 
 
+_MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
+"""Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
+fused kernel: see `optim.device_masters`. On the host one pass does it all."""
+_LEAST_STATE_WITH_MASTER_BYTES = 10
+"""Of an element: two fp32 moments and an int16 low half."""
+
+
+def _device_traffic(bucket: Bucket) -> float:
+    """Return the bytes that an update of `bucket` on the device moves, over those of the fused kernel for fp32."""
+    has_master = bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
+    nbytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype) if has_master else None
+    return 1.0 if nbytes is None else nbytes / ADAM_BYTES_PER_ELEMENT
+
+
 def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
 
@@ -146,7 +160,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         return 0.0
     numel = bucket.shard_numels[0]
     if tier is Tier.DEVICE:
-        return cluster.device.launch_s + numel / cluster.device.update_elements_per_s
+        return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
         return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")

@@ -11,10 +11,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+import psutil
 
 _LOADED = (
     "torch",
@@ -27,6 +29,8 @@ _LOADED = (
     "hypothesis",
 )
 """Nothing of it may start threads, which a fork does not have."""
+_HANGS_S = 30.0
+"""A process that computes nothing for so long waits for what never comes."""
 _PARTS = ("elixir_compile", "tests", "docs", "benchmarks")
 
 
@@ -37,6 +41,8 @@ class Stage:
     paths: tuple[str, ...]
     checks: bool = False
     """Whether all of them run with checked accesses; without it each test says so itself."""
+    has_slow: bool = False
+    """Whether tests marked `slow` run too."""
     is_on_device: bool = False
     """Whether the process has the second device type of `tests/device`."""
 
@@ -84,18 +90,12 @@ class Tree:
         Raises RuntimeError with the output if the tests could not run.
         """
         self._loaded  # noqa: B018 - loads
-        began_s, child = time.monotonic(), os.fork()
+        child = os.fork()
         if child == 0:
             self._tests(stage)
-        while True:
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                break
-            if time.monotonic() - began_s > self._limit_s:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return f"no end within {self._limit_s:.0f} s"
-            time.sleep(0.02)
+        status = _status(child, self._limit_s)
+        if status is None:
+            return "no end"
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             return f"signal {-code}"
@@ -145,6 +145,33 @@ class Tree:
             os._exit(code)  # exit handlers would wait for threads that hang
 
 
+def _status(child: int, limit_s: float) -> int | None:
+    """Return how the process `child` ended; kill it, and return None, if it lasts `limit_s` or hangs."""
+    process, began_s = psutil.Process(child), time.monotonic()
+    busy_s, since_s = 0.0, began_s
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        now_s, used_s = time.monotonic(), _cpu_s(process)
+        if used_s != busy_s:  # less, if a process that it started has ended
+            busy_s, since_s = used_s, now_s
+        if now_s - began_s > limit_s or now_s - since_s > _HANGS_S:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.05)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the seconds that `process` and the processes it started have computed."""
+    total_s = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total_s += sum(each.cpu_times()[:2])
+    return total_s
+
+
 def _pytest(stage: Stage) -> int:
     import pytest
     import torch
@@ -154,7 +181,7 @@ def _pytest(stage: Stage) -> int:
         importlib.import_module("tests.device.fakegpu").start()
     package = importlib.import_module("elixir_compile")
     assert Path(str(package.__file__)).is_relative_to(Path.cwd()), "the package of the copy"
-    slow = ("-m", "slow or not slow") if stage.is_on_device else ()
+    slow = ("-m", "slow or not slow") if stage.has_slow else ()
     return int(
         pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", *slow, *stage.paths])
     )

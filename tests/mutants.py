@@ -108,11 +108,11 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-ORDERS = Stage(("tests/run/races/test_waits.py", "tests/run/races/test_races.py"))
+ORDERS = Stage(tuple(f"tests/run/races/test_{name}.py" for name in ("waits", "mended", "races")))
 """One order of each kind of step, judged by the check of races: it finds most of them, within seconds."""
-BITS = Stage(tuple(f"tests/run/races/test_{name}.py" for name in ("combinations", "mended", "simulated")))
+BITS = Stage(tuple(f"tests/run/races/test_{name}.py" for name in ("combinations", "simulated")))
 """Bits under late copies."""
-DEVICE = Stage(("tests/device/on_device_races.py",), is_on_device=True)
+DEVICE = Stage(("tests/device/on_device_races.py",), has_slow=True, is_on_device=True)
 """Both, on a device with memory of its own."""
 
 
@@ -121,7 +121,7 @@ def _checked(*paths: str) -> Stage:
 
 
 AWAITED = _checked("runtime/test_awaited", "runtime/test_late_gathers", "optim/test_step_habits")
-SHARDS = Stage(("tests/run/races/test_rank_orders.py",))
+SHARDS = Stage(("tests/run/races/test_rank_orders.py",), has_slow=True)
 RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
 STAGES = {
     "awaited.py": (ORDERS, AWAITED, BITS, DEVICE),

@@ -12,12 +12,14 @@ from elixir_compile.ir import Bucket, BucketRef, Placement, Tier, Update, Verb
 
 @dataclass(slots=True, kw_only=True)
 class Queued:
-    """An update on the thread of the updates for which the program has not waited yet."""
+    """An update for which the program has not waited yet."""
 
     done: Moment
-    """When the thread is done with it."""
+    """When the thread of the updates is done with it; of a streamed update, when its results are on the host."""
     landed: Moment
     """When its results are on the device; `BEGIN` if they stay on the host."""
+    by_thread: bool
+    """Whether it is an update of the thread of the updates, which then issues the next gather too."""
 
 
 class BucketLanes:
@@ -28,11 +30,14 @@ class BucketLanes:
     """
 
     def __init__(self, works: Works, bucket: Bucket, placement: Placement, update: Update, closes: Verb | None) -> None:
-        """`update` is when the bucket is updated, and `closes` the verb that closes its gradient in the backward."""
+        """`update` is when the plan updates, and `closes` the verb that closes the gradient in the backward."""
         self._works = works
-        self._name = str(bucket.id)
+        self.name = str(bucket.id)
         self.target = BucketRef(bucket.id)
         self.placement = placement
+        self.place = 0
+        """The index of its `update` in the schedule."""
+        self.update_mode = update
         self.is_on_host = placement.param is not Tier.DEVICE
         self.is_queued = placement.update is not Tier.DEVICE and update is not Update.AFTER_BACKWARD
         """Whether the thread of the updates does its updates."""
@@ -43,15 +48,17 @@ class BucketLanes:
         self.is_gathered = self.is_on_host or self.is_sharded
         self.is_trained = False
         """Whether a region makes its gradient."""
-        self.home = Cell(Memory.HOME, self._name)
+        self.home = Cell(Memory.HOME, self.name)
         """The parameters in their home, or the shard of this rank."""
-        self.state = Cell(Memory.STATE, self._name)
-        self.staged = Cell(Memory.STAGED, self._name)
+        self.state = Cell(Memory.STATE, self.name)
+        self.staged = Cell(Memory.STAGED, self.name)
         self.is_read = False
         """Whether a region of this half of the step has read the parameters in their home."""
         self.copy: Cell | None = None
         """The copy of the last gather."""
         self.queued: Queued | None = None
+        self.landing = BEGIN
+        """When the last streamed update is on the host; the next update waits for it."""
         self.home_read = BEGIN
         """When the last gather has read the parameters on the host."""
         self._sent_shard: Cell | None = None
@@ -67,14 +74,14 @@ class BucketLanes:
         """Whether a region has touched the gradient in this step, and whether the bucket was updated."""
         self.is_away = False
         """Whether the gradient of this step is on its way to the host, or there."""
-        self.gradient = Cell(Memory.GRADIENT, self._name)
+        self.gradient = Cell(Memory.GRADIENT, self.name)
         """The gradient of this step on the device, before ranks reduce it."""
-        self._own = Cell(Memory.REDUCED, self._name) if self.is_sharded else self.gradient
+        self._own = Cell(Memory.REDUCED, self.name) if self.is_sharded else self.gradient
         """The gradient of this step on the device that this rank offloads or updates with."""
-        self._in_home = Cell(Memory.ARRIVED, self._name) if self.is_on_host else self._own
-        self.updated_by = Cell(Memory.SUM, self._name) if self.is_summed else self._in_home
+        self._in_home = Cell(Memory.ARRIVED, self.name) if self.is_on_host else self._own
+        self.updated_by = Cell(Memory.SUM, self.name) if self.is_summed else self._in_home
         """The gradient that the update reads, in the memory of the parameters."""
-        self._rows = Cell(Memory.ROWS, self._name)
+        self._rows = Cell(Memory.ROWS, self.name)
         self._reduced = self._sent = BEGIN
 
     def begin_step(self) -> None:
@@ -105,14 +112,15 @@ class BucketLanes:
         """Start a gather; behind a queued update, the thread of the updates issues the copy of a whole bucket."""
         if not self.is_gathered:
             return
-        self.copy = Cell(Memory.COPY, self._name)
+        self.copy = Cell(Memory.COPY, self.name)
         if self.is_sharded:
             self.await_update()
             self._gather_shards(self.copy)
             return
         works = self._works
         allocated = works.issue(works.compute, writes=(self.copy,))
-        if self.queued is None:
+        if self.queued is None or not self.queued.by_thread:
+            self.await_update()
             works.wait(works.h2d, allocated)
             self._gathered = works.issue(works.h2d, (self.home,), (self.copy,))
         else:
@@ -124,7 +132,7 @@ class BucketLanes:
     def _gather_shards(self, copy: Cell) -> None:
         works, own = self._works, self.home
         if self.is_on_host:
-            own = self._sent_shard = Cell(Memory.SENT, self._name)
+            own = self._sent_shard = Cell(Memory.SENT, self.name)
             works.issue(works.compute, writes=(own, copy))
             works.behind_compute(works.h2d)
             self.home_read = works.issue(works.h2d, (self.home,), (own,))

@@ -20,7 +20,7 @@ from functools import partial
 from elixir_compile.analysis.lane_buckets import BucketLanes
 from elixir_compile.analysis.lane_groups import GroupLanes, groups_of
 from elixir_compile.analysis.lane_updates import update
-from elixir_compile.analysis.lane_works import BEGIN, Cell, Place, Works
+from elixir_compile.analysis.lane_works import Cell, Place, Works
 from elixir_compile.analysis.touches import Touch
 from elixir_compile.analysis.windows import closing_verbs
 from elixir_compile.ir import (
@@ -35,7 +35,6 @@ from elixir_compile.ir import (
     RegionId,
     RegionRef,
     Target,
-    Tier,
     Update,
     Verb,
 )
@@ -74,6 +73,8 @@ class _Walk:
         self._updates = {action.target: at for at, action in enumerate(actions) if action.verb is Verb.UPDATE}
         self._dropped: list[BucketLanes | GroupLanes] = []
         """The targets of offloads without a wait, until the next action."""
+        for target, at in self._updates.items():
+            self._bucket(target).place = at
         self._actions = actions
         self._regions = {region.id: region for region in plan.regions}
         self._has_backward = any(region.phase is Phase.BACKWARD for region in plan.regions)
@@ -137,28 +138,17 @@ class _Walk:
         for target, at in self._updates.items():
             bucket = self._bucket(target)
             if bucket.is_summed and bucket.is_made and not bucket.is_updated:
-                works.place = Place(at, works.place.step)
-                bucket.add_to_sum()
+                with works.at(at):
+                    bucket.add_to_sum()
 
     def _update_left(self) -> None:
-        """Do the updates behind the backward, in the order of `optimizer.step()`: streamed updates wait for their
-        copies, so they come last."""
+        """Do the updates that the backward left; in the backward, each bucket is updated by itself."""
         left = [self._bucket(target) for target in self._updates]
-        if not self._is_in_backward:
-            left.sort(key=_turn)
+        for buckets in [[bucket] for bucket in left] if self._is_in_backward else [left]:
+            update(self.works, buckets)
         for bucket in left:
-            self._update(bucket)
-        for bucket in left:
-            bucket.drop_gradient()
-
-    def _update(self, bucket: BucketLanes, *, is_early: bool = False) -> None:
-        """Update `bucket` if the schedule has an `update` of it anywhere."""
-        works = self.works
-        place, at = works.place, self._updates.get(bucket.target)
-        if at is not None:
-            works.place = Place(at, place.step)
-            update(works, bucket, works.d2h.over if is_early else BEGIN)
-            works.place = place
+            with self.works.at(bucket.place):
+                bucket.drop_gradient()
 
     # The actions.
 
@@ -195,7 +185,7 @@ class _Walk:
             return bucket.release, verb
         if verb is Verb.REDUCE:
             return bucket.reduce, None if bucket.is_sharded else verb
-        return partial(update, self.works, bucket), None
+        return partial(update, self.works, (bucket,)), None
 
     def _offload_unkept(self, offloaded: BucketLanes | GroupLanes) -> None:
         offloaded.offload()
@@ -212,7 +202,8 @@ class _Walk:
             if bucket.is_on_host:
                 self.works.synchronize(self.works.d2h)
             bucket.add_to_sum()
-        self._update(bucket, is_early=True)
+        if bucket.target in self._updates:
+            update(self.works, (bucket,), self.works.d2h.over)
 
     def _free_dropped(self) -> None:
         for offloaded in self._dropped:
@@ -312,9 +303,3 @@ def _unwaited(actions: Sequence[Action]) -> frozenset[int]:
         elif action.verb is Verb.PREFETCH and action.target in leaving:
             found.add(leaving.pop(action.target))
     return frozenset(found.union(leaving.values()))
-
-
-def _turn(bucket: BucketLanes) -> int:
-    """Return when `optimizer.step()` does the update of `bucket`: on the device, by the host, streamed."""
-    placement = bucket.placement
-    return 2 if placement.streamed else 0 if placement.update is Tier.DEVICE else 1

@@ -12,7 +12,8 @@ behind what its actor waits for. A moment is a number with a bit for each work t
 all works are the transitive closure of their order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class Memory(StrEnum):
     COPY = "the gathered copy of {name}"
     SENT = "the shard of {name} on its way to the other ranks"
     STATE = "the optimizer state of {name}"
+    ROOM = "the room on the device for the streamed update of {name}"
     STAGED = "the copies of {name} and its gradient for the host"
     GRADIENT = "the gradient of {name} on the device"
     ROWS = "the gradient of {name} on its way to the other ranks"
@@ -103,6 +105,13 @@ class Works:
         self.program = Actor("the program")
         """The thread that trains; the thread of autograd goes on where it stops."""
         self.updates = Actor("the thread of the updates")
+
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Let the works of the block belong to the action number `place` of this step."""
+        before, self.place = self.place, Place(place, self.place.step)
+        yield
+        self.place = before
 
     def wait(self, actor: Actor, moment: Moment) -> None:
         """Let all further works of `actor` be behind `moment`."""

@@ -99,6 +99,30 @@ def explain(
 
 
 @app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    others: Annotated[
+        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
+    curve: Annotated[
+        int | None, typer.Option(min=2, max=50, help="Search plans under so many device budgets, and draw their steps.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
+) -> None:
+    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+
+    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    """
+    from elixir_compile.cli.report import run_report
+
+    raise typer.Exit(
+        code=run_report(plan=plan, others=others or (), output=output, figure=figure, curve=curve, as_json=as_json)
+    )
+
+
+@app.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
     second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],

@@ -145,8 +145,13 @@ class GraphPlanner:
         return with_buckets_free(problem, active.plan) if may_move_back(problem, self._executor) else problem
 
     def question(self, active: ActivePlan) -> Question:
-        """Return what the plan of `active` answers, with the options of its search."""
-        return question_of(active.problem, self._options)
+        """Return what the plan of `active` answers, with the options of its search.
+
+        A plan that the user gave was made for the budget that it names, whatever is free here.
+        """
+        plan = active.plan
+        asked = replace(active.problem, budget_bytes=plan.budget_bytes, base_bytes=plan.base_bytes)
+        return question_of(asked, self._options)
 
     def answer_for(self, captured: Captured) -> Callable[[Problem], Plan]:
         """Return the function to answer problems of `captured`: with the user's plan if it trains and the user gave

@@ -1,6 +1,8 @@
 """Plans with their questions, and records, as files (never pickle); the check of the folder for state on disk."""
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ from elixir_compile.search.question import MOST_UNPACKED_BYTES, Question, questi
 
 if TYPE_CHECKING:
     from elixir_compile.managed.compilation import Compilation
+
+_REMEDY = "remove the file, or save the plan with its question again"
 
 
 def disk_of(options: Options) -> tuple[Path, bool] | None:
@@ -55,15 +59,15 @@ def save_plan(plan: "Plan | Compilation", path: "str | Path", question: Question
             raise InvalidOption("plan", plan.name, "a compilation with a plan; this one was not planned yet")
         plan, question = plan.plan, plan.question
     Path(path).write_text(plan_to_json(plan), encoding="utf-8")
+    beside = question_path(path)
     if question is not None:
-        # A plan may be written to a pipe, which has nothing beside it.
-        if Path(path).is_file():
-            question_path(path).write_bytes(question_to_bytes(question))
+        if Path(path).is_file():  # a plan may be written to a pipe, which has nothing beside it
+            _write_whole(beside, question_to_bytes(question))
         return
-    try:
-        load_question(path, plan)
-    except QuestionFileError:
-        question_path(path).unlink()
+    with suppress(QuestionFileError):  # what is no question file is somebody's, and stays
+        earlier = _read_question(beside)
+        if earlier is not None and _other_question(earlier, plan):
+            beside.unlink()
 
 
 def question_path(path: "str | Path") -> Path:
@@ -88,10 +92,19 @@ def load_plan(path: "str | Path") -> Plan:
 def load_question(path: "str | Path", plan: Plan) -> Question | None:
     """Return the question in the file beside the plan at `path`; None if there is no such file.
 
-    Raises QuestionFileError if the file cannot be read, or if `plan` answers another question: the fingerprint of its
-    graph, or its machine, is not that of `plan`.
+    Raises QuestionFileError if the file cannot be read, or if `plan` answers another question: one about another graph,
+    machine or budget of the device.
     """
     beside = question_path(path)
+    question = _read_question(beside)
+    if question is not None and (found := _other_question(question, plan)) is not None:
+        what, of_plan, of_question = found
+        wanted = f"the question about {what} {of_plan}, which {Path(path).name} answers; {_REMEDY}"
+        raise QuestionFileError(str(beside), wanted, f"{what} {of_question}")
+    return question
+
+
+def _read_question(beside: Path) -> Question | None:
     try:
         with beside.open("rb") as file:
             content = file.read(MOST_UNPACKED_BYTES + 1)
@@ -99,14 +112,34 @@ def load_question(path: "str | Path", plan: Plan) -> Question | None:
         return None
     except OSError as error:
         raise QuestionFileError(str(beside), "a file that can be read", error.strerror) from error
-    question = question_from_bytes(content)
-    graph, cluster = fingerprint(question.problem.graph), question.problem.cluster
-    remedy = f"which {Path(path).name} answers; remove the file, or save the plan again"
-    if graph != plan.graph:
-        raise QuestionFileError(str(beside), f"the question about graph {plan.graph}, {remedy}", f"graph {graph}")
-    if (cluster.name, cluster.num_ranks) != (plan.cluster, plan.num_ranks * plan.num_copies):
-        raise QuestionFileError(str(beside), f"a question about {plan.cluster}, {remedy}", cluster.name)
-    return question
+    try:
+        return question_from_bytes(content)
+    except QuestionFileError as error:
+        raise QuestionFileError(f"{beside}, {error.field}", f"{error.expected}; {_REMEDY}", error.got) from error
+
+
+def _other_question(question: Question, plan: Plan) -> tuple[str, object, object] | None:
+    """Return what differs between `plan` and the plans that answer `question`, of the plan and of the question; None if
+    `plan` may be one of them."""
+    problem = question.problem
+    pairs = {
+        "graph": (plan.graph, fingerprint(problem.graph)),
+        "machine": (plan.cluster, problem.cluster.name),
+        "number of ranks": (plan.num_ranks * plan.num_copies, problem.cluster.num_ranks),
+        "budget of bytes": (plan.budget_bytes, problem.budget_bytes),
+        "number of bytes beside the plan": (plan.base_bytes, problem.base_bytes),
+    }
+    return next(((what, *pair) for what, pair in pairs.items() if pair[0] != pair[1]), None)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Replace the file at `path`, so that an interrupted save leaves the whole file of before."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:

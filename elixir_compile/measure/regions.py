@@ -53,7 +53,7 @@ def measure_region(
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
     ):
         # No seed is set: `torch.manual_seed` would change the generators of all devices, also of those not kept here.
-        inputs = [_random_input(node.meta["val"], sizes) for node in region.inputs]
+        inputs = [random_input(node.meta["val"], sizes) for node in region.inputs]
         compiled.run(list(inputs))
         region_bytes = _peak_bytes(compiled, inputs, device)
         runs_s: list[float] = []
@@ -63,7 +63,8 @@ def measure_region(
     return RegionTime(run_s=statistics.median(runs_s), peak_bytes=region_bytes)
 
 
-def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
+def random_input(example: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a real value for `example`, a value of the capture; `sizes` has the values of the symbols."""
     if not isinstance(example, torch.Tensor):
         return compat.evaluate_size(example, sizes) if isinstance(example, torch.SymInt) else example
     shape = [compat.evaluate_size(size, sizes) for size in example.shape]

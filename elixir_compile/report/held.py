@@ -51,6 +51,18 @@ class Holdings:
         ops = self.ops_of(region)
         return max(self.timeline.live_bytes[ops.start : ops.stop])
 
+    def largest(self, op: OpId, most: int = 10) -> tuple[tuple[str, Kind, int], ...]:
+        """Return the buckets and activations that hold the most bytes at `op`: name, kind, bytes."""
+        at, rows = self._index[op], self.rows
+        held: Counter[tuple[str, Kind]] = Counter()
+        for bucket in self._plan.buckets:
+            for row in rows.of_bucket(bucket):
+                held[bucket.id, row.kind] += _bytes_at(row, at)
+        for name, own in rows.storages.items():
+            for row in own:
+                held[name, row.kind] += _bytes_at(row, at)
+        return tuple((name, kind, nbytes) for (name, kind), nbytes in held.most_common(most) if nbytes)
+
     def of_bucket(self, bucket: Bucket, op: OpId) -> Mapping[Kind, int]:
         """Return the bytes at `op`, by kind, that the step would not hold if the parameters and the optimizer state of
         `bucket` were empty."""

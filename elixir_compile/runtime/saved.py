@@ -158,7 +158,9 @@ class SavedActivations:
             ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
             for view in offloaded.views
         )
-        return Transfer(label, h2d.mark(), values, offloaded.on_host)
+        # Nothing need keep the slabs until the copy is done: `_drop` waits for it before they are unmapped, and later
+        # offloads to them are behind compute, which waits for the copy.
+        return Transfer(label, h2d.mark(), values)
 
     def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
         """Keep `values`, activations of the running forward, and return the tensors that autograd saves for them.

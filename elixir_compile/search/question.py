@@ -23,8 +23,9 @@ from elixir_compile.options import Options, Planner
 from elixir_compile.search.problem import Problem
 
 QUESTION_FORMAT = 1
-MOST_UNPACKED_BYTES = 1 << 27
-"""The most bytes of JSON in a question file, 128 MiB; a Llama of 32 layers has about 3 MB."""
+MOST_UNPACKED_BYTES = 1 << 25
+"""The most bytes of JSON in a question file, 32 MiB. A Llama of 32 layers has about 3 MB, and JSON takes up to 25 times
+its bytes when it is read."""
 _FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError)
 _GZIP = 16 + zlib.MAX_WBITS
 """The value of `wbits` for data with a header of gzip."""

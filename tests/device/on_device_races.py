@@ -4,43 +4,52 @@ The model is on device 1 while device 0 is the current one of every thread that 
 """
 
 import functools
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes.checked import Checked
 from tests.device import fakegpu
-from tests.run.training import Run, assert_same, assert_same_tensors, loss_of
+from tests.run.races.combinations import in_another_thread
+from tests.run.races.home import Home
+from tests.run.training import Run, assert_same_tensors
 from tests.run.updating import accumulate, eager_run, hybrid_run, ladder, rows
 
 DEVICE = torch.device(fakegpu.NAME, 1)
+SHORT = ("split", Update.ACROSS_STEPS, 0.5), ("host", Update.IN_BACKWARD, 0.0)
 MODES = (
-    ("split", Update.AFTER_BACKWARD, 0.0), ("split", Update.IN_BACKWARD, 0.0), ("split", Update.ACROSS_STEPS, 0.0),
-    ("split", Update.ACROSS_STEPS, 0.5), ("host", Update.AFTER_BACKWARD, 0.0), ("host", Update.IN_BACKWARD, 0.0),
-    ("host", Update.ACROSS_STEPS, 0.0), ("host", Update.AFTER_BACKWARD, 0.5),
+    *SHORT, ("split", Update.AFTER_BACKWARD, 0.0), ("split", Update.IN_BACKWARD, 0.0),
+    ("split", Update.ACROSS_STEPS, 0.0), ("host", Update.AFTER_BACKWARD, 0.0), ("host", Update.ACROSS_STEPS, 0.0),
+    ("host", Update.AFTER_BACKWARD, 0.5),
 )  # fmt: skip
-SHORT = MODES[3], MODES[5]
 
 
 def batches(num: int) -> list[torch.Tensor]:
     return [batch.to(DEVICE) for batch in rows(num)]
 
 
-def in_another_thread(compiled: Callable[..., Any], optimizer: Any, batch: Any) -> torch.Tensor:
-    loss = loss_of(compiled, batch)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
+def test_a_recording_starts_and_ends_with_an_idle_device() -> None:
+    executor = Executor(DEVICE, "timed")
+    with fakegpu.policy(fakegpu.LATE):
+        executor.wait(executor.offload_saved("h", [torch.ones(64, device=DEVICE)]))
+        recording = executor.ledger.start_recording()
+        assert fakegpu.num_pending() <= 1, "the event of the begin"
+        ticket = executor.ticket([])
+        executor.prefetch(ticket, "h")
+        (span,) = recording.stop()
+        assert span.label == "prefetch h"
+        executor.abandon()
+
+
+@pytest.mark.parametrize("kind", [fakegpu.EARLY, fakegpu.LATE])
+def test_the_gradients_of_two_graphs_add_up_behind_the_copy_of_the_first(kind: int) -> None:
+    home = Home(device=DEVICE)
+    with fakegpu.policy(kind):
+        home.backward(2, waits=False)
+    assert [param.grad.tolist() for param in home.own] == [[2.0] * 3, [2.0] * 5]
 
 
 @functools.cache
@@ -67,41 +76,3 @@ def test_late_copies_are_ordered_and_change_no_bit(
     assert isinstance(executor_of(run.model).lanes, Checked)
     assert [loss.item() for loss in run.losses] == [loss.item() for loss in by_torch_on_the_host().losses]
     assert_same_tensors(by_torch_on_the_host().weights, {name: weight.cpu() for name, weight in run.weights.items()})
-
-
-class Shared(nn.Module):
-    """One layer in two graphs, so that two graphs of a backward add to its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.last = (nn.Linear(13, 13) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.shared(torch.tanh(self.first(x))))
-        torch._dynamo.graph_break()
-        return self.last(torch.tanh(self.shared(x))).square().mean()
-
-
-def test_the_gradients_of_two_graphs_add_up_behind_the_copy_of_the_first() -> None:
-    torch.manual_seed(7)
-    model, found = Shared().to(DEVICE), []
-    for kind in (fakegpu.EARLY, fakegpu.LATE):
-        with (
-            fakegpu.policy(kind),
-            hybrid_run(model, batches(1)[0], home="host", update=Update.AFTER_BACKWARD) as run,
-        ):
-            found.append(run.train(batches(3)))
-    assert_same(*found)
-
-
-def test_a_recording_starts_and_ends_with_an_idle_device() -> None:
-    executor = Executor(DEVICE, "timed")
-    with fakegpu.policy(fakegpu.LATE):
-        executor.wait(executor.offload_saved("h", [torch.ones(64, device=DEVICE)]))
-        recording = executor.ledger.start_recording()
-        assert fakegpu.num_pending() <= 1, "the event of the begin"
-        ticket = executor.ticket([])
-        executor.prefetch(ticket, "h")
-        (span,) = recording.stop()
-        assert span.label == "prefetch h"
-        executor.abandon()

@@ -250,8 +250,8 @@ def test_verify_refuses_a_plan_whose_accesses_have_no_order(monkeypatch: pytest.
     streamed update in the backward that does not wait for its gradient."""
     graph, made = in_mode("streamed", Update.IN_BACKWARD)
     with monkeypatch.context() as patch:
-        patch.setattr(lane_updates, "wait_for_home", lambda *args: None)
-        with pytest.raises(IllegalSchedule, match=r"`offload b2.grad`, on d2h, .* `update b2`, on compute"):
+        patch.setattr(lane_updates, "wait_for_gradients", lambda *args: None)
+        with pytest.raises(IllegalSchedule, match=r"`offload b2.grad`, on d2h, .* `update b2`, on h2d"):
             verify(graph, made)
     verify(graph, made)
 

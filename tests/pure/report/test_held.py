@@ -94,14 +94,14 @@ def assert_one_pass_says_the_same(made: Plan, graph: StepGraph) -> None:
 
 
 @given(mixed_plans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_one_pass_says_the_same_of_plans_with_activations_that_move(planned: tuple[StepGraph, Plan]) -> None:
     graph, made = planned
     assert_one_pass_says_the_same(made, graph)
 
 
 @given(problems(training=True), st.sampled_from([0.0, 0.5]), st.sampled_from([None, Update.ACROSS_STEPS]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_one_pass_says_the_same_of_plans_of_one_or_two_ranks(
     problem: Problem, share: float, update: Update | None
 ) -> None:

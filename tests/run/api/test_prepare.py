@@ -16,7 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier
-from elixir_compile.managed.saved import load_question
+from elixir_compile.managed.saved import load_answered, load_question
 from tests.run.models import WIDTH, Stack, Tied, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import (
     assert_offloads,
@@ -295,7 +295,11 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     verify(asked.problem.graph, plan)
     assert plan_timeline(asked.problem.graph, plan) == compilation.timeline
     got = by_elixir(model, plan=str(tmp_path / "plan.json")).train(batches)
-    assert elixir.compilations(got.model)[0].plan == plan
+    again = elixir.compilations(got.model)[0]
+    assert again.plan == plan
+    assert again.active.problem.budget_bytes > plan.budget_bytes  # nobody named a budget here
+    elixir.save_plan(again, tmp_path / "again.json")
+    assert load_answered(tmp_path / "again.json") == (plan, again.question)
     assert any(placement.param is Tier.HOST for placement in plan.placements)
     assert on_host(got) == on_host(first)
     assert_same(first, got)

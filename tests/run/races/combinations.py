@@ -111,6 +111,19 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+class Shared(nn.Module):
+    """One layer in two graphs, so that two graphs of a backward add to its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.shared(torch.tanh(self.first(x))))
+        torch._dynamo.graph_break()
+        return self.last(torch.tanh(self.shared(x))).square().mean()
+
+
 def wide() -> Wide:
     torch.manual_seed(7)
     return Wide()

@@ -39,7 +39,10 @@ class Moment:
 
     def query(self) -> bool:
         with self.lane.world.lock:
-            return self.lane.num_done >= self.position
+            is_past = self.lane.num_done >= self.position
+            if not is_past:
+                self.lane.force(self.lane.num_done + 1)  # a loop that asks comes to an end
+            return is_past
 
 
 @dataclass(slots=True)
@@ -62,6 +65,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
+
+    @property
+    def current(self) -> "Queue":
+        """The lane of the block of the calling thread; compute outside of a block."""
+        return getattr(self.thread, "lane", None) or self.queues[0]
 
     @property
     def is_idle(self) -> bool:
@@ -185,7 +193,12 @@ class SimulatedLane:
     @contextmanager
     def beside_compute(self, after: Moment | None = None) -> Iterator[None]:
         self.queue.wait(after)
-        yield
+        here = self.queue.world.thread
+        before, here.lane = getattr(here, "lane", None), self.queue
+        try:
+            yield
+        finally:
+            here.lane = before
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
@@ -216,6 +229,35 @@ class SimulatedLane:
         self._compute.settle()
 
 
+class LateCollective:
+    """A collective of real ranks, which works on copies: `source` is read at the first moment when it may be, and
+    `target` is written when the device has its turn."""
+
+    def __init__(
+        self, begin: Callable[[torch.Tensor, torch.Tensor], Waitable], target: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        self._landing, self._given = torch.empty_like(target), source.clone()
+        self._work = begin(self._landing, self._given)
+        self.target, self.source = Bytes(target), Bytes(source)
+        poison(target)
+
+    def land(self) -> None:
+        """Finish. Fails if the source was freed or written since, because a real collective may read it until now."""
+        self._work.wait()
+        given = ctypes.string_at(self._given.data_ptr(), self.source.nbytes)
+        if given != ctypes.string_at(self.source.require("source"), self.source.nbytes):
+            raise AssertionError("the source of a collective was written before the collective was done")
+        ctypes.memmove(self.target.require("target"), self._landing.data_ptr(), self.target.nbytes)
+
+
+class _Arrival:
+    def __init__(self, lanes: "Simulated", moment: Moment) -> None:
+        self._lanes, self._moment = lanes, moment
+
+    def wait(self) -> None:
+        self._lanes.current_waits(self._moment)
+
+
 class Simulated:
     """The lanes of an imaginary device in the memory of the CPU."""
 
@@ -228,6 +270,7 @@ class Simulated:
         self.h2d = SimulatedLane(self.world, self._compute)
         self.d2h = SimulatedLane(self.world, self._compute)
         self.collectives = SimulatedLane(self.world, self._compute)
+        self._exchanges = Queue(self.world)
         self.num_hidden = 0
 
     def hand_over(self) -> Callable[[], None]:
@@ -270,10 +313,23 @@ class Simulated:
 
     def touches(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
         if not all(is_host(tensor) for tensor in (*reads, *writes)):
-            self._compute.settle()
+            self.world.current.settle()
 
-    def collective(self, work: Waitable, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> Waitable:
-        return work
+    def collective(self, work: Any, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> Waitable:
+        if not isinstance(work, LateCollective):
+            return work
+        self._exchanges.wait(self.world.current.issue(lambda: None))
+        return _Arrival(self, self._exchanges.issue(work.land, work.target, work.source))
+
+    @property
+    def num_landed(self) -> int:
+        """How many collectives were late and are done."""
+        return self._exchanges.num_done
+
+    def current_waits(self, event: Moment) -> None:
+        """Let later work of the lane of the block wait for `event`."""
+        event.lane.hold(event.position)
+        self.world.current.wait(event)
 
     def mark_compute(self) -> Moment:
         return self._compute.issue(lambda: None)

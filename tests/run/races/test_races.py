@@ -1,5 +1,6 @@
 """Every step runs with checked accesses: no two without an order; and each wait is needed for that."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.updates import UpdateLine
 from tests.run.optim.test_streamed_pieces import use_small_rooms
+from tests.run.races.combinations import Shared
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 
 CPU = torch.device("cpu")
@@ -59,6 +62,18 @@ def test_a_sum_with_an_earlier_gradient_waits_for_the_offloaded_gradient(monkeyp
         ignore(monkeypatch, Checked, "host_waits")
         with pytest.raises(Race, match=r"offload b\d, on d2h, writes the memory"):
             accumulate(run, batches, 2)
+
+
+def test_gradients_of_two_graphs_and_hooks_wait_for_offloaded_gradients() -> None:
+    torch.manual_seed(7)
+    model, batches = Shared(), rows(3)
+    runs = [eager_run(model)]
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
+        runs.append(run)
+        for each in runs:
+            dict(each.model.named_parameters())["last.weight"].register_hook(lambda grad: 2 * grad)
+            each.train(batches)
+        assert_equal(*runs)
 
 
 def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +181,22 @@ def test_without_the_variable_the_lanes_are_the_plain_ones(monkeypatch: pytest.M
     assert not isinstance(plain.h2d, CheckedLane)
     run = len
     assert plain.computes(run) is run
+
+
+def test_what_another_thread_knows_of_the_host_orders_no_compute(lanes: Any) -> None:
+    home, kept = on_host(64), lanes.empty(256)
+    with lanes.d2h.behind_compute():
+        lanes.d2h.copy(home.view(torch.uint8), kept)
+    arrived = lanes.d2h.mark()
+
+    def update() -> None:
+        lanes.host_waits(arrived)
+        lanes.touches((), (home,))
+
+    line, is_done = UpdateLine(), threading.Event()
+    queued = line.queue(update, "update b0", lanes)
+    if queued.then(is_done.set):
+        assert is_done.wait(5.0)
+    with pytest.raises(Race, match="on d2h, reads"):
+        lanes.touches((), (kept,))
+    lanes.compute_waits(arrived)

@@ -11,8 +11,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier, Update
+from elixir_compile.runtime.distributed.control import OwnThread
+from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
+from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.updates import UpdateLine
+from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw, plain_step
 from tests.run.updating import placed, small_buckets
 
@@ -27,6 +33,41 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     distributed.destroy_process_group()
+
+
+class Noted:
+    """A collective that notes its begin and its waits in `said`."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        self.said, self.name = said, name
+        said.append(f"begin {name}")
+
+    def wait(self) -> None:
+        self.said.append(f"wait {self.name}")
+
+
+def ranks_of_two() -> Ranks:
+    return Ranks(init_device_mesh("cpu", (2,)))
+
+
+def test_a_collective_is_waited_for_and_an_exception_waits_for_all() -> None:
+    said, ranks = list[str](), ranks_of_two()
+    Collective(Noted(said, "first"), "a tensor", ranks).wait()
+    assert said == ["begin first", "wait first"]
+    Collective(Noted(said, "second"), "a tensor", ranks)
+    ranks.drain()
+    assert said[2:] == ["begin second", "wait second"]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_mean_over_copies_is_behind_the_sum_over_shards(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(distributed, "all_reduce", lambda *args, **options: Noted(said, "mean"))
+    lane = Simulated(torch.device("cpu"), "late").collectives if is_late else Plain(torch.device("cpu")).collectives
+    own, group = torch.ones(2), distributed.group.WORLD
+    mean = _MeanOfCopies(Noted(said, "sum"), own, group, lane, OwnThread())
+    mean.wait()
+    assert said == ["begin sum", "wait sum", "begin mean", *(["wait mean"] if is_late else [])]
 
 
 class Layers(nn.Module):
@@ -63,9 +104,24 @@ def tight_bytes() -> int:
     return int(1.05 * raised.value.needed_bytes)
 
 
+def write_behind(executor: Executor, bucket: ShardedBucket) -> None:
+    """Let the worker write the parts as an update does, which knows of no wait for the gather but its own."""
+    read, lanes, line = bucket.home_read, executor.lanes, UpdateLine()
+
+    def work() -> None:
+        lanes.host_waits(read)
+        lanes.touches((), [slot.own for slot in bucket.slots])
+
+    line.queue(work, "update", lanes).wait()
+
+
 @pytest.mark.parametrize(
     ("home", "update"),
-    [("host", Update.IN_BACKWARD), ("host", Update.ACROSS_STEPS), ("split", Update.ACROSS_STEPS)],
+    [
+        ("host", Update.ACROSS_STEPS),
+        ("split", Update.ACROSS_STEPS),
+        pytest.param("host", Update.IN_BACKWARD, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_of_ranks_have_no_race(home: str, update: Update) -> None:
     options = {"device_memory": tight_bytes()} if home == "host" else {}
@@ -75,3 +131,12 @@ def test_steps_of_ranks_have_no_race(home: str, update: Update) -> None:
     cut = [bucket for bucket in executor.buckets if isinstance(bucket, ShardedBucket)]
     assert cut
     assert home != "host" or any(bucket.placement.param is Tier.HOST for bucket in cut)
+    assert executor.ranks is not None
+    cut[0].release()
+    transfer = executor.gather(cut[0].spec.id)
+    if home == "host":
+        write_behind(executor, cut[0])
+    assert executor.ranks.under_way
+    executor.abandon()
+    assert not executor.ranks.under_way, "later collectives would get the messages of this one"
+    del transfer

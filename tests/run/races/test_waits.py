@@ -9,92 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elixir_compile.errors import Race
-from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
-from elixir_compile.optim.rule import AdamWRule
-from elixir_compile.optim.update import Updater
+from elixir_compile.ir import Tier
 from elixir_compile.runtime.executor import Executor, synchronize_executors
 from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
-from elixir_compile.runtime.updates import QueuedUpdate
+from elixir_compile.runtime.updates import finish_updates
+from tests.run.races.home import B0, CPU, Home
 from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw
-
-CPU = torch.device("cpu")
-B0 = BucketId("b0")
-LONG_S = 5.0
 
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
-
-
-class Home(nn.Module):
-    """One bucket of two parameters, and updates that wait for `gate` and add one to each element."""
-
-    def __init__(self, tier: Tier = Tier.HOST, *, for_training: bool = True) -> None:
-        super().__init__()
-        self.executor = Executor(CPU, "home")
-        self.own = nn.ParameterList(torch.full((size,), 1.0) for size in (3, 5))
-        for index, param in enumerate(self.own):
-            self.executor.add_slot(f"p{index}", param)
-        self.adopt(tier, for_training=for_training)
-        self.updater = Updater(AdamWRule())
-        self.line = self.updater.line
-        self.gate = threading.Event()
-
-    def adopt(self, tier: Tier = Tier.HOST, *, for_training: bool) -> None:
-        spec = Bucket(
-            id=B0, params=(StorageId("p0"), StorageId("p1")), numel=8, nbytes=32, state_nbytes=0, dtype="float32",
-            trainable=True, shard_numels=(8,),
-        )  # fmt: skip
-        placement = Placement(bucket=B0, param=tier, optim=Tier.HOST, resident=False)
-        self.executor.buckets.adopt([spec], [placement], for_training=for_training)
-
-    def move_away(self) -> None:
-        """Move a parameter as user code does, and let it be brought home."""
-        with torch.DisableTorchFunctionSubclass():
-            self.own[0].data = self.own[0].data.clone()
-        self.executor.buckets.return_drifted()
-
-    @property
-    def lanes(self) -> Any:
-        return self.executor.lanes
-
-    @property
-    def bucket(self) -> Any:
-        return self.executor.buckets[B0]
-
-    @property
-    def slots(self) -> list[Any]:
-        return [self.executor.slots[f"p{index}"] for index in range(2)]
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        with torch.DisableTorchFunctionSubclass():
-            return [param.detach() for param in self.own]
-
-    def queue(self, *, fails: bool = False) -> QueuedUpdate:
-        weights, lanes, read = self.values, self.lanes, self.bucket.home_read
-
-        def work() -> None:
-            assert self.gate.wait(LONG_S)
-            lanes.host_waits(read)
-            lanes.touches((), weights)
-            for weight in weights:
-                weight.add_(1)
-            if fails:
-                raise ArithmeticError("the kernel fell over")
-
-        update = self.line.queue(work, "update b0", lanes)
-        self.bucket.queued.add(update, self.own)
-        return update
-
-    def race_free(self) -> None:
-        """Raise a race that a free has shown."""
-        self.lanes.touches((self.lanes.empty(8),))
 
 
 @pytest.fixture
@@ -150,6 +78,14 @@ def test_a_failed_update_is_raised_where_somebody_asks(asks: str, home: Home) ->
         getattr(home.bucket.queued, asks)()
 
 
+def test_the_end_of_all_updates_is_waited_for(home: Home) -> None:
+    home.queue()
+    weights = home.values
+    open_soon(home)
+    finish_updates()
+    assert [weight.tolist() for weight in weights] == [[2.0] * 3, [2.0] * 5]
+
+
 def open_soon(home: Home) -> None:
     """Open the gate as soon as another thread may wait for it."""
     threading.Timer(0.05, home.gate.set).start()
@@ -192,6 +128,22 @@ def test_a_called_off_gather_is_never_issued(home: Home) -> None:
     home.line.wait()
     assert home.executor.ledger.counts.get("gather", 0) == 0
     del late
+    home.race_free()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("num_graphs", [1, 2])
+def test_users_read_and_write_gradients_and_parameters_after_a_backward(
+    num_graphs: int, waits: bool, home: Home
+) -> None:
+    home.executor.wait(home.executor.gather(B0))
+    for num_backwards in (1, 2):
+        home.backward(num_graphs, waits=waits)
+        home.lanes.touches((), home.values)
+        grads = [param.grad for param in home.own]
+        home.lanes.touches(grads)
+        assert [grad.unique().tolist() for grad in grads] == [[float(num_backwards * num_graphs)]] * 2
+        del grads
     home.race_free()
 
 
@@ -247,7 +199,7 @@ def test_activations_in_flight_are_kept() -> None:
     executor.wait(transfer)
 
 
-def in_slices(executor: Executor) -> tuple[Any, View]:
+def in_slices(executor: Executor, *, waits: bool) -> tuple[Any, View]:
     """Let a storage of four rows leave in two slices, and return its ticket and its view."""
     lanes, view = executor.lanes, View(0, torch.float32, (4, 16), (16, 1), 0)
     storage = executor.saved.begin_leaving("h", 4 * 64, 2)
@@ -255,14 +207,17 @@ def in_slices(executor: Executor) -> tuple[Any, View]:
         storage.begin()
         storage.part(view, 0).fill_(number)
         storage.send(number)
-    executor.wait(executor.offload_saved("h", [LeavingView(storage, view)]))
+    transfer = executor.offload_saved("h", [LeavingView(storage, view)])
+    if waits:
+        executor.wait(transfer)
     lanes.touches((), (lanes.empty(8),))
     return executor.ticket([]), view
 
 
-def test_slices_leave_and_come_back_in_order() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_slices_leave_and_come_back_in_order(waits: bool) -> None:
     executor = Executor(CPU, "saved")
-    ticket, view = in_slices(executor)
+    ticket, view = in_slices(executor, waits=waits)
     (value,) = executor.wait(executor.prefetch(ticket, "h", [(0, 2)]))
     assert isinstance(value, ArrivingView)
     for number in range(2):
@@ -273,6 +228,16 @@ def test_slices_leave_and_come_back_in_order() -> None:
         del part
         value.source.release()
     executor.lanes.touches((executor.lanes.empty(8),))
+
+
+def test_a_slice_that_leaves_is_kept_if_an_exception_ends_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    executor = Executor(CPU, "saved")
+    storage = executor.saved.begin_leaving("h", 4 * 64, 2)
+    storage.begin()
+    storage.send(0)
+    del storage
+    executor.abandon()
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaving", "arriving"])

@@ -90,6 +90,7 @@ def test_all_ledgers_holds_them_weakly() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_device_spans_show_when_the_device_worked() -> None:
     ledger = Ledger(lanes_for(torch.device("cuda")))
     matrix = torch.ones(4096, 4096, device="cuda")

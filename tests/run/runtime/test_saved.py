@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import elixir_compile as elixir
 from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import Origin, Record, record_to_json
+from elixir_compile.ir import Origin, Plan, Record, record_to_json
 from elixir_compile.managed.saved import load_plan_for, load_plan_or_record, load_question, question_path
 from elixir_compile.options import Options
 from elixir_compile.search import plan
@@ -78,25 +79,59 @@ def test_a_plan_of_before_questions_has_none(path: Path) -> None:
     assert load_plan_for(path, GRAPH, HERE) == PLAN
 
 
-def test_a_question_about_another_graph_or_machine_names_both(path: Path) -> None:
-    wrong = question_of(replace(PROBLEM, graph=chain_of(2)), Options())
-    elixir.save_plan(PLAN, path, wrong)
-    with pytest.raises(elixir.QuestionFileError, match=f"the question about graph {PLAN.graph}, which plan.json"):
-        load_question(path, PLAN)
-    elixir.save_plan(PLAN, path, question_of(replace(PROBLEM, cluster=pair()), Options()))
-    with pytest.raises(elixir.QuestionFileError, match=r"a question about 1 x cuda, .* got '2 x cuda'"):
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"graph": chain_of(2)}, f"the question about graph {PLAN.graph}, which plan.json"),
+        ({"cluster": pair()}, "the question about machine 1 x cuda, .* got 'machine 2 x cuda'"),
+        (
+            {"budget_bytes": PLAN.budget_bytes + 1},
+            f"about budget of bytes {PLAN.budget_bytes}, .*{PLAN.budget_bytes + 1}",
+        ),
+        ({"base_bytes": 7}, "about number of bytes beside the plan 0, .* got 'number of bytes beside the plan 7'"),
+    ],
+)
+def test_a_question_that_the_plan_does_not_answer_is_refused(path: Path, change: dict[str, Any], sentence: str) -> None:
+    elixir.save_plan(PLAN, path, question_of(replace(PROBLEM, **change), Options()))
+    with pytest.raises(elixir.QuestionFileError, match=sentence):
         load_question(path, PLAN)
 
 
-def test_saving_another_plan_alone_removes_the_question_of_the_one_before(path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", [plan(problem_of(chain_of(2)), "greedy"), replace(PLAN, budget_bytes=PLAN.budget_bytes + 1)]
+)
+def test_saving_another_plan_alone_removes_the_question_of_the_one_before(path: Path, other: Plan) -> None:
     elixir.save_plan(PLAN, path, ASKED)
     elixir.save_plan(replace(PLAN, name="renamed"), path)
     assert load_question(path, PLAN) == ASKED  # the same step, so the question still holds
-    elixir.save_plan(plan(problem_of(chain_of(2)), "greedy"), path)
+    elixir.save_plan(other, path)
     assert not question_path(path).exists()
 
 
+def test_what_is_no_question_file_stays_when_a_plan_is_saved_alone(path: Path) -> None:
+    question_path(path).write_text("a file of somebody")
+    elixir.save_plan(PLAN, path)
+    assert question_path(path).read_text() == "a file of somebody"
+
+
+def test_a_link_at_the_place_of_the_question_is_replaced_and_not_followed(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("a file of somebody")
+    question_path(path).symlink_to(victim)
+    elixir.save_plan(PLAN, path, ASKED)
+    assert victim.read_text() == "a file of somebody"
+    assert load_question(path, PLAN) == ASKED
+
+
 def test_a_question_that_cannot_be_read_names_its_file(path: Path) -> None:
+    elixir.save_plan(PLAN, path, ASKED)
+    question_path(path).write_bytes(question_path(path).read_bytes()[:50])
+    with pytest.raises(
+        elixir.QuestionFileError, match=r"plan\.question\.json\.gz, the whole file: .*; remove the file"
+    ):
+        load_question(path, PLAN)
+    question_path(path).unlink()
     question_path(path).mkdir()
+    elixir.save_plan(PLAN, path)
     with pytest.raises(elixir.QuestionFileError, match=r"plan\.question\.json\.gz: expected a file that can be read"):
         load_question(path, PLAN)

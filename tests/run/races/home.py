@@ -1,0 +1,121 @@
+"""One bucket of an executor without a model, and what programs and updates do with it."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
+from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.update import Updater
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.updates import QueuedUpdate
+
+CPU = torch.device("cpu")
+B0 = BucketId("b0")
+LONG_S = 5.0
+
+
+class Home(nn.Module):
+    """One bucket of two parameters, and updates that wait for `gate` and add one to each element."""
+
+    def __init__(self, tier: Tier = Tier.HOST, *, for_training: bool = True, device: torch.device = CPU) -> None:
+        super().__init__()
+        self.executor = Executor(device, "home")
+        self.own = nn.ParameterList(torch.full((size,), 1.0, device=device) for size in (3, 5))
+        for index, param in enumerate(self.own):
+            self.executor.add_slot(f"p{index}", param)
+        self.adopt(tier, for_training=for_training)
+        self.updater = Updater(AdamWRule())
+        self.line = self.updater.line
+        self.gate = threading.Event()
+
+    def adopt(self, tier: Tier = Tier.HOST, *, for_training: bool) -> None:
+        spec = Bucket(
+            id=B0, params=(StorageId("p0"), StorageId("p1")), numel=8, nbytes=32, state_nbytes=0, dtype="float32",
+            trainable=True, shard_numels=(8,),
+        )  # fmt: skip
+        placement = Placement(bucket=B0, param=tier, optim=Tier.HOST, resident=False)
+        self.executor.buckets.adopt([spec], [placement], for_training=for_training)
+
+    def move_away(self) -> None:
+        """Move a parameter as user code does, and let the next forward bring it home."""
+        with torch.DisableTorchFunctionSubclass():
+            self.own[0].data = self.own[0].data.clone()
+            self.executor.buckets.return_drifted()
+
+    @property
+    def lanes(self) -> Any:
+        return self.executor.lanes
+
+    @property
+    def bucket(self) -> Any:
+        return self.executor.buckets[B0]
+
+    @property
+    def slots(self) -> list[Any]:
+        return [self.executor.slots[f"p{index}"] for index in range(2)]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        with torch.DisableTorchFunctionSubclass():
+            return [param.detach() for param in self.own]
+
+    def queue(self, *, fails: bool = False) -> QueuedUpdate:
+        weights, lanes, read = self.values, self.lanes, self.bucket.home_read
+
+        def work() -> None:
+            assert self.gate.wait(LONG_S)
+            lanes.host_waits(read)
+            lanes.touches((), weights)
+            for weight in weights:
+                weight.add_(1)
+            if fails:
+                raise ArithmeticError("the kernel fell over")
+
+        update = self.line.queue(work, "update b0", lanes)
+        self.bucket.queued.add(update, self.own)
+        return update
+
+    def race_free(self) -> None:
+        """Raise a race that a free has shown."""
+        self.lanes.touches((self.lanes.empty(8),))
+
+    def backward(self, num_graphs: int, *, waits: bool) -> None:
+        """Run a backward of so many graphs, each of which makes a gradient of ones and offloads it.
+
+        `waits`: whether the program of a graph waits for the copy, or leaves that to the end of the backward.
+        """
+        gradients = self.executor.gradients
+        _Graphs.apply(gradients.sentinel, self, num_graphs, waits).backward()
+
+    def graph(self, waits: bool) -> None:
+        """Do what the program of a graph does with the gradients."""
+        lanes, device = self.lanes, self.executor.device
+        grads = [torch.ones(param.shape, device=device) for param in self.own]
+        lanes.touches((), grads)
+        self.executor.reduce(B0, [0, 1], grads)
+        grads.clear()
+        transfer = self.executor.offload(B0)
+        if waits:
+            self.executor.wait(transfer)
+        del transfer
+        self.executor.release(B0)
+
+    def close_after(self, update: Update, verb: Verb | None) -> None:
+        """Let gradients be final after `verb`, for updates at this moment."""
+        self.bucket.update, self.bucket.closes = update, verb
+
+
+class _Graphs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sentinel: torch.Tensor, home: Home, num_graphs: int, waits: bool) -> torch.Tensor:
+        ctx.home, ctx.num_graphs, ctx.waits = home, num_graphs, waits
+        return sentinel.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
+        for _ in range(ctx.num_graphs):
+            ctx.home.graph(ctx.waits)
+        return grads[0].reshape(1), None, None, None
