@@ -174,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the mutants and run none")
     parser.add_argument("--only", default="", help="run only mutants whose `path:line what` matches this expression")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds of a stage of tests that count as caught")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of a stage of tests that count as caught")
     parser.add_argument("--most-stages", type=int, default=99, help="run at most so many stages on each mutant")
     options = parser.parse_args()
     chosen = [each for each in mutants() if re.search(options.only, each.name)]
