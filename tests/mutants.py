@@ -148,7 +148,7 @@ STAGES = {
     "sharded.py": (SHARDS, RANKS),
     "slices.py": (UNITS, ORDERS, BITS, _checked("micro_batches/test_slices")),
     "update.py": (UNITS, DEVICE, ORDERS, BITS, AWAITED),
-    "updates.py": (UNITS, _checked("optim/test_updates"), ORDERS, AWAITED, BITS, DEVICE),
+    "updates.py": (UNITS, _checked("optim/test_updates", "races/test_simulated"), ORDERS, AWAITED, BITS, DEVICE),
 }
 """By the name of the mutated file, the tests that run one after another; `OTHERS` for other files."""
 OTHERS = (UNITS, ORDERS, BITS, DEVICE)
