@@ -138,9 +138,9 @@ SHARDS = Stage(("tests/run/races/test_rank_orders.py",), has_slow=True)
 RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
 STAGES = {
     "awaited.py": (UNITS, ORDERS, AWAITED, BITS, DEVICE),
-    "executor.py": (UNITS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
+    "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
     "gathers.py": (UNITS, ORDERS, SHARDS, AWAITED, BITS, DEVICE),
-    "gradients.py": (UNITS, ORDERS, SHARDS, DEVICE, BITS),
+    "gradients.py": (UNITS, SHARDS, ORDERS, DEVICE, BITS),
     "ledger.py": (DEVICE,),
     "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
