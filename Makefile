@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: venv demo test test-slow races mutants fuzz lint format bench clean
+.PHONY: venv demo test test-slow races mutants fuzz lint docs format bench clean
 
 venv: $(INSTALLED)
 
@@ -16,7 +16,7 @@ venv: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf,report]'
 	touch $@
 
 demo: venv
@@ -56,6 +56,11 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+# The site of the docs, in build/docs. A warning, as of a link that leads nowhere, is an error.
+docs: venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
 format: venv
 	$(BIN)/ruff format .

@@ -72,6 +72,7 @@ _ERRORS = (
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
+    "QuestionFileError",
     "Race",
     "StaleParameters",
     "UnforeseenState",
@@ -80,6 +81,7 @@ _ERRORS = (
     "UnknownOption",
     "UnknownSubject",
     "UnsupportedBackward",
+    "UnsupportedDevice",
     "UnsupportedModel",
     "WrongDtype",
 )

@@ -6,8 +6,9 @@
 
 Reading is strict: another format, a missing or unknown field, a value of the wrong type and NaN or infinity each
 raise the error of the `Form`, with the path of the field (`placements[3].param`). Equal values have equal text.
-Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool, and
-unions of dataclasses that each have a class variable `kind`, a text that is written before their fields.
+Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool,
+frozensets of them, written as sorted lists, and unions of dataclasses that each have a class variable `kind`, a text
+that is written before their fields.
 
 A field with the metadata `LEFT_OUT` is written only if its value is not the default, so a new field of that kind
 changes no text and no format version.
@@ -146,6 +147,9 @@ def _encoder(hint: Any) -> Callable[[Any], Any]:
     if origin is tuple:
         item_encoders = [_encoder(kind) for kind in args]
         return lambda value: [encode(item) for encode, item in zip(item_encoders, value, strict=True)]
+    if origin is frozenset:
+        encode_member = _encoder(args[0])
+        return lambda value: sorted(encode_member(item) for item in value)
     if origin is Mapping:
         encode_value = _encoder(args[1])
         return lambda value: {str(key): encode_value(item) for key, item in sorted(value.items())}
@@ -171,6 +175,10 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return _decode_items(args, data, path)
+    if origin is frozenset:
+        members = _decode_items((args[0], Ellipsis), data, path)
+        _expect(len(set(members)) == len(members), path, "a list with each item once", data)
+        return frozenset(members)
     if origin is Mapping:
         _expect(isinstance(data, dict), path, "an object", data)
         return {key: _decode(args[1], item, f"{path}.{key}") for key, item in data.items()}

@@ -4,6 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.bucket_bytes import streamed_bytes
+from elixir_compile.analysis.staging import (
+    LEAST_STREAMED_ROOM_BYTES,
+    MOST_STREAMED_ROOM_BYTES,
+    MOST_STREAMED_ROOMS,
+)
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster, DeviceProfile, Link
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
@@ -132,6 +137,20 @@ def update_bytes(bucket: Bucket) -> int:
     return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.shard_numels[0]) if bucket.trainable else 0
 
 
+_MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
+"""Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
+fused kernel: see `optim.device_masters`. On the host one pass does it all."""
+_LEAST_STATE_WITH_MASTER_BYTES = 10
+"""Of an element: two fp32 moments and an int16 low half."""
+
+
+def _device_traffic(bucket: Bucket) -> float:
+    """Return the bytes that an update of `bucket` on the device moves, over those of the fused kernel for fp32."""
+    has_master = bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
+    nbytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype) if has_master else None
+    return 1.0 if nbytes is None else nbytes / ADAM_BYTES_PER_ELEMENT
+
+
 def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
 
@@ -141,7 +160,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         return 0.0
     numel = bucket.shard_numels[0]
     if tier is Tier.DEVICE:
-        return cluster.device.launch_s + numel / cluster.device.update_elements_per_s
+        return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
         return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
@@ -164,14 +183,21 @@ def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
 
-    Each moment (two, as of Adam), parameter and gradient is a copy of its own.
+    Each moment (two, as of Adam), parameter and gradient is a copy of its own. A bucket of several pieces passes both
+    links at once: the first result is the time until the last piece is on the device, the second that of the last
+    piece's way back.
     """
     there_bytes, back_bytes = stream_bytes(bucket, param)
     num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
-    return (
-        copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params),
-        copy_s(back_bytes, cluster.d2h, num_states + num_params),
-    )
+    there_s = copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params)
+    back_s = copy_s(back_bytes, cluster.d2h, num_states + num_params)
+    if not (cluster.h2d.overlaps_compute and cluster.d2h.overlaps_compute):
+        return there_s, back_s
+    # Not the whole number of pieces that `streamed_rooms` gives: more bytes would take fewer seconds at some sizes.
+    room_bytes = max(there_bytes / MOST_STREAMED_ROOMS, LEAST_STREAMED_ROOM_BYTES)
+    num_pieces = max(there_bytes / min(room_bytes, MOST_STREAMED_ROOM_BYTES), 1.0)
+    last_s = back_s / num_pieces
+    return max(there_s, there_s / num_pieces + back_s - last_s), last_s
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:

@@ -9,6 +9,7 @@ Exception
     │   └── UnknownModel                    neither a named shape nor a function nor a configuration
     ├── _FileError         (ValueError)     text of another form than its file should have
     │   ├── PlanFileError                   a file without a valid plan
+    │   │   └── QuestionFileError           a file beside a plan without the question that the plan answers
     │   └── ProfileFileError                a file without a valid hardware profile
     ├── InvalidOption      (ValueError)     a known option with an unusable value
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
@@ -28,6 +29,7 @@ Exception
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
     ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
+    ├── UnsupportedDevice  (RuntimeError)   a device for which torch has no streams, or no figures of its memory
     ├── _DiskError         (OSError)        a failed write or read of optimizer state on disk
     │   ├── DiskFull                        too little free space; nothing was written
     │   ├── DiskFailed                      an operation refused by the system
@@ -159,6 +161,12 @@ class PlanFileError(_FileError):
     """A file does not hold a plan; `field` is the path of the wrong field, or the line."""
 
     _FILE = "plan file"
+
+
+class QuestionFileError(PlanFileError):
+    """The file beside a plan does not hold the question that the plan answers; `field` is as in PlanFileError."""
+
+    _FILE = "question file"
 
 
 class ProfileFileError(_FileError):
@@ -515,6 +523,22 @@ class UnsupportedModel(ElixirError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.what} is not supported: {self.because}"
+
+
+class UnsupportedDevice(ElixirError, RuntimeError):
+    """A device of type `device_type`, for which torch has nothing under the names `missing`."""
+
+    def __init__(self, device_type: str, missing: Sequence[str]) -> None:
+        super().__init__(device_type, tuple(missing))
+        self.device_type = device_type
+        self.missing = tuple(missing)
+
+    def __str__(self) -> str:
+        return (
+            f"no model can train on {self.device_type}: for this type of device, this torch lacks "
+            f"{', '.join(self.missing)}. Elixir orders copies beside compute by streams and events, and plans by the "
+            f"memory that is in use. Update torch or the package that adds {self.device_type}, or train on the CPU."
+        )
 
 
 class _DiskError(ElixirError, OSError):

@@ -37,7 +37,7 @@ def no_structured_trace() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first, and skip tests marked `gpu` where there is no CUDA device; they are never faked.
+    """Put long tests first, and skip tests marked `gpu` where torch has no accelerator, and `cuda` without CUDA.
 
     Two processes share the files in this order. The last files are those of the planning half, of seconds each, so
     that no process waits long for the other at the end.
@@ -47,10 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch  # the planning half's tests run without it
 
-    if torch.cuda.is_available():
-        return
+    has_accelerator, has_cuda = torch.accelerator.is_available(), torch.cuda.is_available()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not has_accelerator:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+        elif item.get_closest_marker("cuda") and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -1,6 +1,6 @@
 """Make the errors of `verify`, with the lines of the printed plan around the fault."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir.plan import Plan, bucket_text
@@ -8,15 +8,21 @@ from elixir_compile.ir.plan import Plan, bucket_text
 _NUM_AROUND = 3
 
 
-def illegal(sentence: str, title: str, lines: Sequence[str], at: int) -> IllegalSchedule:
-    """Return an error with `sentence` and the lines around number `at`, which is marked `<-- here`."""
+def illegal(sentence: str, title: str, lines: Sequence[str], *places: int) -> IllegalSchedule:
+    """Return an error with `sentence` and the lines around the numbers `places`, which are marked `<-- here`."""
     lines = lines or ["(none)"]
-    first, last = max(0, at - _NUM_AROUND), min(len(lines), at + _NUM_AROUND + 1)
-    shown = [f"  {line}" for line in lines[first:last]]
-    shown[at - first] += "  <-- here"
-    above = ["  ..."] if first > 0 else []
-    below = ["  ..."] if last < len(lines) else []
-    return IllegalSchedule(sentence, "\n".join([title, *above, *shown, *below]))
+    shown = [title]
+    last = -1
+    for at, line in enumerate(lines):
+        if all(abs(at - place) > _NUM_AROUND for place in places):
+            continue
+        if at > last + 1:
+            shown.append("  ...")
+        shown.append(f"  {line}  <-- here" if at in places else f"  {line}")
+        last = at
+    if last < len(lines) - 1:
+        shown.append("  ...")
+    return IllegalSchedule(sentence, "\n".join(shown))
 
 
 def illegal_bucket(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
@@ -39,6 +45,12 @@ def illegal_action(sentence: str, plan: Plan, rank_index: int, at: int) -> Illeg
     """Return an error about action number `at` of schedule number `rank_index`."""
     schedule = plan.schedules[rank_index]
     return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), at)
+
+
+def illegal_actions(sentence: str, plan: Plan, rank_index: int, places: Collection[int]) -> IllegalSchedule:
+    """Return an error about the actions number `places` of schedule number `rank_index`: each is marked."""
+    schedule = plan.schedules[rank_index]
+    return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), *places)
 
 
 def illegal_claim(sentence: str, plan: Plan, at: int) -> IllegalSchedule:

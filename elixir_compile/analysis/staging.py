@@ -1,4 +1,4 @@
-"""Count the host memory of the buffers through which optimizer state on disk passes.
+"""Count the memory of the buffers through which optimizer state passes: to and from disk, or through the device.
 
 State on disk is read and written through a ring of buffers, shared by all buckets of an optimizer:
 
@@ -33,3 +33,22 @@ def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
     least_bytes = max(DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width for width in widths)
     buffer_bytes = -(-max(DISK_STAGING_BYTES, least_bytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     return NUM_DISK_STAGING * buffer_bytes + HUGE_PAGE_BYTES
+
+
+MOST_STREAMED_ROOMS = 4
+"""Rooms on the device for pieces of a streamed update: one piece arrives, one is updated, one leaves, and one more
+evens out lanes of unequal speed."""
+LEAST_STREAMED_ROOM_BYTES = MIB
+"""Bytes below which a bucket is not cut into more pieces: their copies would take less time than their launches."""
+MOST_STREAMED_ROOM_BYTES = 32 * MIB
+"""Larger pieces would only make the first copy in and the last copy out longer, beside which no other lane works."""
+
+
+def streamed_rooms(nbytes: int) -> tuple[int, int]:
+    """Return the number of rooms for streamed updates of buckets of at most `nbytes`, and the bytes of each room.
+
+    All rooms together take at most `nbytes`.
+    """
+    num_rooms = min(max(nbytes // LEAST_STREAMED_ROOM_BYTES, 1), MOST_STREAMED_ROOMS)
+    room_bytes = nbytes if num_rooms == 1 else nbytes // num_rooms // 256 * 256
+    return num_rooms, min(room_bytes, MOST_STREAMED_ROOM_BYTES)

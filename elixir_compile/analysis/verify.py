@@ -12,19 +12,20 @@ schedule rank 0
   release   b1
   run       bwd.0              @0  <-- here
 ```
+
+Then `lane_order` looks at the order in time: two accesses to the same memory that no wait orders are a fault of both.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 from elixir_compile.analysis import lifecycles
 from elixir_compile.analysis.excerpt import illegal_action
+from elixir_compile.analysis.lane_order import check_order
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.analysis.structure import (
     check_activations,
     check_buckets,
@@ -34,6 +35,7 @@ from elixir_compile.analysis.structure import (
     check_regions,
     check_schedules,
 )
+from elixir_compile.analysis.touches import Touch, region_touches
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -47,7 +49,6 @@ from elixir_compile.ir import (
     RegionRef,
     Saving,
     StepGraph,
-    StorageId,
     Target,
     Tier,
     Verb,
@@ -75,56 +76,13 @@ def verify(graph: StepGraph, plan: Plan) -> None:
     check_activations(graph, plan)
     step = as_run(graph, plan.activations, laps_of(plan))
     check_regions(step, plan)
-    touches = _region_touches(step, plan)
+    touches = region_touches(step, plan)
     for rank_index in range(len(plan.schedules)):
         _Walk(step, plan, rank_index, touches).check()
     check_schedules(plan)
+    check_order(plan, touches)
     check_peak(graph, plan)
     check_claims(plan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Touch:
-    """An access of a region to the gradient of a bucket, or to a group of offloaded activations."""
-
-    event: Event
-    target: Target
-
-
-def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Touch, ...]]:
-    """Return the gradients and the offloaded activations touched by the ops of each region.
-
-    A region completes a gradient if no later region writes it, and activations if no later region of the forward
-    touches them.
-    """
-    grads, groups = _gradient_owners(step, plan), _offloaded(plan)
-    owners: dict[StorageId, Target] = {**grads, **groups}
-    index = {op.id: number for number, op in enumerate(step.ops)}
-    touched: dict[RegionId, list[Target]] = {}
-    completed_by: dict[Target, RegionId] = {}
-    for region in plan.regions:
-        ops = step.ops[index[region.first] : index[region.last] + 1]
-        names = [name for op in ops for name in (*op.reads, *op.writes) if name in owners]
-        touched[region.id] = list(dict.fromkeys(owners[name] for name in names))
-        completed_by |= {grads[name]: region.id for op in ops for name in op.writes if name in grads}
-        if region.phase is Phase.FORWARD:
-            completed_by |= {groups[name]: region.id for name in names if name in groups}
-    return {
-        region: tuple(
-            _Touch(event=Event.COMPLETE if completed_by.get(target) == region else Event.RUN, target=target)
-            for target in found
-        )
-        for region, found in touched.items()
-    }
-
-
-def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, GradientRef]:
-    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    return {s.id: GradientRef(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
-
-
-def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
-    return {name: GroupRef(group) for name, group in offloaded_names(plan.activations).items()}
 
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:
@@ -160,7 +118,7 @@ class _Walk:
     """Applies the actions of a rank in order, and checks each."""
 
     def __init__(
-        self, step: StepGraph, plan: Plan, rank_index: int, touches: Mapping[RegionId, tuple[_Touch, ...]]
+        self, step: StepGraph, plan: Plan, rank_index: int, touches: Mapping[RegionId, tuple[Touch, ...]]
     ) -> None:
         self._plan = plan
         self._rank_index = rank_index

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +15,13 @@ from elixir_compile.api.preview.models import find_described
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
+from elixir_compile.managed.saved import save_plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.machine import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks, LossAttempt, with_chosen_loss
+from elixir_compile.search.question import question_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,6 +35,7 @@ def plan(
     options: "Mapping[str, object] | Options | None" = None,
     state_bytes_per_element: int | None = None,
     dynamic: bool = False,
+    save: "str | Path | None" = None,
 ) -> Plan:
     """Return the plan for training `model` with HybridAdamW on batches like `example_inputs`.
 
@@ -49,7 +53,7 @@ def plan(
 
     `state_bytes_per_element` are the bytes of optimizer state for each element of a trained parameter, by default of
     HybridAdamW; 12 stands for fp32 master weights and moments. If `dynamic`, the batch, the first dimension of every
-    input, is symbolic.
+    input, is symbolic. `save` is a file for the plan, to be written with its question beside it, see `save_plan`.
 
     Raises NoFeasiblePlan with the missing bytes, UnsupportedModel, UnknownModel, and UnknownHardware.
 
@@ -63,23 +67,38 @@ def plan(
     cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
     described = find_described(model, example_inputs)
 
-    def plan_of(capture: Capture, options: Options) -> Plan:
-        return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes_per_element))
+    def ask(capture: Capture, options: Options) -> tuple[Problem, Options]:
+        return question(capture, options, cluster, state_bytes_per_element=state_bytes_per_element)
 
     def capture_with(chunks: Chunks | None) -> Capture:
         return capture_model(described, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
 
-    return plan_with_loss(capture_with, plan_of, chosen)
+    made, problem = plan_with_loss(capture_with, ask, plan_for, chosen)
+    if save is not None:
+        save_plan(made, save, question_of(problem, chosen))
+    return made
 
 
 def plan_with_loss(
-    capture_with: Callable[[Chunks | None], Capture], plan_of: Callable[[Capture, Options], Plan], options: Options
-) -> Plan:
-    """Return the plan of the captured step, or of the step with its loss in chunks if its plan is better.
+    capture_with: Callable[[Chunks | None], Capture],
+    ask: Callable[[Capture, Options], tuple[Problem, Options]],
+    search: Callable[[Problem, Options], Plan],
+    options: Options,
+) -> tuple[Plan, Problem]:
+    """Return the plan of the captured step, or of the step with its loss in chunks if its plan is better; and its
+    problem.
 
-    Raises NoFeasiblePlan if neither fits.
+    `ask` makes the arguments of `search` from a capture. Raises NoFeasiblePlan if neither step fits.
     """
     capture = capture_with(None)
+    problems: dict[str, Problem] = {}
+
+    def plan_of(capture: Capture, options: Options) -> Plan:
+        problem, own = ask(capture, options)
+        made = search(problem, own)
+        problems[made.graph] = problem
+        return made
+
     whole = functools.cache(lambda options: plan_of(capture, options))
 
     def plan_attempt(attempt: LossAttempt) -> Plan:
@@ -87,7 +106,8 @@ def plan_with_loss(
         found = whole(own) if attempt.cut is None else plan_of(capture_with(attempt.cut), own)
         return found if attempt.review is None else attempt.review(found)
 
-    return with_chosen_loss(capture.chunks, plan_attempt, is_whole_first=options.micro_batches == "fit")
+    made = with_chosen_loss(capture.chunks, plan_attempt, is_whole_first=options.micro_batches == "fit")
+    return made, problems[made.graph]
 
 
 def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:

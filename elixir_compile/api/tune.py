@@ -157,17 +157,12 @@ class Tuning:
 
     def plan(self, setting: Setting) -> tuple[Plan, Problem]:
         """Return the plan that `setting` gets alone, and its problem. Raises NoFeasiblePlan."""
-        problems: dict[str, Problem] = {}
-
-        def plan_of(capture: Capture, options: Options) -> Plan:
-            problem, options = self._question(capture, setting, options)
-            made = plan_for(problem, options)
-            problems[made.graph] = problem
-            return made
-
-        own = self._options_of(setting)
-        made = plan_with_loss(lambda chunks: self._capture(setting.rows, chunks), plan_of, own)
-        return made, problems[made.graph]
+        return plan_with_loss(
+            lambda chunks: self._capture(setting.rows, chunks),
+            lambda capture, options: self._question(capture, setting, options),
+            plan_for,
+            self._options_of(setting),
+        )
 
     def _options_of(self, setting: Setting) -> Options:
         return replace(

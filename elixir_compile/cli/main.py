@@ -89,10 +89,37 @@ def explain(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Print the decisions of a saved plan with their reasons, costs and rejected options."""
+    """Print the decisions of a saved plan with their reasons, costs and rejected options.
+
+    With the question file that `plan -o` writes beside the plan, also the bytes at the peak and what is recomputed.
+    """
     from elixir_compile.cli.reports import run_explain
 
     raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
+
+
+@app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    others: Annotated[
+        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
+    curve: Annotated[
+        int | None, typer.Option(min=2, max=50, help="Search plans under so many device budgets, and draw their steps.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
+) -> None:
+    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+
+    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    """
+    from elixir_compile.cli.report import run_report
+
+    raise typer.Exit(
+        code=run_report(plan=plan, others=others or (), output=output, figure=figure, curve=curve, as_json=as_json)
+    )
 
 
 @app.command()
@@ -169,7 +196,9 @@ def plan(
     largest_batch: _LARGEST_BATCH = False,
     tune: _TUNE = False,
     tokens_per_step: _TOKENS = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
+    ] = None,
     as_json: _JSON = False,
 ) -> None:
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
@@ -231,7 +260,10 @@ def verify(
     param_dtype: _PARAM_DTYPE = None,
     as_json: _JSON = False,
 ) -> None:
-    """Check the file of a saved plan, and with --model also that the plan is legal for the step of this model."""
+    """Check the file of a saved plan, and that the plan is legal for the step in the question file beside it.
+
+    With --model, the step of this model takes the place of the question file.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.plan import Request, run_verify

@@ -28,7 +28,7 @@ from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
-from elixir_compile.managed.saved import load_plan, require_same_machine, save_plan
+from elixir_compile.managed.saved import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.report.line import plan_line
@@ -36,6 +36,7 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks
 from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.planner import largest_feasible
+from elixir_compile.search.question import Question, question_of
 from elixir_compile.units import format_bytes, format_s
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -122,12 +123,12 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
     """
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        made, batch = _search(request, notes, state_bytes=state_bytes, is_largest=is_largest)
+        made, asked, batch = _search(request, notes, state_bytes=state_bytes, is_largest=is_largest)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     try:
         if output is not None:
-            save_plan(made, output)
+            save_plan(made, output, asked)
     except OSError as error:
         notes.print(f"error: cannot write {output}: {error.strerror}", markup=False)
         return 1
@@ -140,29 +141,37 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
     return 0
 
 
-def _search(request: Request, notes: Console, *, state_bytes: int | None, is_largest: bool) -> tuple[Plan, int]:
+def _search(
+    request: Request, notes: Console, *, state_bytes: int | None, is_largest: bool
+) -> tuple[Plan, Question, int]:
+    """Return the plan of `request`, the question that it answers, and the batch."""
     # Options and machine are checked before the capture, which takes seconds.
     options, cluster = request.parsed_options(), request.cluster()
 
-    def plan_of(capture: Capture, options: Options) -> Plan:
+    def ask(capture: Capture, options: Options) -> tuple[Problem, Options]:
+        return question(capture, options, cluster, state_bytes_per_element=state_bytes)
+
+    def search(problem: Problem, options: Options) -> Plan:
         with _status_line(notes, "planning"), nothing_on_stdout():
-            return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
+            return plan_for(problem, options)
 
     def capture_with(chunks: Chunks | None) -> Capture:
         with _status_line(notes, f"capturing {request.model}"):
             return request.capture(dynamic=is_largest, chunks=chunks)
 
     if not is_largest:
-        return plan_with_loss(capture_with, plan_of, options), request.batch
+        made, problem = plan_with_loss(capture_with, ask, search, options)
+        return made, question_of(problem, options), request.batch
     capture = capture_with(None)
 
     def problem_at(size: int) -> Problem:
-        return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
+        return ask(capture.at_batch(size), options)[0]
 
     with _status_line(notes, "looking for the largest batch"), nothing_on_stdout():
         # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
-    return plan_of(capture.at_batch(batch), options), batch
+    problem, own = ask(capture.at_batch(batch), options)
+    return search(problem, own), question_of(problem, options), batch
 
 
 @contextmanager
@@ -251,24 +260,28 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
 def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
     """Check the file `plan`, print the result, and return the exit code: 0 if all checks pass, else 1.
 
-    If `request` is None, only the file is checked. Otherwise the model is captured again and the plan is checked for
-    its step; if the request names a machine, the machine is compared too.
+    With a `request` the model is captured again and the plan is checked for its step; if the request names a machine,
+    the machine is compared too. Without one, the plan is checked for the step in the question file beside it; if there
+    is no such file, only the file of the plan is checked.
     """
+    checked = "file"
     try:
         made = load_plan(plan)
         _require_consistent(made)
         if request is not None:
             _require_legal(made, request)
+            checked = "file and graph"
+        elif load_answered(plan)[1] is not None:
+            checked = "file, question and graph"
     except ElixirError as error:
         return fail(error, as_json=as_json)
-    checked = "file" if request is None else "file and graph"
     if as_json:
         fields = {"plan": made.name, "graph": made.graph, "cluster": made.cluster, "checked": checked}
         typer.echo(json.dumps(fields, indent=1))
-    else:
-        typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
-        if request is None:
-            typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
+        return 0
+    typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
+    if checked == "file":
+        typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from elixir_compile.errors import ElixirError, NoFeasiblePlan
-from elixir_compile.managed.saved import load_plan, load_plan_or_record
+from elixir_compile.managed.saved import load_answered, load_plan, load_plan_or_record
 from elixir_compile.report.diff import diff_text, difference
 from elixir_compile.report.explain import answer, answer_text
 
@@ -34,11 +34,12 @@ def fail(error: ElixirError, *, as_json: bool) -> int:
 def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
     """Print the plan's answer about `subject` and return the exit code: 1 if the plan or the subject is not found.
 
-    The empty `subject` stands for the whole plan.
+    The empty `subject` stands for the whole plan. With the question file beside the plan, the answer has the bytes at
+    the peak and the regions that recompute.
     """
     try:
-        made = load_plan(plan)
-        found = answer(made, subject)
+        made, asked = load_answered(plan)
+        found = answer(made, subject, None if asked is None else asked.problem.graph)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     text = json.dumps(asdict(found), indent=1) if as_json else answer_text(found, made.prediction.device_peak_at)

@@ -22,6 +22,7 @@ from elixir_compile.options import Options
 from elixir_compile.search.joint.settings import Setting
 from elixir_compile.search.joint.tuned import Stage, Trial, Tuned
 from elixir_compile.search.joint.tuning import GAIN
+from elixir_compile.search.question import question_of
 from elixir_compile.units import COUNT_EXAMPLE, format_bytes, parse_count
 
 _MOST_SHOWN = 14
@@ -60,6 +61,10 @@ class TuneRequest:
         except ValueError as error:
             raise InvalidOption("tokens_per_step", self.tokens, COUNT_EXAMPLE) from error
 
+    def options_of(self, setting: Setting) -> Options:
+        """Return the options of the plan of `setting` alone."""
+        return replace(self.plan.parsed_options(), micro_batches=setting.micro_batches)
+
 
 def run_tune(request: TuneRequest, *, output: Path | None, as_json: bool) -> int:
     """Search the settings of `request`, print them, and write the plan of the best to `output`.
@@ -69,8 +74,10 @@ def run_tune(request: TuneRequest, *, output: Path | None, as_json: bool) -> int
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         tuned, states = _tuned(request, notes)
-        if output is not None and tuned.best.plan is not None:
-            save_plan(tuned.best.plan, output)
+        best = tuned.best
+        if output is not None and best.plan is not None:
+            asked = None if best.problem is None else question_of(best.problem, request.options_of(best.setting))
+            save_plan(best.plan, output, asked)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     except OSError as error:

@@ -8,6 +8,7 @@ from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.problem.profile import RegionProfile
 from elixir_compile.rewrite.show import program_text
+from elixir_compile.search.question import Question
 
 
 class Compilation:
@@ -47,6 +48,11 @@ class Compilation:
     def plan(self) -> Plan | None:
         """The plan of the graph; None before it was planned."""
         return self.active.plan if self._planned.is_planned else None
+
+    @property
+    def question(self) -> Question | None:
+        """What the plan answers: the graph, the machine and the budgets; None before the graph was planned."""
+        return self._planned.planner.question(self.active) if self._planned.is_planned else None
 
     @property
     def timeline(self) -> MemoryTimeline:

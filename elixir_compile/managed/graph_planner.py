@@ -28,6 +28,7 @@ from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import as_decided
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan, with_buckets_free
+from elixir_compile.search.question import Question, question_of
 
 Made = TypeVar("Made")
 
@@ -142,6 +143,15 @@ class GraphPlanner:
             problem = replace(problem, measured=self.profile.measured)
         problem = self.correction.applied_to(problem) if self.correction is not None else problem
         return with_buckets_free(problem, active.plan) if may_move_back(problem, self._executor) else problem
+
+    def question(self, active: ActivePlan) -> Question:
+        """Return what the plan of `active` answers, with the options of its search.
+
+        A plan that the user gave was made for the budget that it names, whatever is free here.
+        """
+        plan = active.plan
+        asked = replace(active.problem, budget_bytes=plan.budget_bytes, base_bytes=plan.base_bytes)
+        return question_of(asked, self._options)
 
     def answer_for(self, captured: Captured) -> Callable[[Problem], Plan]:
         """Return the function to answer problems of `captured`: with the user's plan if it trains and the user gave

@@ -1,22 +1,32 @@
-"""Plans and records as JSON files (never pickle), and the check of the folder for state on disk."""
+"""Plans with their questions, and records, as files (never pickle); the check of the folder for state on disk."""
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elixir_compile.analysis import plan_at, verify
 from elixir_compile.analysis.mismatch import require_same_graph
-from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch
+from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, QuestionFileError
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
     Plan,
     Record,
     StepGraph,
     Tier,
+    fingerprint,
     plan_from_json,
     plan_to_json,
     record_from_json,
 )
 from elixir_compile.options import Options
+from elixir_compile.search.question import MOST_UNPACKED_BYTES, Question, question_from_bytes, question_to_bytes
+
+if TYPE_CHECKING:
+    from elixir_compile.managed.compilation import Compilation
+
+_REMEDY = "remove the file, or save the plan with its question again"
 
 
 def disk_of(options: Options) -> tuple[Path, bool] | None:
@@ -34,14 +44,36 @@ def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
         )
 
 
-def save_plan(plan: Plan, path: "str | Path") -> None:
-    """Write `plan` as JSON to `path`.
+def save_plan(plan: "Plan | Compilation", path: "str | Path", question: Question | None = None) -> None:
+    """Write `plan` as JSON to `path`, and `question`, which it answers, beside it.
+
+    A compilation stands for its plan and its question. With both files, `elixir-compile explain` and `verify` need no
+    model. Without a question, a question file of another plan that is beside `path` is removed.
 
     Example:
-        elixir.save_plan(elixir.compilations(compiled)[-1].plan, "plan.json")
+        elixir.save_plan(elixir.compilations(compiled)[-1], "plan.json")
         again = torch.compile(model, backend="elixir", options={"plan": "plan.json"})
     """
+    if not isinstance(plan, Plan):
+        if plan.plan is None:
+            raise InvalidOption("plan", plan.name, "a compilation with a plan; this one was not planned yet")
+        plan, question = plan.plan, plan.question
     Path(path).write_text(plan_to_json(plan), encoding="utf-8")
+    beside = question_path(path)
+    if question is not None:
+        if Path(path).is_file():  # a plan may be written to a pipe, which has nothing beside it
+            _write_whole(beside, question_to_bytes(question))
+        return
+    with suppress(QuestionFileError):  # what is no question file is somebody's, and stays
+        earlier = _read_question(beside)
+        if earlier is not None and _other_question(earlier, plan):
+            beside.unlink()
+
+
+def question_path(path: "str | Path") -> Path:
+    """Return the path of the question file beside the plan at `path`: `plan.question.json.gz` for `plan.json`."""
+    plan = Path(path)
+    return plan.with_name(plan.name.removesuffix(".json") + ".question.json.gz")
 
 
 def load_plan(path: "str | Path") -> Plan:
@@ -55,6 +87,72 @@ def load_plan(path: "str | Path") -> Plan:
         assert elixir.load_plan("plan.json") == plan
     """
     return plan_from_json(_read(path))
+
+
+def load_question(path: "str | Path", plan: Plan) -> Question | None:
+    """Return the question in the file beside the plan at `path`; None if there is no such file.
+
+    Raises QuestionFileError if the file cannot be read, or if `plan` answers another question: one about another graph,
+    machine or budget of the device.
+    """
+    beside = question_path(path)
+    question = _read_question(beside)
+    if question is not None and (found := _other_question(question, plan)) is not None:
+        what, of_plan, of_question = found
+        wanted = f"the question about {what} {of_plan}, which {Path(path).name} answers; {_REMEDY}"
+        raise QuestionFileError(str(beside), wanted, f"{what} {of_question}")
+    return question
+
+
+def _read_question(beside: Path) -> Question | None:
+    try:
+        with beside.open("rb") as file:
+            content = file.read(MOST_UNPACKED_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise QuestionFileError(str(beside), "a file that can be read", error.strerror) from error
+    try:
+        return question_from_bytes(content)
+    except QuestionFileError as error:
+        raise QuestionFileError(f"{beside}, {error.field}", f"{error.expected}; {_REMEDY}", error.got) from error
+
+
+def _other_question(question: Question, plan: Plan) -> tuple[str, object, object] | None:
+    """Return what differs between `plan` and the plans that answer `question`, of the plan and of the question; None if
+    `plan` may be one of them."""
+    problem = question.problem
+    pairs = {
+        "graph": (plan.graph, fingerprint(problem.graph)),
+        "machine": (plan.cluster, problem.cluster.name),
+        "number of ranks": (plan.num_ranks * plan.num_copies, problem.cluster.num_ranks),
+        "budget of bytes": (plan.budget_bytes, problem.budget_bytes),
+        "number of bytes beside the plan": (plan.base_bytes, problem.base_bytes),
+    }
+    return next(((what, *pair) for what, pair in pairs.items() if pair[0] != pair[1]), None)
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Replace the file at `path`, so that an interrupted save leaves the whole file of before."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:
+    """Return the plan in the file at `path`, and the question in the file beside it, None if there is no such file.
+
+    With a question the plan is legal for its graph. Raises the errors of `load_plan`, `load_question` and `verify`.
+    """
+    plan = load_plan(path)
+    question = load_question(path, plan)
+    if question is not None:
+        plan = plan_at(question.problem.graph, plan)
+        verify(question.problem.graph, plan)
+    return plan, question
 
 
 def load_plan_or_record(path: "str | Path") -> Plan | Record:

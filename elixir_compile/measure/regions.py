@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from elixir_compile import compat
 from elixir_compile.measure.step import peak_bytes
 from elixir_compile.platforms import platform_of
 from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.runtime.lanes import Lanes, lanes_for
 from elixir_compile.runtime.lowering import CompiledRegion
 
 _MIN_RUNS = 3
-_ENOUGH_S = 0.1  # of timed runs: many runs of a short region, `_MIN_RUNS` of a long region
+_ENOUGH_S = 0.1  # of runs: many runs of a short region, `_MIN_RUNS` of a long region
+_QUEUED_RUNS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +53,18 @@ def measure_region(
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
     ):
         # No seed is set: `torch.manual_seed` would change the generators of all devices, also of those not kept here.
-        inputs = [_random_input(node.meta["val"], sizes) for node in region.inputs]
+        inputs = [random_input(node.meta["val"], sizes) for node in region.inputs]
         compiled.run(list(inputs))
         region_bytes = _peak_bytes(compiled, inputs, device)
         runs_s: list[float] = []
-        while len(runs_s) < _MIN_RUNS or sum(runs_s) < _ENOUGH_S:
-            runs_s.append(_run_s(compiled, inputs, device))
+        lanes, ends_s = lanes_for(device), time.perf_counter() + _ENOUGH_S
+        while len(runs_s) < _MIN_RUNS or time.perf_counter() < ends_s:
+            runs_s += _device_runs_s(compiled, inputs, lanes) if lanes.has_clock else _host_runs_s(compiled, inputs)
     return RegionTime(run_s=statistics.median(runs_s), peak_bytes=region_bytes)
 
 
-def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
+def random_input(example: Any, sizes: Mapping[str, int]) -> Any:
+    """Return a real value for `example`, a value of the capture; `sizes` has the values of the symbols."""
     if not isinstance(example, torch.Tensor):
         return compat.evaluate_size(example, sizes) if isinstance(example, torch.SymInt) else example
     shape = [compat.evaluate_size(size, sizes) for size in example.shape]
@@ -68,14 +73,27 @@ def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
     return made.normal_() if made.is_floating_point() or made.is_complex() else made.zero_()
 
 
-def _run_s(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> float:
+def _host_runs_s(compiled: CompiledRegion, inputs: Sequence[Any]) -> list[float]:
+    """Return the seconds of a run by the clock of the host, on a device that computes before a call returns."""
     box = list(inputs)
-    platform = platform_of(device)
-    platform.synchronize(device)
     began_s = time.perf_counter()
     compiled.run(box)
-    platform.synchronize(device)
-    return time.perf_counter() - began_s
+    return [time.perf_counter() - began_s]
+
+
+def _device_runs_s(compiled: CompiledRegion, inputs: Sequence[Any], lanes: Lanes) -> list[float]:
+    """Return the seconds of several runs by the clock of the device of `lanes`.
+
+    They are queued one behind the other, as regions of a step are, so the launches of a run may hide behind the kernels
+    of the run before. A host that waited for each run would add the launch of its first kernel.
+    """
+    lanes.synchronize()
+    marks = [lanes.timed_event()]
+    for _ in range(_QUEUED_RUNS):
+        compiled.run(list(inputs))
+        marks.append(lanes.timed_event())
+    lanes.synchronize()
+    return [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
 
 
 def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> int | None:

@@ -12,15 +12,12 @@ from torch import nn
 
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.ops.shards import own_part
+from elixir_compile.optim.device_masters import FlatUpdate, update_masters
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.flat_step import joined, split
 from elixir_compile.optim.host.passes import Extras, Scalars, coalesce, kernel
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.slab import flat
-
-_BLOCK = 1 << 22
-"""Elements whose master is computed at once on a device. Master, fp32 gradient and three integer temporaries of 16 MiB
-are beside the budget's bytes then, and a kernel still moves more bytes than its launch takes time for."""
 
 
 class MixedAdamWRule(AdamWRule):
@@ -61,12 +58,12 @@ class MixedAdamWRule(AdamWRule):
         group: Mapping[str, Any],
     ) -> None:
         """Update `weights` and `states` in place."""
-        plain, on_host = [], []
+        plain, on_host, on_device = [], [], []
         for each in zip(weights, grads, states, strict=True):
             if master_rest_of(each[2]) is None:
                 plain.append(each)
             elif each[0].device.type != "cpu":
-                self._on_device(*each, group)
+                on_device.append(each)
             elif each[0].numel():
                 on_host.append(each)
             else:  # The shard of this rank is empty, but all ranks count steps.
@@ -74,27 +71,28 @@ class MixedAdamWRule(AdamWRule):
         if plain:
             plain_weights, plain_grads, plain_states = zip(*plain, strict=True)
             super().update(plain_weights, plain_grads, plain_states, group)
+        if on_device:
+            self._on_device(on_device, group)
         if on_host:
             self._on_host(on_host, group)
 
-    def _on_device(self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
-        """Update a parameter with a master on its device, in blocks of `_BLOCK` elements."""
-        names = self.statistics(group)
-        statistics = (master_rest_of(state), *(state[name] for name in names))
-        tensors = [flat(tensor) for tensor in (weight, in_layout_of(grad, weight), *statistics) if tensor is not None]
-        for start in range(0, weight.numel(), _BLOCK):
-            high, given, rest, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
-            wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
-            is_split = rest.dtype == torch.int16
-            master = joined(high, rest) if is_split else rest
-            # The update of a block adds 1 to its step, so each block gets a copy of the step before the update.
-            block = {**dict(zip(names, moments, strict=True)), "step": state["step"].clone()}
-            super().update([master], [wide], [block], group)
-            if is_split:
-                split(master, high, rest)
-            else:
-                high.copy_(master)
-        state["step"].add_(1)
+    def _on_device(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
+        """Update weights with a master on a device; `updates` holds weight, gradient and state of each parameter."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[FlatUpdate]] = {}
+        for weight, grad, state in updates:
+            rest = master_rest_of(state)
+            assert rest is not None, "`update` passes parameters with a master"
+            moments = {name: flat(state[name]) for name in self.statistics(group)}
+            found = FlatUpdate(
+                high=flat(weight),
+                grad=flat(in_layout_of(grad, weight)),
+                rest=flat(rest),
+                moments=moments,
+                step=state["step"],
+            )
+            kinds.setdefault((weight.device, rest.dtype), []).append(found)
+        for members in kinds.values():
+            update_masters(members, group.get(GRAD_SCALE, 1.0), group, super().update)
 
     def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
         """Update weights with a master on the host; `updates` holds weight, gradient and state of each parameter."""

@@ -36,6 +36,10 @@ class UpdateRule(Protocol):
         """Return whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
         ...
 
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return whether `update` wants the entry `step` of a state beside the weight, and only reads it and adds 1."""
+        ...
+
     def snapshot(self) -> "UpdateRule":
         """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
         ...
@@ -82,6 +86,10 @@ class AdamWRule:
     def snapshot(self) -> "AdamWRule":
         """Return the rule itself: it has no attributes."""
         return self
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return True: the fused kernel adds 1."""
+        return True
 
     def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return an empty text: AdamW treats each element alone."""

@@ -7,9 +7,11 @@
                                     copied to the host, and the new value is copied back
     update DEVICE, state elsewhere  streamed: tensors on the host are copied to the device, updated there, copied back
 
-If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
+`streaming` has the copies of streamed updates. If the compute device is the CPU, device and host share a memory, and
+only streamed updates copy anything.
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,13 +20,16 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.measure.machine.update_threads import at_least_threads
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
-from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
+from elixir_compile.optim.host.threads import host_threads_for, on_host_threads
 from elixir_compile.optim.rule import AdamWRule, GroupSlice, State, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
+from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.landing import LandingUpdate
 from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.updates import UpdateLine, Work
 
@@ -36,6 +41,8 @@ class Updater:
         self.rule = rule
         self.line = UpdateLine()
         self.placer = StatePlacer(rule, self.line.fail)
+        self._landing: weakref.WeakKeyDictionary[RunningBucket, LandingUpdate] = weakref.WeakKeyDictionary()
+        """By bucket, the last streamed update for which nobody has waited."""
 
     def wait(self) -> None:
         """Wait for all queued updates and disk writes. Raises the exception of a failed update or write."""
@@ -72,9 +79,8 @@ class Updater:
         for update in updates:
             if not update.is_on_device:
                 self._run_on_host(update, arrived)
-        for update in updates:
-            if update.bucket.placement.streamed:  # waits for its copies, so queued host updates must already run
-                update.run()
+        # Last, because they may wait for their copies, beside which queued host updates run.
+        self._stream([update for update in updates if update.bucket.placement.streamed], arrived)
 
     def _prepared(
         self, wanted: Collection[int], groups: Iterable[Mapping[str, Any]], states: States
@@ -92,6 +98,8 @@ class Updater:
             executors |= found
             for bucket in buckets:
                 bucket.queued.wait()
+                if (landing := self._landing.pop(bucket, None)) is not None:
+                    landing.wait()
             if isinstance(rule, AdamWRule):
                 require_dense(unplanned)
             unplanned_by_group.append((unplanned, group))
@@ -122,6 +130,35 @@ class Updater:
         if params:
             part = group_slice_of(params, states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
+
+    def _stream(self, updates: "Sequence[BucketUpdate]", arrived: Event | None) -> None:
+        """Issue streamed updates; the host waits for them now, or later if the plan updates beside other work."""
+        for executor in dict.fromkeys(update.executor for update in updates):
+            own = [update for update in updates if update.executor is executor]
+            landed, on_host = Stream(executor.lanes, executor.ledger).issue([each.streamed() for each in own], arrived)
+            if any(update.bucket.update is Update.AFTER_BACKWARD for update in own):
+                executor.lanes.host_waits(landed)
+            elif landed is not None:
+                for update, memory in zip(own, on_host, strict=True):
+                    self._land_later(update, landed, memory)
+
+    def _land_later(self, update: "BucketUpdate", landed: Event, memory: Sequence[torch.Tensor]) -> None:
+        """Make readers of what `update` writes on the host wait until it is there, after `landed`.
+
+        `memory` is what copies of the update use on the host until then.
+        """
+        bucket = update.bucket
+        away = [*zip(update.params, update.grads, strict=True)] if bucket.is_on_host else []
+        for param, _ in away:
+            if param.grad is not None:
+                watch(param.grad)
+        guard = GradientGuard([param for param, _ in away], [grad for _, grad in away])
+        memory = [*memory, *(grad for _, grad in away)]  # the guard sees writes to gradients that are alive
+        landing = LandingUpdate(landed, guard.check, self.line, update.label, update.executor.lanes, memory)
+        self.line.add(landing)
+        if bucket.is_on_host:
+            bucket.queued.add(landing, update.params)
+        self._landing[bucket] = landing
 
     def _run_on_host(self, update: "BucketUpdate", arrived: Event | None) -> None:
         threads = host_threads_for(update.executor.device)
@@ -177,12 +214,13 @@ class BucketUpdate:
             return
         with self.executor.ledger.span(Lane.COMPUTE, self.label):
             for part in self.parts:
-                if self.bucket.placement.streamed:
-                    self._stream(part)
-                else:
-                    self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
-                    self.rule.update(part.weights, part.grads, part.states, part.group)
-                    _store_results(part.states, part.states, part.buffers)
+                self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
+                self.rule.update(part.weights, part.grads, part.states, part.group)
+                _store_results(part.states, part.buffers)
+
+    def streamed(self) -> Streamed:
+        """Return the update as one that passes through the device."""
+        return Streamed(bucket=self.bucket.spec.id, rule=self.rule, parts=self.parts, is_away=self.bucket.is_on_host)
 
     def work(self, arrived: Event | None) -> Work:
         """Return a function that updates the bucket on the host after the event `arrived`.
@@ -216,7 +254,7 @@ class BucketUpdate:
                 for part in parts if disk is None else ():
                     lanes.touches(part.grads, (*part.weights, *part.memory))
                     rule.update(part.weights, part.grads, part.states, part.group)
-                    _store_results(part.states, part.states, part.buffers)
+                    _store_results(part.states, part.buffers)
             guard.check()
             if not copied_back:
                 return None
@@ -240,56 +278,11 @@ class BucketUpdate:
             )
         return replace(part, weights=tuple(weights), grads=tuple(grads))
 
-    def _stream(self, part: GroupSlice) -> None:
-        """Update `part` on the device, in copies of its tensors that live on the host.
 
-        The copies of a bucket are freed before the next bucket is streamed.
-        """
-        lanes = self.executor.lanes
-        lanes.touches(part.grads, (*part.weights, *part.memory))
-        device = lanes.device
-
-        def on_device(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:
-            is_copied = is_state or tensor.device != device
-            return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True) if is_copied else tensor
-
-        weights = [on_device(weight) for weight in part.weights]
-        grads = [on_device(grad) for grad in part.grads]
-        states = [
-            {
-                name: on_device(value, is_state=True) if self._is_streamed(name, value, part.group) else value
-                for name, value in state.items()
-            }
-            for state in part.states
-        ]
-        self.rule.update(weights, grads, states, part.group)
-        for home, weight in zip(part.weights, weights, strict=True):
-            if home is not weight:
-                home.copy_(weight, non_blocking=True)
-        _store_results(part.states, states, part.buffers)
-        # The next reader of the state or the parameter on the host does not wait for the device by itself.
-        lanes.synchronize_compute()
-
-    def _is_streamed(self, name: str, value: object, group: Mapping[str, Any]) -> bool:
-        return isinstance(value, torch.Tensor) and self.rule.moves_with_update(name, group)
-
-
-def _store_results(
-    homes: Sequence[State], updated: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]
-) -> None:
-    """Write the states `updated` to `homes`: in place if shape and dtype are equal, else as new tensors.
-
-    A statistic that has a buffer in `buffers` goes into the buffer. `updated` may be `homes` itself.
-    """
-    for index, (home, state) in enumerate(zip(homes, updated, strict=True)):
-        for name, value in list(state.items()):
-            target = buffers[index].get(name, home.get(name)) if buffers else home.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(target, torch.Tensor)
-                and target is not value
-                and (target.shape, target.dtype) == (value.shape, value.dtype)
-            ):
-                home[name] = target.copy_(value, non_blocking=True)
-            else:
-                home[name] = value
+def _store_results(states: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Move each statistic in `states` that has a buffer in `buffers`, in the same shape and dtype, into the buffer."""
+    for state, made in zip(states, buffers, strict=False):
+        for name, target in made.items():
+            value = state.get(name)
+            if isinstance(value, torch.Tensor) and (target.shape, target.dtype) == (value.shape, value.dtype):
+                state[name] = target if target is value else target.copy_(value)

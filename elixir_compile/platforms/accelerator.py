@@ -1,7 +1,7 @@
 """The platform of an accelerator, by `torch.accelerator` and the module that torch has for the device type.
 
 Versions of torch differ in which statistics `torch.accelerator` has. What a version or a device lacks counts as not
-known: its method returns None, or 0 bytes.
+known: its method returns None, or 0 bytes. `missing` names what must not be lacking.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,11 @@ from typing import Any
 import torch
 
 from elixir_compile.platforms.platform import Memory, Platform
+
+_NEEDED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+"""Functions of torch's module for the type, by which peaks are measured and compared with plans."""
+_TOTAL = ("mem_get_info", "get_device_properties")
+"""Functions that tell the size of the memory; one suffices."""
 
 
 class AcceleratorPlatform(Platform):
@@ -23,6 +28,20 @@ class AcceleratorPlatform(Platform):
     def has_own_memory(self) -> bool:
         """Return True."""
         return True
+
+    def missing(self, device: torch.device) -> Sequence[str]:
+        """Return what torch lacks for `device` and Elixir cannot do without: streams, events, figures of memory."""
+        module = getattr(torch, self.device_type, None)
+        names = [name for name in _NEEDED if not callable(getattr(module, name, None))]
+        found = [f"torch.{self.device_type}.{name}" for name in names]
+        if not any(callable(getattr(module, name, None)) for name in _TOTAL):
+            found.append(" or ".join(f"torch.{self.device_type}.{name}" for name in _TOTAL))
+        try:
+            torch.Event(device).record(torch.Stream(device))
+        except RuntimeError as error:  # torch has no guard for the type, or a guard without streams
+            line = str(error).partition("\n")[0]
+            found.insert(0, f"streams and events ({line})")
+        return found
 
     @property
     def is_in_use(self) -> bool:

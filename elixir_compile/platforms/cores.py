@@ -53,7 +53,7 @@ def on_cores(cores: Collection[int], work: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="elixir-first-touch")
+    thread = threading.Thread(target=run, name="elixir on cores")
     thread.start()
     thread.join()
     if errors:

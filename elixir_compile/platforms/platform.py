@@ -35,6 +35,10 @@ class Platform:
         """Whether devices have memory apart from the host's, and streams that copy and compute at the same time."""
         return False
 
+    def missing(self, device: torch.device) -> Sequence[str]:
+        """Return what torch lacks for `device` and Elixir cannot do without; empty for a device in host memory."""
+        return ()
+
     @property
     def is_in_use(self) -> bool:
         """Whether this process has used a device of this type, which takes memory there and forbids forks."""

@@ -4,19 +4,16 @@ Seconds belong to the planner's decision about a whole layer. Only with the grap
 which groups the forward saves only for them.
 """
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.recompute import as_run, repeated_op, repeats, saved_storages
 from elixir_compile.ir.bucket import Activations
-from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import GroupId, RegionId, Saving, Verb
 from elixir_compile.ir.plan import Decision, Plan
 from elixir_compile.ir.schedule import GroupRef
-from elixir_compile.report.subject import Move, moves_of
+from elixir_compile.report.held import Survey
+from elixir_compile.report.recomputed import Again
+from elixir_compile.report.subject import Move
 from elixir_compile.units import format_bytes
 
 SAID: Mapping[Saving, str] = {
@@ -34,15 +31,6 @@ class SavingAnswer:
     nbytes: int
     num_layers: int
     """Number of layers with such activations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """Number of forward ops that run again in a region to recompute a group."""
-
-    group: GroupId
-    region: RegionId
-    num_ops: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +88,16 @@ def savings_text(plan: Plan) -> str:
     )
 
 
-def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | None) -> tuple[LayerAnswer, ...]:
+def layer_answers(survey: Survey, groups: Sequence[Activations]) -> tuple[LayerAnswer, ...]:
     """Return the facts about `groups` by layer; with the graph of the plan also the regions that recompute them."""
-    again = None if graph is None else recomputed(plan, graph)
-    saved = None if graph is None else saved_storages(graph)
+    plan, held = survey.plan, survey.held
     by_layer: dict[str, list[GroupAnswer]] = {}
     for group in groups:
         found = GroupAnswer(
             group=group,
-            moves=moves_of(plan, (GroupRef(group.id),)),
-            again=None if again is None else tuple(part for part in again if part.group == group.id),
-            is_saved=None if saved is None else saved.issuperset(group.storages),
+            moves=survey.moves.of(GroupRef(group.id)),
+            again=None if held is None else tuple(part for part in held.again if part.group == group.id),
+            is_saved=None if held is None else held.saved.issuperset(group.storages),
         )
         by_layer.setdefault(layer_of_group(group.id), []).append(found)
     return tuple(
@@ -124,32 +111,7 @@ def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | 
     )
 
 
-def recomputed(plan: Plan, graph: StepGraph) -> tuple[Again, ...]:
-    """Return the number of ops that run again in each region, by the group that they recompute.
-
-    An op without a result in any group counts for the group of the next op with one. An op with results in several
-    groups counts for the first.
-    """
-    index = {op.id: number for number, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
-    firsts = [index[region.first] for region in plan.regions]
-    dropped = [group for group in plan.activations if group.saving is Saving.RECOMPUTE]
-    group_of = {name: group.id for group in dropped for name in group.storages}
-    writes = {op.id: op.writes for op in graph.ops}
-    counts: Counter[tuple[RegionId, GroupId]] = Counter()
-    waiting: list[RegionId] = []
-    for repeat in repeats(graph, plan.activations):
-        waiting.append(plan.regions[bisect_right(firsts, index[repeated_op(repeat.op)]) - 1].id)
-        owner = next((group_of[name] for name in writes[repeat.op] if name in group_of), None)
-        if owner is not None:
-            counts.update((region, owner) for region in waiting)
-            waiting.clear()
-    return tuple(Again(group=group, region=region, num_ops=count) for (region, group), count in counts.items())
-
-
-def moving_at(plan: Plan, region: RegionId, verb: Verb) -> tuple[Activations, ...]:
+def moving_at(survey: Survey, region: RegionId, verb: Verb) -> tuple[Activations, ...]:
     """Return the groups whose offload is issued after `region`, or whose prefetch is waited for before it."""
-    return tuple(
-        group
-        for group in plan.activations
-        if any(move.verb is verb and move.region == region for move in moves_of(plan, (GroupRef(group.id),)))
-    )
+    moving = survey.moves.groups_at(region, verb)
+    return tuple(group for group in survey.plan.activations if group.id in moving)

@@ -2,25 +2,23 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elixir_compile.analysis.bucket_bytes import resting
-from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, Region, RegionRef
 from elixir_compile.report.activations import (
-    Again,
     LayerAnswer,
     SavingAnswer,
     layers_of_plan,
     moving_at,
-    recomputed,
     saving_answers,
 )
-from elixir_compile.report.subject import Move, Subject, actions_of, moves_of
+from elixir_compile.report.held import Survey
+from elixir_compile.report.recomputed import Again
+from elixir_compile.report.subject import Move, Subject, actions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +146,13 @@ def plan_answer(plan: Plan) -> PlanAnswer:
     )
 
 
-def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph | None) -> BucketAnswer:
+def bucket_answer(survey: Survey, bucket: Bucket, subject: Subject) -> BucketAnswer:
     """Return the facts about `bucket`; with the graph of the plan also its bytes at the peak."""
+    plan, held = survey.plan, survey.held
     placement = plan.placement(bucket.id)
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
-    moves = moves_of(plan, (BucketRef(bucket.id), GradientRef(bucket.id)))
+    moves = survey.moves.of(BucketRef(bucket.id), GradientRef(bucket.id))
     return BucketAnswer(
         bucket=bucket,
         placement=placement,
@@ -169,30 +168,25 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
         moves=moves,
         always_bytes=sum(nbytes for _, nbytes in resting(bucket, placement)),
         copy_bytes=bucket.flat_nbytes if any(move.verb is Verb.GATHER for move in moves) else 0,
-        peak_bytes=None if graph is None else _peak_bytes(plan, bucket, graph),
+        peak_bytes=None if held is None else held.of_bucket(bucket, plan.prediction.device_peak_at),
     )
 
 
-def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> RegionAnswer:
+def region_answer(survey: Survey, region: Region) -> RegionAnswer:
     """Return the facts about `region`; with the graph of the plan also its ops and its peak."""
+    plan, held = survey.plan, survey.held
     actions = actions_of(plan)
     at = next((i for i, action in enumerate(actions) if action.target == RegionRef(region.id)), None)
-    num_ops = peak_bytes = again = None
-    if graph is not None:
-        timeline = plan_timeline(graph, plan)
-        first, last = timeline.ops.index(region.first), timeline.ops.index(region.last)
-        num_ops, peak_bytes = last + 1 - first, max(timeline.live_bytes[first : last + 1])
-        again = tuple(found for found in recomputed(plan, graph) if found.region == region.id)
     return RegionAnswer(
         region=region,
         on_host=sum(plan.placement(bucket).param is Tier.HOST for bucket in region.buckets),
         before=() if at is None else tuple(reversed(_until_run(actions[:at][::-1]))),
         after=() if at is None else tuple(_until_run(actions[at + 1 :])),
-        leaving=moving_at(plan, region.id, Verb.OFFLOAD),
-        returning=moving_at(plan, region.id, Verb.PREFETCH),
-        num_ops=num_ops,
-        peak_bytes=peak_bytes,
-        again=again,
+        leaving=moving_at(survey, region.id, Verb.OFFLOAD),
+        returning=moving_at(survey, region.id, Verb.PREFETCH),
+        num_ops=None if held is None else len(held.ops_of(region)),
+        peak_bytes=None if held is None else held.most_bytes(region),
+        again=None if held is None else tuple(found for found in held.again if found.region == region.id),
     )
 
 
@@ -214,17 +208,3 @@ def _shared(plan: Plan) -> tuple[Decision, ...]:
 def _until_run(actions: Sequence[Action]) -> list[str]:
     end = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN), len(actions))
     return [f"{action.verb} {action.target}" for action in actions[:end]]
-
-
-def _peak_bytes(plan: Plan, bucket: Bucket, graph: StepGraph) -> Mapping[Kind, int]:
-    """Return the bytes of `bucket` at the peak by kind: the difference of the timelines with and without it."""
-    empty = replace(bucket, nbytes=0, state_nbytes=0)
-    without = replace(plan, buckets=tuple(empty if other.id == bucket.id else other for other in plan.buckets))
-    storages = tuple(replace(s, nbytes=0) if s.of in bucket.params else s for s in graph.storages)
-    timeline, lighter = plan_timeline(graph, plan), plan_timeline(replace(graph, storages=storages), without)
-    at = timeline.ops.index(plan.prediction.device_peak_at)
-    held = {
-        kind: live[at] - lighter.live_bytes_by_kind[kind][at] if kind in lighter.live_bytes_by_kind else live[at]
-        for kind, live in timeline.live_bytes_by_kind.items()
-    }
-    return {kind: nbytes for kind, nbytes in held.items() if nbytes}

@@ -129,15 +129,20 @@ def run_diff(plan: Plan, record: Record) -> RunDiff:
 
 def _plan_diff_text(found: PlanDiff) -> str:
     """Return the differences as a table, or a sentence if there are none."""
-    rows = [
-        (change.what, _figure_text(change.what, change.first), _figure_text(change.what, change.second))
-        for change in (*found.header, *found.buckets, *found.activations, *found.counts)
-    ]
+    rows = change_rows(found)
     if found.is_equal:
         return "the plans are equal"
     if not rows:
         return "the plans have the same placements and counts; their regions, the order of actions, or decisions differ"
     return "the plans differ\n" + table_text(("", "first", "second"), rows)
+
+
+def change_rows(found: PlanDiff) -> list[tuple[str, str, str]]:
+    """Return each difference as text: the figure, in the first plan, in the second."""
+    return [
+        (change.what, _figure_text(change.what, change.first), _figure_text(change.what, change.second))
+        for change in (*found.header, *found.buckets, *found.activations, *found.counts)
+    ]
 
 
 def _run_diff_text(found: RunDiff) -> str:

@@ -37,6 +37,7 @@ from elixir_compile.report.answer import (
     plan_answer,
     region_answer,
 )
+from elixir_compile.report.held import Survey
 from elixir_compile.report.subject import Move, find_subject
 from elixir_compile.report.text import entry_text
 from elixir_compile.units import format_bytes, format_s
@@ -66,11 +67,16 @@ def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Ans
         require_same_graph(plan, graph)
     if not subject:
         return Answer(subject=subject, plan=plan_answer(plan))
-    found = find_subject(plan, subject)
+    return answer_of(Survey(plan, graph), subject)
+
+
+def answer_of(survey: Survey, subject: str) -> Answer:
+    """Return the answer about a part of a plan; `survey` serves all answers about the plan."""
+    found = find_subject(survey.plan, subject)
     if found.region is not None:
-        return Answer(subject=subject, region=region_answer(plan, found.region, graph))
-    buckets = tuple(bucket_answer(plan, bucket, found, graph) for bucket in found.buckets)
-    return Answer(subject=subject, buckets=buckets, layers=layer_answers(plan, found.groups, graph))
+        return Answer(subject=subject, region=region_answer(survey, found.region))
+    buckets = tuple(bucket_answer(survey, bucket, found) for bucket in found.buckets)
+    return Answer(subject=subject, buckets=buckets, layers=layer_answers(survey, found.groups))
 
 
 def answer_text(found: Answer, peak_at: str) -> str:

@@ -1,13 +1,14 @@
 """Find the buckets, activations or region of a plan under a name that a user asks about, and their moves."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.errors import UnknownSubject
 from elixir_compile.ir.bucket import Activations, Bucket
-from elixir_compile.ir.kinds import StorageId, Verb
+from elixir_compile.ir.kinds import GroupId, StorageId, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.schedule import Action, Region, RegionRef, Target
+from elixir_compile.ir.schedule import Action, GroupRef, Region, RegionRef, Target
 
 _COPIES = (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH)
 _BROUGHT = (Verb.GATHER, Verb.PREFETCH)
@@ -30,29 +31,52 @@ def actions_of(plan: Plan) -> tuple[Action, ...]:
     return plan.schedules[0].actions if plan.schedules else ()
 
 
-def moves_of(plan: Plan, targets: Collection[Target]) -> tuple[Move, ...]:
-    """Return the actions on `targets`, in order. A wait counts to its copy and is not listed."""
-    actions = actions_of(plan)
-    moves: list[Move] = []
-    last = ""
-    for at, action in enumerate(actions):
+class PlanMoves:
+    """The moves of a plan by their target, collected in one pass over its actions."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._of: dict[Target, list[tuple[int, Move]]] = {}
+        self._groups: dict[tuple[Verb, str], set[GroupId]] = {}
+        actions = actions_of(plan)
+        ends, following = _ahead(actions)
+        num_run = [0, *itertools.accumulate(action.verb is Verb.RUN for action in actions)]
+        last = ""
+        for at, action in enumerate(actions):
+            verb, target, end = action.verb, action.target, ends[at]
+            if isinstance(target, RegionRef):
+                last = target.region
+            elif verb is not Verb.WAIT:
+                region = following[end] if verb in _BROUGHT else last
+                move = Move(verb=verb, region=region, num_ahead=num_run[end] - num_run[at])
+                self._of.setdefault(target, []).append((at, move))
+                if isinstance(target, GroupRef):
+                    self._groups.setdefault((verb, region), set()).add(target.group)
+
+    def of(self, *targets: Target) -> tuple[Move, ...]:
+        """Return the actions on `targets`, in order. A wait counts to its copy and is not listed."""
+        found = [place for target in targets for place in self._of.get(target, ())]
+        return tuple(move for _, move in sorted(found, key=lambda place: place[0]))
+
+    def groups_at(self, region: str, verb: Verb) -> Collection[GroupId]:
+        """Return the groups of activations with a move of `verb` at `region`."""
+        return self._groups.get((verb, region), ())
+
+
+def _ahead(actions: Sequence[Action]) -> tuple[list[int], list[str]]:
+    """Return for each action the index of the wait for its copy, else its own, and the region that runs next."""
+    ends, following = list(range(len(actions))), [""] * len(actions)
+    waits: dict[Target, int] = {}
+    region = ""
+    for at in reversed(range(len(actions))):
+        action = actions[at]
         if isinstance(action.target, RegionRef):
-            last = action.target.region
-        elif action.target in targets and action.verb is not Verb.WAIT:
-            end = _wait_index(actions, at) if action.verb in _COPIES else at
-            num_ahead = sum(between.verb is Verb.RUN for between in actions[at:end])
-            region = _next_run(actions[end:]) if action.verb in _BROUGHT else last
-            moves.append(Move(verb=action.verb, region=region, num_ahead=num_ahead))
-    return tuple(moves)
-
-
-def _wait_index(actions: Sequence[Action], start: int) -> int:
-    wait = Action(verb=Verb.WAIT, target=actions[start].target)
-    return next((at for at in range(start, len(actions)) if actions[at] == wait), start)
-
-
-def _next_run(actions: Sequence[Action]) -> str:
-    return next((action.target.region for action in actions if isinstance(action.target, RegionRef)), "")
+            region = action.target.region
+        elif action.verb is Verb.WAIT:
+            waits[action.target] = at
+        elif action.verb in _COPIES:
+            ends[at] = waits.get(action.target, at)
+        following[at] = region
+    return ends, following
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.ops.registry import Slot, slot_of
 from elixir_compile.ops.shards import is_dtensor
-from elixir_compile.runtime.updates import QueuedUpdate
+from elixir_compile.runtime.updates import PendingUpdate
 
 _queued_lock = threading.Lock()
 _Tensor = torch.Tensor
@@ -85,8 +85,13 @@ def _awaited(plain_class: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Pa
     return type(plain_class.__name__, (_Awaited, plain_class), {**own, **reads})
 
 
-def begin_update(param: nn.Parameter) -> None:
-    """Make every read of `param` wait for its update, until `end_update`."""
+_UPDATES = "_elixir_updates"
+"""The attribute of a parameter with its queued updates, which a reader finds if the model is gone."""
+
+
+def begin_update(param: nn.Parameter, updates: Sequence[PendingUpdate]) -> None:
+    """Make every read of `param` wait for `updates`, until `end_update`."""
+    vars(param)[_UPDATES] = updates
     if not isinstance(param, _Awaited):
         param.__class__ = _awaited(type(param), is_dtensor=is_dtensor(param))
 
@@ -96,15 +101,23 @@ def end_update(param: torch.Tensor) -> None:
     if isinstance(param, _Awaited):
         plain_class: Any = param.plain_class
         param.__class__ = plain_class
+        vars(param).pop(_UPDATES, None)
 
 
 def await_update(param: torch.Tensor) -> None:
     """Wait for the update of `param`'s bucket. Raises the exception of the update if it failed."""
     slot = slot_of(param)
-    if slot is None:  # the model is gone, and it waited for its updates when it went
-        end_update(param)
-    else:
+    if slot is not None:
         slot.sink.buckets.await_update(slot)
+        return
+    # The model is gone, but its updates go on: the worker has them, or copies to the host are under way.
+    try:
+        for update in vars(param).get(_UPDATES, ()):
+            update.wait()
+            if update.let_compute_wait is not None:
+                update.let_compute_wait()
+    finally:
+        end_update(param)
 
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -123,7 +136,7 @@ class QueuedUpdates:
     def __init__(self, slots: Sequence[Slot]) -> None:
         """`slots` are the slots of the bucket."""
         self._slots = slots
-        self._updates: tuple[QueuedUpdate, ...] = ()
+        self._updates: tuple[PendingUpdate, ...] = ()
         self._let_compute_wait: Callable[[], None] | None = None
         """Makes compute of the calling thread wait for the copies of the last update to the device; None if it made
         none. Kept after the first wait, because other readers compute on other streams."""
@@ -133,13 +146,13 @@ class QueuedUpdates:
         """Whether there is no queued update for which no thread has waited yet."""
         return not self._updates
 
-    def add(self, update: QueuedUpdate, params: Iterable[nn.Parameter]) -> None:
+    def add(self, update: PendingUpdate, params: Iterable[nn.Parameter]) -> None:
         """Make every read of `params` wait for `update`."""
         params = list(params)
         with _queued_lock:
             self._updates = (*self._updates, update)
             for param in params:
-                begin_update(param)
+                begin_update(param, self._updates)
 
     def check(self) -> None:
         """Raise the exception of a queued update if one has already failed; return at once otherwise."""

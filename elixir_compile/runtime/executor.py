@@ -120,8 +120,11 @@ class Executor:
     def end(self) -> None:
         """Wait until no copy reads parameters on the host, because user code may write them after the program returns.
 
-        This costs no overlap: the compute after the last gather is queued already.
+        This costs no overlap: the compute after the last gather is queued already. Copies of shards are behind the
+        gathers before them. Raises PeerFailed if a rank does not take part in these within the timeout.
         """
+        if self.ranks is not None:
+            self.ranks.unfinished.wait_for(self.lanes.h2d.mark(), "parameters of a forward")
         self.lanes.h2d.synchronize()
 
     # The verbs of a program.

@@ -1,17 +1,18 @@
 """Count the verbs of an executor, and record spans of its lanes while a recording is on.
 
 If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
-worked, not when Python issued the work. Else, and always on the host lane, a span is wall-clock time.
+worked, not when Python issued the work. A collective works on a stream of its process group, so the second event is on
+a lane that waits for it. Else, and always on the host lane, a span is wall-clock time.
 """
 
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Span
@@ -25,6 +26,17 @@ _NOTHING = nullcontext()
 def all_ledgers() -> tuple["Ledger", ...]:
     """Return the ledgers of all executors alive."""
     return tuple(_ledgers)
+
+
+class OnStream(Protocol):
+    """A collective in flight."""
+
+    def hold_stream(self) -> None:
+        """Make work that is issued from now on on the current stream wait for the collective."""
+        ...
+
+
+Started = TypeVar("Started", bound=OnStream)
 
 
 class Ledger:
@@ -69,6 +81,9 @@ class Ledger:
 
         `times` is 0 for a part of an action that is counted elsewhere.
         """
+        return self._timed(lane, label, nbytes, times)
+
+    def _timed(self, lane: Lane, label: str, nbytes: int, times: int) -> AbstractContextManager[object]:
         with self._lock:
             if times:
                 self._times[label] += times
@@ -80,6 +95,14 @@ class Ledger:
         if self._lanes.has_clock and lane is not Lane.HOST:
             return _DeviceSpan(recordings, self._lanes, lane, label)
         return _HostSpan(recordings, lane, label)
+
+    def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
+        """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
+        with self._timed(lane, label, nbytes, 1) as span:
+            collective = start()
+            if isinstance(span, _DeviceSpan):
+                span.collective = collective
+        return collective
 
     def start_recording(self) -> "Recording":
         """Return a recording of the spans from now on, in seconds from this call; several can run at once."""
@@ -106,6 +129,11 @@ class _AnnouncedLedger(Ledger):
         both.enter_context(self._checked.announced(label))
         both.enter_context(super().span(lane, label, nbytes, times=times))
         return both
+
+    def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
+        """Start and time the collective as a ledger does, and name the accesses of `start` `label`."""
+        with self._checked.announced(label):
+            return super().started(lane, label, nbytes, start)
 
 
 def ledger_for(lanes: Lanes) -> Ledger:
@@ -169,10 +197,12 @@ class _HostSpan:
 class _DeviceSpan:
     """Times its block by events on the lane of the block."""
 
-    __slots__ = ("_first", "_label", "_lane", "_lanes", "_recordings")
+    __slots__ = ("_first", "_label", "_lane", "_lanes", "_recordings", "collective")
 
     def __init__(self, recordings: "tuple[Recording, ...]", lanes: Lanes, lane: Lane, label: str) -> None:
         self._recordings, self._lanes, self._lane, self._label = recordings, lanes, lane, label
+        self.collective: OnStream | None = None
+        """The collective that the block has started, with which the span ends; None if it ends with the block."""
 
     def __enter__(self) -> Self:
         self._first = self._lanes.timed_event()
@@ -181,6 +211,11 @@ class _DeviceSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        last = self._lanes.timed_event()
+        if self.collective is None:
+            last = self._lanes.timed_event()
+        else:
+            with self._lanes.collectives.beside_compute():
+                self.collective.hold_stream()
+                last = self._lanes.timed_event()
         for recording in self._recordings:
             recording.on_device.append((self._lane, self._label, self._first, last))

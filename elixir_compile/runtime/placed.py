@@ -127,6 +127,9 @@ class PlacedBuckets:
             if not self._is_in_force(spec, placement):
                 new.append((spec, placement, [self._slots[name] for name in spec.params]))
         moved = [slot for _, _, slots in new for slot in slots]
+        if moved:  # memory of their buckets may go, and parameters that the host has updated may still leave it
+            self._lanes.h2d.synchronize()
+            self._lanes.d2h.synchronize()
         self.drop(moved)
         self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
         for spec, placement, slots in new:

@@ -18,9 +18,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
+from elixir_compile.runtime.landing import Landings
 from elixir_compile.runtime.lanes import Event, Lanes
 
 log = logging.getLogger("elixir_compile")
@@ -32,6 +34,27 @@ the interpreter. With Python's 5 ms, 191 short calls beside a busy thread took 1
 Work = Callable[[], Event | None]
 """Updates one bucket. Returns an event that is past when the results are on the device, or None if no device has to
 wait."""
+
+
+class PendingUpdate(Protocol):
+    """An update of a bucket for whose results readers wait."""
+
+    label: str
+    let_compute_wait: Callable[[], None] | None
+    """Makes compute of the calling thread wait for the results, after `wait`; None if it need not."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no reader has to wait any more."""
+        ...
+
+    def then(self, follower: Callable[[], None]) -> bool:
+        """Make the worker call `follower` right after the update; return False, without a call, if it will not."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the update is done. Raises the exception of an update on the same line that failed."""
+        ...
 
 
 class QueuedUpdate:
@@ -119,9 +142,11 @@ class UpdateLine:
     def __init__(self) -> None:
         self._failure: BaseException | None = None
         self.num_failures = 0
-        self._queued: list[QueuedUpdate] = []
+        self._queued: list[PendingUpdate] = []
+        self.landings = Landings()
         _lines.add(self)
         weakref.finalize(self, _let_worker_end).atexit = False
+        weakref.finalize(self, self.landings.land_all).atexit = False
 
     def drops(self, num_failures: int) -> bool:
         """Whether to drop an update that was queued when the line had `num_failures` failures.
@@ -134,9 +159,13 @@ class UpdateLine:
         """Queue `work`, which uses `lanes`, after all queued updates; it runs with the caller's number of torch
         threads."""
         update = QueuedUpdate(work, self, label, lanes)
-        self._queued = [*(other for other in self._queued if not other.is_done), update]
+        self.add(update)
         _worker.put(update)
         return update
+
+    def add(self, update: PendingUpdate) -> None:
+        """Let `wait` wait for `update` too."""
+        self._queued = [*(other for other in self._queued if not other.is_done), update]
 
     def wait(self) -> None:
         """Wait until all updates of this line are done. Raises the exception of a failed update."""
@@ -243,6 +272,7 @@ def _end() -> None:
     _worker.drain()
     for line in _lines:
         try:
+            line.landings.land_all()
             line.check()
         except BaseException:
             log.exception("an update of the last step failed")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.optim import master_adamw
+from elixir_compile.optim import device_masters
 from elixir_compile.platforms import platform_of
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded
@@ -100,7 +100,7 @@ def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_adamw, "_BLOCK", 1 << 12)
+    monkeypatch.setattr(device_masters, "BLOCK", 1 << 12)
     model = elixir.prepare(nn.Linear(256, 256, bias=False).to(DEVICE), param_dtype="bfloat16")
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -109,5 +109,5 @@ def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyP
         torch.accelerator.reset_peak_memory_stats(DEVICE)
         optimizer.step()
         optimizer.zero_grad()
-    # Gradients are 128 KiB; the temporaries of a whole parameter would be 256 KiB each.
-    assert torch.accelerator.max_memory_allocated(DEVICE) - before < 8 * 4 * (1 << 12)
+    # Gradients are 128 KiB; the temporaries of a whole parameter would be 256 KiB each. Blocks have two and a mask.
+    assert torch.accelerator.max_memory_allocated(DEVICE) - before < 2.5 * 4 * (1 << 12) + 4096

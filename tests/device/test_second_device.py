@@ -18,6 +18,11 @@ def test_on_a_second_device_at_length() -> None:
     assert_passed("-m", "slow")
 
 
+@pytest.mark.slow
+def test_the_tests_of_accelerators_on_a_second_device() -> None:
+    assert_passed("tests/gpu/test_accelerator.py", "tests/gpu/test_accelerator_options.py", "-m", "gpu and not cuda")
+
+
 def assert_passed(*arguments: str) -> None:
     done = in_a_process(*arguments)
     said = done.stdout[-8000:] + done.stderr[-2000:]

@@ -8,7 +8,7 @@ from elixir_compile.hardware import cluster_from_json, cluster_to_json
 from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes
 from elixir_compile.problem.machine import library_bytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 
 
 def test_a_measured_device_is_one_that_could_be() -> None:

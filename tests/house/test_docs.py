@@ -1,12 +1,15 @@
 """Every Python block of the README and the docs runs, and every link inside the repository leads somewhere."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+import elixir_compile as elixir
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -52,3 +55,14 @@ def test_the_readme_shows_code() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_page_of_python_names_has_each_public_name_once() -> None:
+    documented = re.findall(r"auto\w+:: elixir_compile\.(\w+)", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"))
+    assert sorted(documented) == sorted(elixir.__all__)
+
+
+def test_the_page_of_benchmarks_is_made_from_the_saved_results() -> None:
+    """`python benchmarks/page.py` writes it."""
+    page = runpy.run_path(str(ROOT / "benchmarks" / "page.py"))["page"]
+    assert page() == (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

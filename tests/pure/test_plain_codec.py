@@ -40,6 +40,7 @@ class Box:
     counts: Mapping[str, int]
     pair: tuple[int, bool]
     lid: Lid | None
+    tags: frozenset[Colour] = frozenset()
 
 
 FORM = Form(what="box", version=3, error=ProfileFileError)
@@ -53,6 +54,7 @@ BOXES = st.builds(
     pair=st.tuples(INTEGERS, st.booleans()),
     lid=st.none()
     | st.builds(Lid, width_s=st.floats(0, 9), names=st.lists(st.text()).map(tuple), colour=st.sampled_from(Colour)),
+    tags=st.frozensets(st.sampled_from(Colour)),
 )
 
 
@@ -91,6 +93,9 @@ def test_the_error_is_the_form_s() -> None:
         ("1.5", "10", "lid", "values that agree"),
         ("true", "true, 3", "pair", "a list of 2"),
         ('"names": []', '"names": [1]', "lid.names[0]", "a text"),
+        ('"tags": []', '"tags": {}', "tags", "a list"),
+        ('"tags": []', '"tags": ["green"]', "tags[0]", "one of red, blue"),
+        ('"tags": []', '"tags": ["red", "red"]', "tags", "a list with each item once"),
     ],
 )
 def test_errors_name_the_field(old: str, new: str, field: str, expected: str) -> None:
@@ -99,6 +104,11 @@ def test_errors_name_the_field(old: str, new: str, field: str, expected: str) ->
     with pytest.raises(ProfileFileError) as caught:
         from_json(FORM, Box, text.replace(old, new))
     assert (caught.value.field, caught.value.expected) == (field, expected)
+
+
+def test_a_frozenset_is_a_sorted_list() -> None:
+    box = Box(id=BoxId("a"), colour=Colour.RED, counts={}, pair=(1, True), lid=None, tags=frozenset(Colour))
+    assert to_json(FORM, box, indent=None).endswith('"tags": ["blue", "red"]}')
 
 
 def test_the_reason_is_the_cause() -> None:

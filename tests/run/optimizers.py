@@ -84,3 +84,56 @@ class CountsInItself(Lion):
     def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         self.count += 1
         param.sub_(param.grad, alpha=group["lr"] / self.count)
+
+
+class Centered(Lion):
+    """Takes the mean out of the gradients of convolutions."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        grad = param.grad - param.grad.mean(dim=(1, 2, 3), keepdim=True) if param.dim() == 4 else param.grad
+        param.sub_(grad, alpha=group["lr"])
+
+
+class FastNumbers(Lion):
+    """Moves numbers faster than tensors."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.sub_(param.grad, alpha=group["lr"] if param.dim() else 10 * group["lr"])
+
+
+class SlowGiants(Lion):
+    """Moves large tensors slower than small ones."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.sub_(param.grad, alpha=group["lr"] if param.numel() < 4096 else group["lr"] / 10)
+
+
+class FastSquares(Lion):
+    """Moves matrices of 13 x 13 faster than other tensors, which no dry step finds out."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[param]["last"] = param.grad.clone()
+        param.sub_(param.grad, alpha=10 * group["lr"] if param.shape == (13, 13) else group["lr"])
+
+
+class LateAverage(Lion):
+    """Begins to average the weights in place at the fourth step, after all dry steps."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        state["count"] = state.get("count", 0) + 1
+        param.sub_(param.grad, alpha=group["lr"])
+        if state["count"] >= 4:
+            if "slow" not in state:
+                state["slow"] = torch.zeros_like(param)
+            state["slow"].lerp_(param, 0.5)
+            param.add_(state["slow"], alpha=-0.01)
+
+
+class StepsByTwo(Lion):
+    """Keeps in `step` a number that is not that of the steps."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        step = self.state[param].setdefault("step", torch.zeros(()))
+        step += 2
+        param.sub_(param.grad, alpha=group["lr"])

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.links import COPY_BYTES, copies_of, measure_copies
+from elixir_compile.measure.machine.update_threads import as_update, update_threads
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
@@ -143,10 +144,11 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
     device_s = median_s(_update(on_device, width, device), device, share_s)
     host = torch.device("cpu")
     update = _update(on_host, width, host)
-    host_s = median_s(update, host, share_s)
+    threads = update_threads(device)
+    host_s = as_update(lambda: median_s(update, host, share_s), threads)
     copies = copies_of(device, COPY_BYTES)
     with beside(copies.h2d), beside(copies.d2h):
-        busy_s = median_s(update, host, share_s)
+        busy_s = as_update(lambda: median_s(update, host, share_s), threads)
     numel = _numel(_layer_shapes(width))
     return {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
 

@@ -27,8 +27,9 @@ import torch
 from torch.optim import Optimizer
 
 from elixir_compile import compat
-from elixir_compile.optim.generic.class_step import ClassStep, Row, StateSchema, attributes_of, dry_step, group_key
+from elixir_compile.optim.generic.class_step import ClassStep, Row, attributes_of
 from elixir_compile.optim.generic.code import Pass, compiled
+from elixir_compile.optim.generic.dry_step import StateSchema, dry_step, group_key
 from elixir_compile.optim.generic.formula import is_same, samples
 from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
 from elixir_compile.optim.host import HostThreads, host_threads_for
@@ -88,6 +89,10 @@ class ClassRule:
         Statistics must. Counters stay on the host unless the class is `fused` or `capturable`.
         """
         return name in self.statistics(group) or bool(group.get("fused") or group.get("capturable"))
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the class wants `step` beside the weight, and only counts with it, as dry steps have found."""
+        return self.moves_with_update("step", group) and self.schema(group, torch.float32).counts_steps
 
     def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """Return the dtype of each statistic of `param` by name; all have the shape of `param`."""

@@ -1,19 +1,17 @@
 """Threads for host passes: few, each making a single large call into C, which runs without the GIL.
 
-    number of threads = cores of this process / ranks on this machine - 1 for the training thread, at least 1
-
-The cores of this process follow its affinity mask and the CPU quota of its container. `OMP_NUM_THREADS` is ignored,
-because torchrun sets it to 1. On a machine with several memory nodes, these threads are bound to the cores beside the
-device. So are the update thread and the OpenMP threads that it starts. The user's threads are never bound.
+`measure.machine.update_threads` has their number. The cores of this process follow its affinity mask and the CPU quota
+of its container. `OMP_NUM_THREADS` is ignored, because torchrun sets it to 1. On a machine with several memory nodes,
+these threads are bound to the cores beside the device. So are the update thread and the OpenMP threads that it starts.
+The user's threads are never bound.
 """
 
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from queue import SimpleQueue
@@ -23,7 +21,8 @@ import torch
 
 from elixir_compile.control_groups import allowed_cores, num_usable_cores
 from elixir_compile.measure.machine import num_local_ranks
-from elixir_compile.platforms import bind_thread, cores_beside
+from elixir_compile.measure.machine.update_threads import at_least_threads, update_threads
+from elixir_compile.platforms import bind_thread
 
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
@@ -112,34 +111,17 @@ def host_threads_for(device: torch.device | None = None) -> HostThreads:
 
     Logs the number of threads.
     """
-    cores = allowed_cores()
-    beside = frozenset() if device is None else cores & cores_beside(device)
-    num_ranks = num_local_ranks()
-    num_cores = num_usable_cores()
-    num_threads = num_host_threads(num_cores, num_ranks, len(beside) or num_cores)
+    num_threads, beside = update_threads(device)
+    num_cores, num_allowed = num_usable_cores(), len(allowed_cores())
     log.info(
         "host updates: %d threads of %d cores%s for %d local ranks%s, whatever OMP_NUM_THREADS says",
         num_threads,
         num_cores,
-        f" (a CPU quota: there are {len(cores)})" if num_cores < len(cores) else "",
-        num_ranks,
+        f" (a CPU quota: there are {num_allowed})" if num_cores < num_allowed else "",
+        num_local_ranks(),
         f", on the {len(beside)} cores beside {device}" if beside else "",
     )
     return HostThreads(num_threads, beside)
-
-
-@contextmanager
-def at_least_threads(num_threads: int) -> Iterator[None]:
-    """Let torch's own kernels use at least `num_threads` threads inside this context."""
-    usual = torch.get_num_threads()
-    if usual >= num_threads:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(usual)
 
 
 def on_host_threads(work: Callable[[], T], threads: HostThreads) -> Callable[[], T]:
@@ -151,8 +133,3 @@ def on_host_threads(work: Callable[[], T], threads: HostThreads) -> Callable[[],
             return work()
 
     return run
-
-
-def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
-    """Return the number of threads of a rank: its share of the cores less 1, at least 1 and at most `most`."""
-    return max(min(num_cores // num_ranks - 1, most), 1)

@@ -15,14 +15,17 @@ number of ranks can be made without a cluster.
 """
 
 import json
+import os
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +66,7 @@ class ControlChannel:
         self.ranks = tuple(ranks)
         self.rank = rank
         self._group = group
+        self._thread = OwnThread()
         self._held: deque[torch.Tensor] = deque(maxlen=_NUM_HELD)
 
     @property
@@ -84,7 +88,7 @@ class ControlChannel:
         data = text.encode(errors="surrogatepass")
         row = _ROW.pack(what.encode()[:_WHAT_BYTES], len(data), data[:_SHORT_BYTES])
         with self.raising_peer_failed(what):
-            rows = [_ROW.unpack(found) for found in apart(lambda: self._gathered(row))]
+            rows = [_ROW.unpack(found) for found in self._thread.run(lambda: self._gathered(row))]
         names = [name.rstrip(bytes(1)).decode(errors="replace") for name, _, _ in rows]
         if len(set(names)) > 1:
             self._require_same(names, self.exchange(doing or f"exchanges {what}", "what each rank does"))
@@ -93,7 +97,7 @@ class ControlChannel:
         texts = [start for _, _, start in rows]
         if long:
             with self.raising_peer_failed(what):
-                texts = apart(lambda: self._completed(texts, data, lengths, long))
+                texts = self._thread.run(lambda: self._completed(texts, data, lengths, long))
         pairs = zip(texts, lengths, strict=True)
         return tuple(found[:length].decode(errors="surrogatepass") for found, length in pairs)
 
@@ -178,25 +182,54 @@ class ControlChannel:
             raise PeerFailed(others, what, _reason(error), time.monotonic() - began_s) from error
 
 
-def apart(work: Callable[[], _Made]) -> _Made:
-    """Run `work`, a collective of gloo, in a thread of its own, and return its result.
+class OwnThread:
+    """A thread for collectives of gloo, started by the first one and kept for all later ones.
 
     Gloo stores the thread-local state of the thread that starts a collective, and a thread of gloo frees this state
     under a lock. While torch captures a graph or runs it for the first time, the state holds Python objects, so gloo's
     thread waits for the interpreter; the next collective has the interpreter and waits for the lock. One of four runs
     hung.
+
+    The thread ends with this object. A forked child starts a thread of its own.
     """
-    done: Future[_Made] = Future()
 
-    def run() -> None:
-        try:
-            with torch.no_grad():
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
+        self._process = 0
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], _Made]) -> _Made:
+        """Run `work` on the thread, after the work of earlier calls, and return its result.
+
+        Called on the thread itself, by a finalizer or by other work, run `work` at once.
+        """
+        if self._thread is threading.current_thread():
+            return work()
+        done: Future[_Made] = Future()
+        self._started().put((work, done))
+        return done.result()
+
+    def _started(self) -> "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]":
+        with self._lock:
+            if self._jobs is None or self._process != os.getpid():
+                self._jobs, self._process = SimpleQueue(), os.getpid()
+                self._thread = threading.Thread(target=_run_all, args=(self._jobs,), name="elixir control", daemon=True)
+                self._thread.start()
+                # Not at exit: other functions that run then may still exchange.
+                weakref.finalize(self, self._jobs.put, None).atexit = False
+            return self._jobs
+
+
+def _run_all(jobs: "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]") -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            work, done = job
+            try:
                 done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="elixir control", daemon=True).start()
-    return done.result()
+            except BaseException as error:  # `run` raises it
+                done.set_exception(error)
+            del job, work, done  # an idle thread holds no tensors
 
 
 def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> ControlChannel:

@@ -26,7 +26,7 @@ from elixir_compile.ir.kinds import Lane
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.control import ControlChannel, apart, new_control_channel
+from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
 from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
@@ -78,6 +78,12 @@ class Collective:
             last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
             self._ranks.unfinished.add(last, self.what, self._reduces_in)
 
+    def hold_stream(self) -> None:
+        """Make work issued from now on on the current stream wait for it, which `wait` must still do for compute."""
+        work = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
+        if isinstance(work, distributed.Work):
+            work.wait()
+
 
 class _MeanOfCopies:
     """An all-reduce of `own` over the ranks of `group`, after the reduce-scatter `reduced` has filled `own`.
@@ -91,8 +97,10 @@ class _MeanOfCopies:
         own: torch.Tensor,
         group: "distributed.ProcessGroup",
         lane: CopyLane,
+        thread: OwnThread,
     ) -> None:
-        self._reduced, self._own, self._group = reduced, own, group
+        """`thread` does the all-reduce if the lane is not asynchronous."""
+        self._reduced, self._own, self._group, self._thread = reduced, own, group, thread
         self.mean: distributed.Work | None = None
         if lane.is_asynchronous:
             with lane.beside_compute():
@@ -105,7 +113,7 @@ class _MeanOfCopies:
             self.mean.wait()
             return
         self._reduced.wait()
-        apart(lambda: distributed.all_reduce(self._own, distributed.ReduceOp.AVG, self._group))
+        self._thread.run(lambda: distributed.all_reduce(self._own, distributed.ReduceOp.AVG, self._group))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -120,13 +128,14 @@ class Ranks:
         self.mesh = mesh
         self.num_shards = mesh.size(-1)
         self.num_ranks = mesh.size()
-        self.num_copies = self.num_ranks // self.num_shards
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._copy_group = mesh.get_group(0) if mesh.ndim > 1 else None
         self._all_gather, self._reduce_scatter = compat.flat_collectives()
         self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
         self.control = new_control_channel(mesh.mesh.flatten().tolist())
         """The control channel for training."""
+        self._thread = OwnThread()
+        """The thread for reduces of gloo; not that of the control channel, beside whose exchanges they may run."""
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
         self._is_weighed = False
@@ -136,6 +145,11 @@ class Ranks:
         """The reduces for which only a stream waits."""
         self.under_way: dict[Collective, None] = {}
         """The collectives that were started and not waited for, in order."""
+
+    @property
+    def num_copies(self) -> int:
+        """The number of copies of each shard."""
+        return self.num_ranks // self.num_shards
 
     @cached_property
     def checkpoint_control(self) -> ControlChannel:
@@ -245,7 +259,7 @@ class Ranks:
         assert self._copy_group is not None, "a mesh with one axis has no copies of shards"
         self.under_way.pop(reduced, None)
         with self.control.raising_peer_failed(reduced.what):
-            work = _MeanOfCopies(reduced.work, own, self._copy_group, lane)
+            work = _MeanOfCopies(reduced.work, own, self._copy_group, lane, self._thread)
         averaged = Collective(work, reduced.what, self, self._copy_group)
         if lane.is_asynchronous:
             self.unfinished.add(reduced.work, reduced.what, self._shard_group)
@@ -277,7 +291,7 @@ class Ranks:
             distributed.all_reduce(tensor, op=distributed.ReduceOp.AVG, group=group)
 
         with self.control.raising_peer_failed("gradients"):
-            reduce() if tensor.device.type != "cpu" else apart(reduce)
+            reduce() if tensor.device.type != "cpu" else self._thread.run(reduce)
 
     def mean_sums(
         self,

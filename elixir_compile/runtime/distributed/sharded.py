@@ -186,8 +186,14 @@ class ShardGather(Transfer):
             with h2d.behind_compute(), ledger.span(Lane.H2D, label):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
-        with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
-            work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
+        rows, name = self._rows, bucket.spec.id
+        with h2d.behind_compute():
+            work = ledger.started(
+                Lane.GATHER,
+                f"all-gather {name}",
+                rows.nbytes,
+                lambda: bucket.ranks.all_gather(rows, own, f"parameters of {name}"),
+            )
             self._work = lanes.collective(work, (own,), (self._rows,))
         super().__init__(label, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
@@ -225,11 +231,17 @@ class ShardReduce(Transfer):
         rows = bucket.to_rows(positions, grads)
         grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
-            work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
-        if bucket.ranks.num_copies > 1:
-            with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
-                work = bucket.ranks.average_copies(self._own, work, lanes.collectives)
+        ranks, name, own = bucket.ranks, bucket.spec.id, self._own
+        reduced = work = ledger.started(
+            Lane.REDUCE, f"reduce {name}", rows.nbytes, lambda: ranks.reduce_scatter(own, rows, f"gradients of {name}")
+        )
+        if ranks.num_copies > 1:
+            work = ledger.started(
+                Lane.REDUCE,
+                f"average {name}",
+                own.nbytes,
+                lambda: ranks.average_copies(own, reduced, lanes.collectives),
+            )
         self._work = lanes.collective(work, (rows,), (self._own,))
         super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
 

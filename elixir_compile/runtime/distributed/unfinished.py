@@ -48,24 +48,28 @@ class UnfinishedCollectives:
                 with self._control.raising_peer_failed(what):
                     work.wait()  # of a finished collective: returns at once, or raises the error
 
-    def wait_for(self, event: Event | None) -> None:
+    def wait_for(self, event: Event | None, behind: str | None = None) -> None:
         """Block the calling thread until `event` is past; it does not wait for collectives that `event` is not after.
+
+        `behind` says on which tensors collectives work that are not noted and that `event` may be after, as gathers in
+        a forward; None if there are none.
 
         Raises PeerFailed if a collective fails meanwhile, or is not finished within the timeout.
         """
         began_s = time.monotonic()
         while event is not None and not event.query():
             self.raise_if_failed()
-            self._raise_if_late(time.monotonic() - began_s)
+            self._raise_if_late(time.monotonic() - began_s, behind)
             time.sleep(_POLL_S)
         self.raise_if_failed()
 
-    def _raise_if_late(self, waited_s: float) -> None:
+    def _raise_if_late(self, waited_s: float, behind: str | None) -> None:
         timeout = compat.default_timeout() if self._timeout is None else self._timeout
-        for _, what in self._newest.values():
-            if waited_s > timeout.total_seconds():
-                with self._control.raising_peer_failed(what):
-                    raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
+        if waited_s <= timeout.total_seconds():
+            return
+        for what in [*(what for _, what in self._newest.values()), *([] if behind is None else [behind])]:
+            with self._control.raising_peer_failed(what):
+                raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
 
     def clear(self) -> None:
         """Forget all collectives, and let go of their outputs."""

@@ -76,10 +76,14 @@ class Checker:
     def touch(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Note accesses by the thread to host memory, and by the present lane to device memory. Raises Race."""
         with self._lock:
-            self.current.learn(self.thread.clock)
             for verb, tensors in (("reads", reads), ("writes", writes)):
                 for tensor in tensors:
-                    self._access(self.thread if self._is_on_host(tensor) else self.current, verb, tensor)
+                    actor = self.thread
+                    if not self._is_on_host(tensor):
+                        # Only then, because a thread that works on the host gives the lane nothing to wait for.
+                        actor = self.current
+                        actor.learn(self.thread.clock)
+                    self._access(actor, verb, tensor)
             self._raise_found()
 
     def learn(self, actor: Actor, clock: Clock) -> None:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search.joint.settings import Setting
+from elixir_compile.search.problem import Problem
 
 
 class Stage(IntEnum):
@@ -38,6 +39,8 @@ class Trial:
     stage: Stage = Stage.MORE_ROWS
     """The last fact found out."""
     plan: Plan | None = None
+    problem: Problem | None = None
+    """What `plan` answers."""
     step_s: float = math.inf
     """Seconds of the optimizer step under `plan`: of all its forwards, backwards and its update."""
     limits: tuple[str, ...] = ()

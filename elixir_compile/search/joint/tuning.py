@@ -249,7 +249,7 @@ class _Search:
         if num_more:
             again = again_record(problem, plan)
             more_bound_s = max(again_bound_s(problem, deadline_in(10.0)), self.compute_s[setting.rows])
-        trial.plan, trial.stage = plan, Stage.SEARCHED
+        trial.plan, trial.problem, trial.stage = plan, problem, Stage.SEARCHED
         trial.limits = limits_of(problem, plan, again, num_more)
         trial.step_s = plan.prediction.step_s + num_more * (0.0 if again is None else again.step_s)
         if plan.bound_s is not None:

@@ -1,5 +1,6 @@
 """Files that nobody wrote by hand: whatever is read ends in a value or in an error that names the field, and soon."""
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -99,7 +100,7 @@ def mutated(draw: st.DataObject, text: str) -> str:
                 continue
             change = draw.draw(st.sampled_from(["replace", "replace", "replace", "remove", "swap", "rename"]))
             if change == "replace":
-                inner[key] = draw.draw(EVIL)
+                inner[key] = copy.deepcopy(draw.draw(EVIL))  # a later change may be inside of it
             elif change == "swap":
                 inner[key] = inner[draw.draw(st.sampled_from(keys))]
             elif change == "rename" and isinstance(inner, dict):

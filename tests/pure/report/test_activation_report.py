@@ -9,15 +9,15 @@ from hypothesis import given
 from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.ir import Decision, GroupId, Kind, Plan, RegionId, Saving, StepGraph, Verb
 from elixir_compile.report.activations import (
-    Again,
     SavingAnswer,
     layer_of_group,
     moving_at,
-    recomputed,
     saving_answers,
     savings_text,
 )
 from elixir_compile.report.explain import answer, explain
+from elixir_compile.report.held import Survey
+from elixir_compile.report.recomputed import Again, recomputed
 from tests.pure.mixes import group
 from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
 from tests.pure.steps import LAYERS
@@ -85,14 +85,15 @@ def test_every_repeated_op_is_counted_once_in_its_region(planned: tuple[StepGrap
 @given(mixed_plans())
 def test_every_copy_of_a_group_is_listed_once(planned: tuple[StepGraph, Plan]) -> None:
     _, made = planned
+    survey = Survey(made)
     for one in made.activations:
         layers = answer(made, one.id).layers
         moves = next(g.moves for layer in layers for g in layer.groups if g.group == one)
         expected = [Verb.OFFLOAD, Verb.PREFETCH] if one.saving is Saving.OFFLOAD else []
         assert [move.verb for move in moves] == expected
         for move in moves:
-            assert move.region == "" or one in moving_at(made, RegionId(move.region), move.verb)
-    num_moving = sum(len(moving_at(made, region.id, Verb.OFFLOAD)) for region in made.regions)
+            assert move.region == "" or one in moving_at(survey, RegionId(move.region), move.verb)
+    num_moving = sum(len(moving_at(survey, region.id, Verb.OFFLOAD)) for region in made.regions)
     assert num_moving == sum(one.saving is Saving.OFFLOAD for one in made.activations)
 
 

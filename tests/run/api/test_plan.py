@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.analysis import verify
 from elixir_compile.api.preview.capture import capture_step
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import preset
 from elixir_compile.ir import Kind, Tier, fingerprint
+from elixir_compile.managed.saved import load_question
 from elixir_compile.options import Options
 from tests.run.models import Stack, Tied, hf_batches, seeded, small_gpt2, tokens, vectors
 from tests.run.training import by_elixir, by_elixir_unprepared
@@ -22,19 +24,23 @@ from tests.run.training import by_elixir, by_elixir_unprepared
 PLANNER = {"planner": "greedy", "inner": "aot_eager", "plan_cache": False}
 
 
-def tight_plan(model: nn.Module, inputs: Any, **options: object) -> elixir.Plan:
-    """Return a plan that has to move most of `model` off the device."""
+def tight_plan(model: nn.Module, inputs: Any, save: Path | None = None, **options: object) -> elixir.Plan:
+    """Return a plan that has to move most of `model` off the device, written to the file `save` if there is one."""
     with pytest.raises(elixir.NoFeasiblePlan) as raised:
         elixir.plan(model, inputs, options={**PLANNER, **options, "device_memory": 1, "micro_batches": 1})
     budget = int(1.05 * raised.value.needed_bytes)
-    return elixir.plan(model, inputs, options={**PLANNER, **options, "device_memory": budget})
+    return elixir.plan(model, inputs, options={**PLANNER, **options, "device_memory": budget}, save=save)
 
 
 @pytest.mark.parametrize("run", [by_elixir, by_elixir_unprepared])
 def test_plan_equals_the_plan_of_training_for_an_mlp(tmp_path: Path, run: Callable[..., Any]) -> None:
     model, (batch, *_) = seeded(Stack), vectors()
-    made = tight_plan(model, (batch,))
-    elixir.save_plan(made, tmp_path / "plan.json")
+    made = tight_plan(model, (batch,), save=tmp_path / "plan.json")
+    assert elixir.load_plan(tmp_path / "plan.json") == made
+    asked = load_question(tmp_path / "plan.json", made)
+    assert asked is not None
+    assert asked.planner == PLANNER["planner"]
+    verify(asked.problem.graph, made)
     trained = run(model, plan=tmp_path / "plan.json").train([batch, batch])
     (record,) = elixir.compilations(trained.compiled)
     assert record.plan.graph == made.graph

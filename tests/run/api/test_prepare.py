@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier
+from elixir_compile.managed.saved import load_answered, load_question
 from tests.run.models import WIDTH, Stack, Tied, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import (
     assert_offloads,
@@ -283,11 +285,21 @@ def test_parameters_moved_by_the_user_return_to_their_home() -> None:
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     model, batches = seeded(Stack), vectors()
     first = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
-    plan = elixir.compilations(first.model)[0].plan
-    elixir.save_plan(plan, tmp_path / "plan.json")
+    compilation = elixir.compilations(first.model)[0]
+    plan = compilation.plan
+    elixir.save_plan(compilation, tmp_path / "plan.json")
     assert elixir.load_plan(tmp_path / "plan.json") == plan
+    asked = load_question(tmp_path / "plan.json", plan)
+    assert asked == compilation.question
+    assert asked is not None
+    verify(asked.problem.graph, plan)
+    assert plan_timeline(asked.problem.graph, plan) == compilation.timeline
     got = by_elixir(model, plan=str(tmp_path / "plan.json")).train(batches)
-    assert elixir.compilations(got.model)[0].plan == plan
+    again = elixir.compilations(got.model)[0]
+    assert again.plan == plan
+    assert again.active.problem.budget_bytes > plan.budget_bytes  # nobody named a budget here
+    elixir.save_plan(again, tmp_path / "again.json")
+    assert load_answered(tmp_path / "again.json") == (plan, again.question)
     assert any(placement.param is Tier.HOST for placement in plan.placements)
     assert on_host(got) == on_host(first)
     assert_same(first, got)

@@ -212,7 +212,8 @@ def test_a_mistake_is_one_line_without_a_traceback(words: tuple[str, ...], sente
 def test_a_plan_verifies_for_its_model_and_for_no_other(net: str, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     assert cli("plan", net, *FAST, "-o", saved).exit_code == 0
-    assert cli("verify", saved).exit_code == 0
+    assert "file, question and graph hold" in cli("verify", saved).stdout
+    assert "at the peak" in cli("explain", saved, "b0").stdout
     same = ("--dtype", "float32", "--hardware", "a100-40g")
     assert "file and graph hold" in cli("verify", saved, "--model", net, *same).stdout
     other = cli("verify", saved, "--model", net, "--dtype", "float64")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ from typer.testing import CliRunner, Result
 import elixir_compile as elixir
 from elixir_compile.cli.main import app
 from elixir_compile.ir import Origin, Record, record_to_json
+from elixir_compile.managed.saved import question_path
+from elixir_compile.options import Options
 from elixir_compile.search import plan
+from elixir_compile.search.question import question_of
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of, problem_of
 
-PLAN = plan(tight_problem(), "greedy")
+PROBLEM = tight_problem()
+PLAN = plan(PROBLEM, "greedy")
 WIDE = plan(problem_of(chain_of(6)), "greedy")
 
 
@@ -29,6 +34,9 @@ def files(tmp_path: Path) -> Path:
     text = (tmp_path / "plan.json").read_text()
     (tmp_path / "half.json").write_text(text[: len(text) // 2])
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    elixir.save_plan(PLAN, tmp_path / "torn.json", question_of(PROBLEM, Options()))
+    beside = question_path(tmp_path / "torn.json")
+    beside.write_bytes(beside.read_bytes()[:100])
     return tmp_path
 
 
@@ -57,6 +65,37 @@ def test_explain_prints_the_text_of_the_function(files: Path) -> None:
     assert found["buckets"][0]["bucket"]["id"] == "b2"
 
 
+def test_with_its_question_a_plan_is_explained_and_verified_as_with_its_graph(files: Path) -> None:
+    elixir.save_plan(PLAN, files / "asked.json", question_of(PROBLEM, Options()))
+    for subject in ("b2", PLAN.regions[-1].id, "p2"):
+        said = elixir.explain(PLAN, subject, PROBLEM.graph)
+        assert said != elixir.explain(PLAN, subject)
+        assert run("explain", files / "asked.json", subject).stdout == said + "\n"
+    verified = run("verify", files / "asked.json")
+    assert (verified.exit_code, "file, question and graph hold" in verified.stdout) == (0, True)
+    assert json.loads(run("verify", files / "asked.json", "--json").stdout)["checked"] == "file, question and graph"
+    assert "Add --model" in run("verify", files / "plan.json").stdout
+
+
+def test_a_plan_beside_the_question_of_another_plan_is_refused(files: Path) -> None:
+    elixir.save_plan(PLAN, files / "asked.json", question_of(replace(PROBLEM, graph=chain_of(2)), Options()))
+    for command in ("explain", "verify"):
+        done = run(command, files / "asked.json")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert f"expected the question about graph {PLAN.graph}, which asked.json answers" in done.stderr
+        assert "got 'graph " in done.stderr
+
+
+def test_an_illegal_plan_does_not_verify_for_its_question(files: Path) -> None:
+    schedule = replace(PLAN.schedules[0], actions=PLAN.schedules[0].actions[:-1])
+    elixir.save_plan(replace(PLAN, schedules=(schedule,)), files / "short.json", question_of(PROBLEM, Options()))
+    for command in ("verify", "explain"):
+        done = run(command, files / "short.json")
+        assert (done.exit_code, "<-- here" in done.stderr) == (1, True)
+    question_path(files / "short.json").unlink()
+    assert run("verify", files / "short.json").exit_code == 0
+
+
 def test_diff_takes_plans_and_records(files: Path) -> None:
     assert run("diff", files / "plan.json", files / "wide.json").stdout == elixir.diff(PLAN, WIDE) + "\n"
     assert run("diff", files / "plan.json", files / "plan.json").stdout == "the plans are equal\n"
@@ -73,6 +112,8 @@ def test_diff_takes_plans_and_records(files: Path) -> None:
         (["explain", "binary.json"], "a text file"),
         (["explain", "nowhere.json"], "a file that can be read"),
         (["explain", "record.json"], "expected 'plan'"),
+        (["explain", "torn.json"], "question file"),
+        (["verify", "torn.json"], "question file"),
         (["diff", "plan.json", "half.json"], "plan file"),
         (["diff", "record.json", "plan.json"], "expected 'plan'"),
         (["diff", "plan.json", "binary.json"], "a text file"),

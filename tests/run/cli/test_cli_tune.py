@@ -10,11 +10,13 @@ from click.testing import Result
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
+from elixir_compile.analysis import verify
 from elixir_compile.api.tune import States
 from elixir_compile.cli.main import app
 from elixir_compile.cli.plan import Request
 from elixir_compile.cli.tune import TuneRequest, command_of, loop_of
 from elixir_compile.ir import plan_from_json
+from elixir_compile.managed.saved import load_question
 from elixir_compile.options import Options
 from elixir_compile.search.joint.settings import Setting
 from tests.run.cli.test_cli_plan import MODEL, cli
@@ -51,6 +53,10 @@ def test_the_best_row_is_the_plan_that_its_command_makes(gpt2: Path, tmp_path: P
     )
     made = plan_from_json(saved.read_text(encoding="utf-8"))
     assert plan_from_json(json.dumps(found["plan"])) == made
+    asked = load_question(saved, made)
+    assert asked is not None
+    assert asked.problem.micro_batches == best["micro_batches"]
+    verify(asked.problem.graph, made)
     command = shlex.split(found["command"])
     assert command[:3] == ["elixir-compile", "plan", str(gpt2)]
     alone = CliRunner().invoke(app, [*command[1:], "--json"])

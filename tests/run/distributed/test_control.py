@@ -1,6 +1,7 @@
 """The control channel: texts of every length reach all ranks, and a rank that does not answer is an error in time."""
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elixir_compile import compat
-from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
+from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from tests.run.processes import spawn
 
@@ -44,6 +45,7 @@ def swaps(rank: int, world_size: int) -> list[list[str]]:
         return example + 1
 
     make_fx(traced, tracing_mode="fake")(torch.ones(1))
+    assert [thread.name for thread in threading.enumerate()].count("elixir control") == 1
     assert found[:-1] == [[text_of(place, length) for place, length in enumerate(lengths)] for lengths in given]
     return found[-1:]
 
@@ -52,6 +54,44 @@ def swaps(rank: int, world_size: int) -> list[list[str]]:
 def test_texts_of_every_length_arrive_in_the_order_of_ranks(tmp_path: Path, world_size: int) -> None:
     found = spawn(swaps, world_size, folder=tmp_path)
     assert found == [[[f"rank {rank} été " * 9 for rank in range(world_size)]]] * world_size
+
+
+def test_collectives_of_gloo_share_a_thread_that_ends_with_its_owner() -> None:
+    own = OwnThread()
+    first, second = (own.run(threading.current_thread) for _ in range(2))
+    assert first is second is not threading.current_thread()
+    assert not own.run(torch.is_grad_enabled)
+    del own
+    first.join(timeout=10)
+    assert not first.is_alive()
+
+
+def test_an_exception_of_a_collective_does_not_end_its_thread() -> None:
+    def fall_over() -> None:
+        raise ArithmeticError("the work fell over")
+
+    own = OwnThread()
+    first = own.run(threading.current_thread)
+    with pytest.raises(ArithmeticError, match="fell over"):
+        own.run(fall_over)
+    assert own.run(threading.current_thread) is first
+
+
+def test_work_on_the_own_thread_may_do_more_of_it() -> None:
+    own, found = OwnThread(), list[int]()
+    work = threading.Thread(target=lambda: found.append(own.run(lambda: own.run(lambda: 7))), daemon=True)
+    work.start()
+    work.join(timeout=10)
+    assert found == [7]
+
+
+def test_a_fork_starts_a_thread_of_its_own() -> None:
+    own = OwnThread()
+    own.run(int)
+    child = os.fork()
+    if child == 0:
+        os._exit(own.run(lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def out_of_step(rank: int, world_size: int) -> list[Any]:

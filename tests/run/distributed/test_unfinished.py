@@ -14,7 +14,8 @@ from torch import distributed
 from elixir_compile.runtime.distributed.control import ControlChannel, PeerFailed
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks
 from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
-from elixir_compile.runtime.lanes import Event
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.lanes import Event, Lanes
 
 SHARDS, COPIES = (cast("distributed.ProcessGroup", object()) for _ in range(2))
 
@@ -67,6 +68,24 @@ def test_the_host_waits_for_copies_alone(event: Event | None) -> None:
     assert event is None or event.query()
     assert time.monotonic() - began_s < 10
     assert later.looks > 10**9 - 10
+
+
+def test_a_forward_behind_a_gather_that_never_ends_is_an_error_after_the_timeout() -> None:
+    """Gathers are not noted, because that would keep their memory."""
+    found, never = unfinished(timeout_s=0.05), After(looks=10**9)
+    with pytest.raises(PeerFailed, match=r"parameters of a forward.*not finished after 0 s"):
+        found.wait_for(never, "parameters of a forward")
+    found.wait_for(After(looks=3), "parameters of a forward")
+
+
+def test_the_end_of_a_forward_looks_at_the_collectives_while_it_waits_for_copies() -> None:
+    executor = Executor(torch.device("cpu"), "model")
+    found, stuck = unfinished(), StreamWork(5, distributed.DistBackendError("remote process exited"))
+    found.add(stuck, "gradients of b1", SHARDS)
+    executor.ranks = cast("Ranks", SimpleNamespace(unfinished=found))
+    executor.lanes = cast("Lanes", SimpleNamespace(h2d=SimpleNamespace(mark=lambda: After(looks=10**9))))
+    with pytest.raises(PeerFailed, match="gradients of b1"):
+        executor.end()
 
 
 def test_an_error_of_the_process_group_names_what_did_not_arrive() -> None:

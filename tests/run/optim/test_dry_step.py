@@ -58,13 +58,16 @@ def test_hyperparameters_that_change_the_statistics() -> None:
     ("cls", "because"),
     [
         (torch.optim.LBFGS, "closure"),
-        (torch.optim.Adafactor, "halves"),
+        (torch.optim.Adafactor, "parts"),
         (torch.optim.Muon, "2D"),
         (users.Scaled, "other weights"),
         (users.RowScaled, "other weights"),
         (users.Clipped, "other weights"),
         (users.Noisy, "other weights"),
         (users.Factored, r"keeps rows of shape \(16,\)"),
+        (users.Centered, r"shape \(4, 4, 4, 2\) get other weights"),
+        (users.FastNumbers, r"shape \(\) get other weights"),
+        (users.SlowGiants, r"shape \(127, 256\) get other weights"),
         (users.CountsInGroup, "a step changes count"),
         (users.CountsInItself, "a step changes count"),
     ],
@@ -74,6 +77,28 @@ def test_classes_that_are_not_elementwise_warn_once_with_reason(cls: type[torch.
     with pytest.warns(elixir.ElixirWarning, match=f"Hybrid{cls.__name__} is not element-wise: .*{because}"):
         assert not optimizer.places_state
     assert not optimizer.places_state
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "counts"),
+    [
+        (torch.optim.Adam, {"fused": True}, True),
+        (torch.optim.Adam, {}, False),  # its counter stays on the host
+        (torch.optim.SGD, {"fused": True}, False),
+        (users.Lion, {}, False),
+    ],
+)
+def test_classes_whose_steps_the_host_counts(
+    cls: type[torch.optim.Optimizer], options: dict[str, Any], counts: bool
+) -> None:
+    optimizer = made(cls, **options)
+    assert optimizer._updater.rule.counts_steps(optimizer.param_groups[0]) is counts
+
+
+def test_an_entry_called_step_need_not_be_a_counter() -> None:
+    optimizer = made(users.StepsByTwo)
+    optimizer.param_groups[0]["fused"] = True  # so that all of its state is beside the weight
+    assert not optimizer._updater.rule.counts_steps(optimizer.param_groups[0])
 
 
 def test_dry_steps_leave_the_random_state_unchanged() -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_compile as elixir
 from elixir_compile import HybridAdamW
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
-from elixir_compile.optim import master_adamw
+from elixir_compile.optim import device_masters, master_adamw
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run import training
@@ -413,7 +414,7 @@ def test_torchs_own_clipping_still_works() -> None:
 
 def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks, the last one short, for each master, with every option."""
-    monkeypatch.setattr(master_adamw, "_BLOCK", 64)
+    monkeypatch.setattr(device_masters, "BLOCK", 64)
     rule = master_adamw.MixedAdamWRule()
     for dtype in (BF16, FP16):
         torch.manual_seed(2)
@@ -433,7 +434,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
             rule.update([made[0][0]], [grad], [made[0][1]], group)
-            rule._on_device(made[1][0], grad.t().contiguous().t(), made[1][1], group)
+            rule._on_device([(made[1][0], grad.t().contiguous().t(), made[1][1])], group)
         (weight, state), (other, found) = made
         assert float(found["step"]) == float(state["step"]) == 10
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
@@ -444,6 +445,50 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
         ]
         torch.testing.assert_close(*masters, rtol=0, atol=1e-7)
         torch.testing.assert_close(other, weight, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype: torch.dtype) -> None:
+    rule = master_adamw.MixedAdamWRule()
+
+    def made() -> list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+        generator = torch.Generator().manual_seed(5)
+        found = []
+        for numel in (1, 7, 64, 129, 0):
+            master = torch.randn(numel, generator=generator)
+            weight, grad = torch.empty(numel, dtype=dtype), torch.randn(numel, generator=generator).to(dtype)
+            state = {"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel), "step": torch.ones(())}
+            if dtype == BF16:
+                state["master_low"] = torch.empty(numel, dtype=torch.int16)
+                flat_step.split(master, weight, state["master_low"])
+            else:
+                weight.copy_(master)
+                state["master"] = master
+            found.append((weight, grad, state))
+        return found
+
+    group = {**ADAM, "amsgrad": False, "maximize": False, master_adamw.GRAD_SCALE: 0.5}
+    alone, together = made(), made()
+    with CountedOps() as counted:
+        for each in alone:
+            rule._on_device([each], group)
+    num_alone, counted.num_ops = counted.num_ops, 0
+    with counted:
+        rule._on_device(together, group)
+    assert counted.num_ops < 0.8 * num_alone
+    for (weight, _, state), (other, _, found) in zip(alone, together, strict=True):
+        assert torch.equal(weight, other)
+        assert all(torch.equal(value, found[name]) for name, value in state.items())
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts ops that compute something."""
+
+    num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += not func.is_view
+        return func(*args, **(kwargs or {}))
 
 
 def test_optimizers_without_masters_raise_master_ignored() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
+from elixir_compile.measure.machine import update_threads
 from elixir_compile.optim import rule
 from elixir_compile.optim.host import threads
 from tests.run.training import Run, assert_same_tensors, loss_of
@@ -192,7 +193,8 @@ def test_host_updates_use_host_threads_and_log_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threads, "allowed_cores", lambda: frozenset(range(8)))
-    monkeypatch.setattr(threads, "num_usable_cores", lambda: 8)
+    for module in (threads, update_threads):
+        monkeypatch.setattr(module, "num_usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     threads.host_threads_for.cache_clear()
     usual = torch.get_num_threads()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elixir_compile.ir import Update
-from elixir_compile.optim import master_adamw
+from elixir_compile.optim import device_masters, master_adamw
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, mixed_run, state_of
 from tests.run.training import assert_same_tensors, loss_of
 from tests.run.updating import buckets_of, ladder, rows
@@ -68,12 +68,11 @@ def test_streamed_masters_match_masters_on_the_device(dtype: torch.dtype, monkey
         rule: master_adamw.MixedAdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]
     ) -> None:
         nonlocal num_updates
-        for update in updates:
-            rule._on_device(*update, group)
-            num_updates += 1
+        rule._on_device(updates, group)
+        num_updates += len(updates)
 
     on_host = trained(dtype)
-    monkeypatch.setattr(master_adamw, "_BLOCK", 64)
+    monkeypatch.setattr(device_masters, "BLOCK", 64)
     monkeypatch.setattr(master_adamw.MixedAdamWRule, "_on_host", as_on_device)
     expected = trained(dtype)
     assert num_updates == 5 * 7

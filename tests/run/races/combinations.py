@@ -65,7 +65,8 @@ class Combination:
 
 
 MODES = (
-    (Update.AFTER_BACKWARD, 0.0), (Update.IN_BACKWARD, 0.0), (Update.ACROSS_STEPS, 0.0), (Update.ACROSS_STEPS, 0.5),
+    (Update.AFTER_BACKWARD, 0.0), (Update.IN_BACKWARD, 0.0), (Update.IN_BACKWARD, 0.5), (Update.ACROSS_STEPS, 0.0),
+    (Update.ACROSS_STEPS, 0.5),
 )  # fmt: skip
 SHORT = (
     Combination(update=Update.ACROSS_STEPS, activations="offload"),

@@ -159,7 +159,8 @@ class Bytes:
         self._held: object = None
 
     def hold(self) -> None:
-        self._held = self._storage()
+        """Keep device memory, as an allocator does; host memory is unmapped at once, whoever copies to it."""
+        self._held = self._storage() if self._slab is None else None
 
     def require(self, role: str) -> int:
         is_alive = self._storage() is not None if self._slab is None else slab_at(self.address) == self._slab

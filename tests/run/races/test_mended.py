@@ -1,6 +1,8 @@
 """Waits and places of work that a close reading found missing."""
 
+import gc
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -10,13 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
-from elixir_compile.optim.rule import on_host
+from elixir_compile.optim.rule import AdamWRule, GroupSlice, on_host
+from elixir_compile.optim.streaming import Stream, Streamed
+from elixir_compile.runtime import executor, updates
 from elixir_compile.runtime.awaited import QueuedUpdates
+from elixir_compile.runtime.landing import LandingUpdate
 from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.published import GradNormCache
 from elixir_compile.runtime.updates import UpdateLine
-from tests.run.updating import hybrid_run, ladder, rows
+from tests.run.races.simulated import Simulated
+from tests.run.updating import eager_run, hybrid_run, ladder, rows
 
 
 class Past:
@@ -98,3 +105,64 @@ def test_a_thread_that_finds_no_queued_update_makes_its_compute_wait_for_the_las
     queued.add(line.queue(Past, "update b1", lanes), ())
     queued.wait()
     assert len(set(lanes.waited)) == 2, "the compute of both threads waits"
+
+
+class Interrupted(Counting):
+    """Lanes whose wait on the host is interrupted by a signal handler that waits for the same updates."""
+
+    def __init__(self, line: UpdateLine) -> None:
+        super().__init__()
+        self._line = line
+        self.depth = 0
+
+    def host_waits(self, event: Any) -> None:
+        self.depth += 1
+        if self.depth == 1:
+            self._line.wait()
+
+
+def test_a_signal_handler_may_wait_for_the_update_that_it_interrupts() -> None:
+    line, finished = UpdateLine(), list[int]()
+    lanes = Interrupted(line)
+    line.add(LandingUpdate(Past(), lambda: finished.append(1), line, "update b0", lanes))
+    waiting = threading.Thread(target=line.wait, daemon=True)
+    waiting.start()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    assert (lanes.depth, finished) == (2, [1])
+
+
+def test_copies_to_the_host_outlive_model_and_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = ladder(), rows(2)
+    expected = eager_run(model).train(batches)
+    monkeypatch.setattr(executor, "lanes_for", lambda device: Simulated(device, "late"))
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        run.train(batches)
+        kept, gone = [*run.model.parameters()], weakref.ref(run.optimizer)
+        lanes: Any = executor_of(run.model).lanes
+        del run
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    assert lanes.d2h.queue.num_done < lanes.d2h.queue.num_issued, "copies to weights and state are under way"
+    for want, got in zip(expected.model.parameters(), kept, strict=True):
+        assert torch.equal(want, got)
+    del got, kept
+    gc.collect()
+    assert not any(line.landings.memory for line in updates._lines)
+
+
+def test_a_gradient_in_another_order_is_read_on_the_host_after_it_arrived() -> None:
+    class Arriving(Counting):
+        def host_waits(self, event: Any) -> None:
+            if event is not None:
+                grad.fill_(1.0)
+
+    lanes, weight, grad = Arriving(), torch.zeros(3, 2), torch.zeros(2, 3)
+    state = {"exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2), "step": torch.zeros(())}
+    param = torch.nn.Parameter(weight)
+    group = torch.optim.AdamW([param], lr=0.5, weight_decay=0.0).param_groups[0]
+    part = GroupSlice(params=(param,), weights=(weight,), grads=(grad.t(),), states=(state,), buffers=(), group=group)
+    update = Streamed(bucket="b0", rule=AdamWRule(), parts=(part,), is_away=True)
+    Stream(lanes, Ledger(lanes)).issue([update], Past())
+    assert torch.allclose(weight, torch.full((3, 2), -0.5))

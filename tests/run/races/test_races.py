@@ -1,5 +1,6 @@
 """Every step runs with checked accesses: no two without an order; and each wait is needed for that."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import Race
 from elixir_compile.ir import Update
+from elixir_compile.optim.streaming import Stream
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.updates import UpdateLine
+from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.races.combinations import Shared
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 
@@ -35,7 +39,10 @@ def ignore(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         ("split", Update.IN_BACKWARD, 0.0),
         ("host", Update.AFTER_BACKWARD, 0.5),
         ("host", Update.IN_BACKWARD, 0.0),
+        ("host", Update.IN_BACKWARD, 0.5),
         ("host", Update.ACROSS_STEPS, 0.0),
+        pytest.param("host", Update.ACROSS_STEPS, 0.5, marks=pytest.mark.slow),
+        pytest.param("split", Update.ACROSS_STEPS, 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_steps_have_no_race_and_the_same_bits(home: str, update: Update, share: float) -> None:
@@ -79,6 +86,27 @@ def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monke
         pytest.raises(Race, match=r"(?s)gather b\d, on h2d, reads.*'elixir updates', writes.*<-- here"),
     ):
         run.train(batches)
+
+
+def test_a_streamed_update_in_the_backward_waits_for_gradients_that_leave_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batches, issue = ladder(), rows(3), Stream.issue
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD, share=1.0) as run:
+        run.train(batches[:2])
+        monkeypatch.setattr(Stream, "issue", lambda stream, updates, arrived: issue(stream, updates, None))
+        with pytest.raises(Race, match=r"(?s)offload b\d, on d2h, writes.*gather b\d.state, on h2d, reads"):
+            run.train(batches[2:])
+
+
+def test_a_piece_waits_until_the_copies_out_of_its_room_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = ladder(), rows(3)
+    use_small_rooms(monkeypatch)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        run.train(batches[:2])
+        monkeypatch.setattr(Stream, "_mark_left", lambda stream, at: stream._lanes.d2h.mark())
+        with pytest.raises(Race, match=r"(?s)offload b\d.state, on d2h, reads.*gather b\d.state, on h2d, writes"):
+            run.train(batches[2:])
 
 
 def test_users_may_write_parameters_after_a_forward_and_read_gradients_after_a_backward() -> None:
@@ -153,3 +181,22 @@ def test_without_the_variable_the_lanes_are_the_plain_ones(monkeypatch: pytest.M
     assert not isinstance(plain.h2d, CheckedLane)
     run = len
     assert plain.computes(run) is run
+
+
+def test_what_another_thread_knows_of_the_host_orders_no_compute(lanes: Any) -> None:
+    home, kept = on_host(64), lanes.empty(256)
+    with lanes.d2h.behind_compute():
+        lanes.d2h.copy(home.view(torch.uint8), kept)
+    arrived = lanes.d2h.mark()
+
+    def update() -> None:
+        lanes.host_waits(arrived)
+        lanes.touches((), (home,))
+
+    line, is_done = UpdateLine(), threading.Event()
+    queued = line.queue(update, "update b0", lanes)
+    if queued.then(is_done.set):
+        assert is_done.wait(5.0)
+    with pytest.raises(Race, match="on d2h, reads"):
+        lanes.touches((), (kept,))
+    lanes.compute_waits(arrived)

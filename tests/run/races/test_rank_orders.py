@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier, Update
+from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
 from elixir_compile.runtime.executor import Executor
@@ -64,7 +65,7 @@ def test_the_mean_over_copies_is_behind_the_sum_over_shards(is_late: bool, monke
     monkeypatch.setattr(distributed, "all_reduce", lambda *args, **options: Noted(said, "mean"))
     lane = Simulated(torch.device("cpu"), "late").collectives if is_late else Plain(torch.device("cpu")).collectives
     own, group = torch.ones(2), distributed.group.WORLD
-    mean = _MeanOfCopies(Noted(said, "sum"), own, group, lane)
+    mean = _MeanOfCopies(Noted(said, "sum"), own, group, lane, OwnThread())
     mean.wait()
     assert said == ["begin sum", "wait sum", "begin mean", *(["wait mean"] if is_late else [])]
 

@@ -5,11 +5,35 @@ from typing import Any
 import pytest
 import torch
 
+from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime.updates import UpdateLine
+from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.races.combinations import simulate
 from tests.run.races.simulated import Simulated, SimulatedLane
 from tests.run.updating import assert_equal, eager_run, hybrid_run, ladder, rows
+
+
+@pytest.mark.parametrize("policy", ["late", pytest.param("random 5", marks=pytest.mark.slow)])
+def test_streamed_updates_in_small_pieces_have_the_same_bits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, policy)
+    use_small_rooms(monkeypatch)
+    model, batches = ladder(), rows(4)
+    expected = eager_run(model).train(batches)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        assert_equal(expected, run.train(batches))
+
+
+def test_a_step_with_streamed_updates_returns_before_their_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(monkeypatch, "late")
+    model, batches = ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, share=1.0) as run:
+        run.train(batches)
+        lanes = executor_of(run.model).lanes
+        assert isinstance(lanes, Simulated)
+        assert lanes.d2h.queue.num_done < lanes.d2h.queue.num_issued
+        run.optimizer.wait()
+        assert lanes.d2h.queue.num_done == lanes.d2h.queue.num_issued
 
 
 @pytest.mark.parametrize("missing", ["copies behind compute", "waits of compute"])

@@ -3,13 +3,16 @@
 import gc
 import threading
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.ledger import Ledger, all_ledgers
+from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.ledger import Ledger, all_ledgers, ledger_for
 
 
 def test_counts_are_kept_by_label_and_by_verb() -> None:
@@ -87,6 +90,7 @@ def test_all_ledgers_holds_them_weakly() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_device_spans_show_when_the_device_worked() -> None:
     ledger = Ledger(lanes_for(torch.device("cuda")))
     matrix = torch.ones(4096, 4096, device="cuda")
@@ -100,3 +104,51 @@ def test_device_spans_show_when_the_device_worked() -> None:
     flops = 20 * 2 * 4096**3
     assert by_label["run fwd.0"].end_s - by_label["run fwd.0"].start_s > flops / 2e15
     assert by_label["update b0"].end_s - by_label["update b0"].start_s >= 0.01
+
+
+@dataclass
+class Moment:
+    """A moment of the clock of a device."""
+
+    at_ms: float
+
+    def elapsed_time(self, other: "Moment") -> float:
+        return other.at_ms - self.at_ms
+
+
+class Clocked(Plain):
+    """Lanes of a device with a clock, and a stream that waits 40 ms for each collective."""
+
+    has_clock = True
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now_ms = 0.0
+
+    def timed_event(self) -> Moment:
+        return Moment(self.now_ms)
+
+    def hold_stream(self) -> None:
+        self.now_ms += 40.0
+
+
+def test_the_span_of_a_collective_ends_when_it_does_and_not_when_it_is_issued() -> None:
+    lanes = Clocked()
+    ledger = Ledger(lanes)
+    assert ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes) is lanes
+    assert lanes.now_ms == 0, "without a recording, nothing waits"
+    recording = ledger.start_recording()
+    ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes)
+    (span,) = recording.stop()
+    assert span.end_s - span.start_s == pytest.approx(0.04)
+    assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (2, 128)
+
+
+def test_checked_lanes_time_collectives_to_their_end_too() -> None:
+    lanes = Clocked()
+    ledger = ledger_for(Checked(lanes))
+    recording = ledger.start_recording()
+    ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes)
+    (span,) = recording.stop()
+    assert span.end_s - span.start_s == pytest.approx(0.04)
+    assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (1, 64)

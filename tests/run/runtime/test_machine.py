@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from elixir_compile.measure.machine.limits import (
     host_memory_bytes,
 )
 from elixir_compile.measure.machine.links import copies_of, fitted_line
+from elixir_compile.measure.machine.update_threads import UpdateThreads
 from elixir_compile.problem.machine import cached_machine, machine, machine_path, store_machine, with_memory
 from elixir_compile.runtime.slab import is_slab_memory
 from elixir_compile.units import GIB, MIB
@@ -109,6 +111,22 @@ def test_the_first_run_does_not_count_and_three_others_do() -> None:
     calls: list[int] = []
     assert median_s(lambda: calls.append(1), CPU, at_most_s=0.0) < 0.1
     assert len(calls) == 1 + MIN_REPEATS
+
+
+def test_updates_are_measured_with_the_threads_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_threads: list[int] = []
+
+    def measured(run: Callable[[], object], device: torch.device, at_most_s: float) -> float:
+        num_threads.append(torch.get_num_threads())
+        return 1.0
+
+    usual = torch.get_num_threads()
+    monkeypatch.setattr(rates, "update_threads", lambda device: UpdateThreads(usual + 2, frozenset()))
+    monkeypatch.setattr(rates, "median_s", measured)
+    monkeypatch.setitem(rates._WIDTHS, "host", 16)
+    rates.measure_updates(CPU, 1.0)
+    assert num_threads == [usual, usual + 2, usual + 2]
+    assert torch.get_num_threads() == usual
 
 
 def test_load_beside_a_block_has_a_thread_and_raises_its_errors() -> None:

@@ -195,6 +195,7 @@ def test_peak_bytes(freed: list[tuple[int, int]], allocations: list[tuple[int, i
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_cuda_peak_is_the_allocators() -> None:
     held = torch.ones(10 * MB, device="cuda")
 

@@ -2,19 +2,24 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import elixir_compile as elixir
 from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import Origin, Record, record_to_json
-from elixir_compile.managed.saved import load_plan_for, load_plan_or_record
+from elixir_compile.ir import Origin, Plan, Record, record_to_json
+from elixir_compile.managed.saved import load_plan_for, load_plan_or_record, load_question, question_path
+from elixir_compile.options import Options
 from elixir_compile.search import plan
+from elixir_compile.search.question import question_of
 from elixir_compile.units import GIB
 from tests.pure.search.test_planner import chain_of, problem_of
 
 GRAPH = chain_of(3)
-PLAN = plan(problem_of(GRAPH), "greedy")
+PROBLEM = problem_of(GRAPH)
+PLAN = plan(PROBLEM, "greedy")
+ASKED = question_of(PROBLEM, Options())
 HERE = profile_for("cuda", GIB, GIB, "cuda")
 
 
@@ -59,3 +64,74 @@ def test_a_file_is_read_as_the_kind_that_it_names(path: Path, tmp_path: Path) ->
     (tmp_path / "other.json").write_text('{"elixir": "machine"}')
     with pytest.raises(elixir.PlanFileError, match="expected 'plan'"):
         load_plan_or_record(tmp_path / "other.json")
+
+
+def test_a_plan_is_saved_with_its_question_beside_it(tmp_path: Path) -> None:
+    for name, beside in (("plan.json", "plan.question.json.gz"), ("other", "other.question.json.gz")):
+        assert question_path(tmp_path / name) == tmp_path / beside
+        elixir.save_plan(PLAN, tmp_path / name, ASKED)
+        assert (tmp_path / beside).is_file()
+        assert load_question(tmp_path / name, elixir.load_plan(tmp_path / name)) == ASKED
+
+
+def test_a_plan_of_before_questions_has_none(path: Path) -> None:
+    assert load_question(path, PLAN) is None
+    assert load_plan_for(path, GRAPH, HERE) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"graph": chain_of(2)}, f"the question about graph {PLAN.graph}, which plan.json"),
+        ({"cluster": pair()}, "the question about machine 1 x cuda, .* got 'machine 2 x cuda'"),
+        (
+            {"budget_bytes": PLAN.budget_bytes + 1},
+            f"about budget of bytes {PLAN.budget_bytes}, .*{PLAN.budget_bytes + 1}",
+        ),
+        ({"base_bytes": 7}, "about number of bytes beside the plan 0, .* got 'number of bytes beside the plan 7'"),
+    ],
+)
+def test_a_question_that_the_plan_does_not_answer_is_refused(path: Path, change: dict[str, Any], sentence: str) -> None:
+    elixir.save_plan(PLAN, path, question_of(replace(PROBLEM, **change), Options()))
+    with pytest.raises(elixir.QuestionFileError, match=sentence):
+        load_question(path, PLAN)
+
+
+@pytest.mark.parametrize(
+    "other", [plan(problem_of(chain_of(2)), "greedy"), replace(PLAN, budget_bytes=PLAN.budget_bytes + 1)]
+)
+def test_saving_another_plan_alone_removes_the_question_of_the_one_before(path: Path, other: Plan) -> None:
+    elixir.save_plan(PLAN, path, ASKED)
+    elixir.save_plan(replace(PLAN, name="renamed"), path)
+    assert load_question(path, PLAN) == ASKED  # the same step, so the question still holds
+    elixir.save_plan(other, path)
+    assert not question_path(path).exists()
+
+
+def test_what_is_no_question_file_stays_when_a_plan_is_saved_alone(path: Path) -> None:
+    question_path(path).write_text("a file of somebody")
+    elixir.save_plan(PLAN, path)
+    assert question_path(path).read_text() == "a file of somebody"
+
+
+def test_a_link_at_the_place_of_the_question_is_replaced_and_not_followed(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("a file of somebody")
+    question_path(path).symlink_to(victim)
+    elixir.save_plan(PLAN, path, ASKED)
+    assert victim.read_text() == "a file of somebody"
+    assert load_question(path, PLAN) == ASKED
+
+
+def test_a_question_that_cannot_be_read_names_its_file(path: Path) -> None:
+    elixir.save_plan(PLAN, path, ASKED)
+    question_path(path).write_bytes(question_path(path).read_bytes()[:50])
+    with pytest.raises(
+        elixir.QuestionFileError, match=r"plan\.question\.json\.gz, the whole file: .*; remove the file"
+    ):
+        load_question(path, PLAN)
+    question_path(path).unlink()
+    question_path(path).mkdir()
+    elixir.save_plan(PLAN, path)
+    with pytest.raises(elixir.QuestionFileError, match=r"plan\.question\.json\.gz: expected a file that can be read"):
+        load_question(path, PLAN)

@@ -156,6 +156,7 @@ def test_without_cuda_a_pinned_slab_is_pageable() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.cuda
 def test_a_pinned_slab_copies_asynchronously_and_unpins() -> None:
     for _ in range(3):  # the same pages are often mapped again: registering them twice would be refused
         slab = Slab(1 << 22, pin=True)

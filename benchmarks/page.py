@@ -1,0 +1,253 @@
+"""Write `docs/benchmarks.md` from the files in `benchmarks/results`: each figure beside that of a peer.
+
+    python benchmarks/page.py
+
+Nothing is measured and nothing is computed but medians and quartiles of the saved seconds. A comparison that was not
+run has an empty row that says why.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Every figure of this page comes from a file of `benchmarks/results`, which also names the machine, the versions and the
+commit; `python benchmarks/page.py` writes the page. A ratio is ours over theirs, so below 1 means that ours took less.
+It is the median over rounds of one run in which both took turns, with the quartiles in brackets. Peaks are those of
+the allocator. MB are 10^6 bytes.
+
+All figures are from a virtual machine with two cores, an AMD EPYC, 24 GiB and no GPU; seconds of others differ, ratios
+less so. **No figure is from a GPU.**
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Ours beside a peer, in one setting."""
+
+    setting: str
+    peer: str
+    ratio: str
+    """Ours over theirs: median and quartiles."""
+    peaks: str = ""
+    """Peak of the device in MB: ours and theirs."""
+    hosts: str = ""
+    """Memory of the host in MB: ours and theirs."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of the row; memory is left out if it was not compared."""
+        seconds = (self.setting, self.peer, self.ratio)
+        return (*seconds, self.peaks, self.hosts) if self.peaks else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Comparisons of one benchmark."""
+
+    title: str
+    file: str
+    """Name of the file of results, without `.json`."""
+    command: str
+    what: str
+    """What the ratio compares."""
+    comparisons: Callable[[dict[str, Any]], Iterator[Comparison]]
+
+    def lines(self) -> Iterator[str]:
+        """Yield the section in Markdown."""
+        figures = read(self.file)
+        made = figures["machine"]
+        yield from (
+            "",
+            f"## {self.title}",
+            "",
+            f"`{self.command}`, torch {made['torch']}, commit {made['commit']}.",
+            self.what,
+        )
+        rows = [comparison.cells for comparison in self.comparisons(figures)]
+        head = ("setting", "peer", "ratio", "peak MB, ours / theirs", "host MB, ours / theirs")
+        yield from ("", *table(head[: len(rows[0])], rows))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the figures of a file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the median of the ratios of all rounds, with quartiles."""
+    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def megabytes(ours: int, theirs: int) -> str:
+    """Return two numbers of bytes as a cell."""
+    return f"{ours / 1e6:,.0f} / {theirs / 1e6:,.0f}"
+
+
+def in_turn(setting: str, peer: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Comparison:
+    """Return the comparison of two rows that were measured in turn."""
+    host = "host_bytes" if "host_bytes" in ours else "host_peak_bytes"
+    return Comparison(
+        setting=setting,
+        peer=peer,
+        ratio=paired(ours["wall_s"], theirs["wall_s"]),
+        peaks=megabytes(ours["peak_bytes"], theirs["peak_bytes"]),
+        hosts=megabytes(ours[host], theirs[host]),
+    )
+
+
+def overhead(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield the step without a budget beside Inductor."""
+    seconds = figures["seconds"]
+    ratio = paired(seconds["elixir"], seconds["inductor"])
+    yield Comparison(setting="GPT-2 124M, 2 x 256 tokens, fp32", peer="torch.compile", ratio=ratio)
+
+
+def first_steps(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield the CPU seconds of the first two steps beside torch.compile."""
+    models = {"mlp": "200 layers", "llama": "Llama of 16 layers", "gpt2": "GPT-2 124M"}
+    for case in figures["cases"].values():
+        budget = case["device_memory"] or "no budget"
+        yield Comparison(
+            setting=f"{models[case['model']]}, {budget}",
+            peer=f"torch.compile, {case['inner']}",
+            ratio=f"{case['ratio']:.2f}",
+        )
+
+
+def activations(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield steps at the peak that torch's partitioner needs for each of its budgets."""
+    for budget, rows in figures["torch"].items():
+        peer = f"`activation_memory_budget={budget}`"
+        yield in_turn("GPT-2 124M, 4 x 512 tokens, fp32", peer, rows["any"], rows["torch"])
+
+
+def micro_batches(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield divided steps beside loops over micro-batches."""
+    rows = figures["torch"]["rows"]
+    yield in_turn(
+        "Llama of 35 M, 16 x 128 tokens in 8",
+        "`torch.utils.checkpoint` in a loop",
+        rows["divided by 8"],
+        rows["checkpoint"],
+    )
+    rows = figures["ranks"]["rows"]
+    peer = "FSDP2 in a loop, one reduction"
+    yield in_turn("GPT-2 of 6 layers, 2 gloo ranks, in 4", peer, rows["divided by 4"], rows["FSDP2, loop of 4"])
+    rows, rate = figures["ranks"]["on_network"], figures["ranks"]["bytes_per_s"] / 1e6
+    setting = f"the same behind an **emulated** network of {rate:.0f} MB/s"
+    yield in_turn(setting, peer, rows["divided by 4"], rows["FSDP2, loop of 4"])
+
+
+def ranks(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield training on two ranks beside FSDP2."""
+    setting = "GPT-2 124M, 2 gloo ranks, 2 x 256 tokens each"
+    device, host = figures["device"]["rows"], figures["host"]["rows"]
+    yield in_turn(setting, "FSDP2, compiled", device["ours"], device["FSDP2, compiled"])
+    yield in_turn(setting, "FSDP2, compiled, with `CPUOffloadPolicy`", host["ours"], host["FSDP2, compiled"])
+
+
+def host_updates(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield an update on the host beside those of others. The file has ratios of rates: theirs are inverted here."""
+    names = {"mixed: C": "bf16, fp32 master", "split: C": "bf16, split master", "fp32: fused op": "fp32"}
+    peers = {
+        "DeepSpeed: scale, adam, cast": "DeepSpeedCPUAdam",
+        "cast, torch fused, cast": "torch, fused, with casts",
+        "fp32: torch.optim.AdamW(fused=True)": "`torch.optim.AdamW(fused=True)`",
+    }
+    for run in figures["figures"]:
+        for ratio in run["ratios"]:
+            if ratio["of"] in peers:
+                low, middle, high = 1 / ratio["q75"], 1 / ratio["median"], 1 / ratio["q25"]
+                setting = f"{names[ratio['pass']]}, threads: {run['num_threads']}"
+                yield Comparison(
+                    setting=setting, peer=peers[ratio["of"]], ratio=f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+                )
+    yield Comparison(setting="any", peer="torchao's `CPUOffloadOptimizer`", ratio="not run: it needs CUDA")
+
+
+SECTIONS = (
+    Section("A step without a budget", "overhead_cpu", "python benchmarks/overhead.py", "Seconds of a step.", overhead),
+    Section(
+        "The first two steps", "first_step_cpu", "python benchmarks/first_step.py",
+        "CPU seconds of both steps and of all processes that they start, with empty caches; one run each.", first_steps,
+    ),
+    Section(
+        "At the same peak: activations", "activations_cpu", "python benchmarks/activations.py",
+        "Seconds of a step whose budget is the peak that torch's partitioner needs.", activations,
+    ),
+    Section(
+        "At the same peak: micro-batches", "micro_batches_cpu", "python benchmarks/micro_batches.py",
+        "Seconds of a step over all micro-batches, at the peak of the loop.", micro_batches,
+    ),
+    Section(
+        "Two ranks", "ranks_cpu", "python benchmarks/ranks.py",
+        "Seconds of a step of one rank, at the peak of the peer.", ranks,
+    ),
+    Section(
+        "Updates on the host", "optimizer_pass_cpu", "python benchmarks/optimizer_pass.py",
+        "Seconds of an update of 100 M parameters.", host_updates,
+    ),
+)  # fmt: skip
+
+
+def predictions() -> Iterator[str]:
+    """Yield the section of predictions: planned figures beside measured ones."""
+    figures = read("fidelity_cpu")
+    rows = []
+    for row in figures["rows"]:
+        budget = "none" if row["share"] is None else f"{row['share']} %"
+        ratios = (1 + row["before"][name] for name in ("peak_off", "step_off"))
+        rows.append((row["model"], budget, *(f"{ratio:.3f}" for ratio in ratios)))
+    yield from ("", "## Planned and measured", "", "`python benchmarks/fidelity.py`.", figures["note"], "")
+    yield from table(("model", "budget", "peak: planned over measured", "step: planned over measured"), rows)
+
+
+def gaps() -> Iterator[str]:
+    """Yield the section of the planner: how far plans are from their bound."""
+    figures = read("planner_full")
+    rows = [row for row in figures["rows"] if row["gap"] is not None]
+    columns = {
+        "gap to the bound on every plan, %": [100 * row["gap"] for row in rows],
+        "CPU seconds of the search": [row["cpu_s"] for row in rows],
+        "step of the fastest rule planner over ours": [
+            min(row["rules"].values()) / row["step_s"] for row in rows if row["rules"]
+        ],
+    }
+    yield from (
+        "",
+        "## Plans",
+        "",
+        f"`python benchmarks/planner_full.py`: {len(rows)} plans for GPUs that are not here, so their steps are",
+    )
+    yield from ("**simulated**. [All rows](../benchmarks/results/planner_full.md).", "")
+    quartiles = {
+        name: (min(values), *statistics.quantiles(values, n=4), max(values)) for name, values in columns.items()
+    }
+    rows = [(name, *(f"{value:.2f}" for value in values)) for name, values in quartiles.items()]
+    yield from table(("figure", "least", "1/4", "1/2", "3/4", "most"), rows)
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    sections = [line for section in SECTIONS for line in section.lines()]
+    return "\n".join([HEAD.rstrip(), *sections, *predictions(), *gaps()]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,231 @@
+"""List what a plan holds on the device as rows of bytes between two ops, by the bucket or storage that holds them.
+
+```text
+  bucket b3     param     86.0 MiB   op 0 to 4378          its home is the device
+  bucket b4     gathered  86.0 MiB   op 210 to 261         from its gather to its release
+  storage s17   saved     64.0 MiB   op 31 to 4120         an activation that is kept
+  joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
+```
+
+The rows of all owners add up to the timeline of the plan, and those of one owner are what it holds. Bytes that several
+buckets hold in turns are joint: they are those of the largest bucket.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elixir_compile.analysis.bucket_bytes import (
+    Births,
+    Held,
+    Sizes,
+    averaged_bytes,
+    gathered_copy,
+    last_unreduced,
+    last_with_gradients,
+    resting,
+    step_gradients,
+    streamed,
+    streamed_bytes,
+)
+from elixir_compile.analysis.laps import laps_of
+from elixir_compile.analysis.liveness import Life, liveness
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.slices import arrived_name, leaving_name
+from elixir_compile.ir import (
+    Bucket,
+    BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
+    Kind,
+    Phase,
+    Plan,
+    RegionRef,
+    StepGraph,
+    StorageId,
+    Tier,
+    Verb,
+)
+
+
+class PlanRows:
+    """The rows of `rank` under `plan`, which must be a plan of `graph`.
+
+    The ops include recomputed ops; fused storages have no rows.
+    """
+
+    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0) -> None:
+        self.step = as_run(graph, plan.activations, laps_of(plan))
+        """The ops as the plan runs them."""
+        self.num_ops = len(self.step.ops)
+        self.plan, self.rank = plan, rank
+        self._placements = {placement.bucket: placement for placement in plan.placements}
+        self._backward = [number for number, op in enumerate(self.step.ops) if op.phase is Phase.BACKWARD]
+        self._moves = _moves(self.step, plan, rank)
+        self.lives = _lives(self.step, plan, self._moves)
+        """The stretches of ops in which each storage is on the device. Parameters of buckets are listed as if they
+        never moved."""
+        owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+        self._births: dict[BucketId, list[tuple[int, int]]] = {bucket.id: [] for bucket in plan.buckets}
+        self.storages: dict[StorageId, tuple[Held, ...]] = {}
+        """The rows of each storage that is neither a parameter nor a gradient of a bucket."""
+        storages = {storage.id: storage for storage in self.step.storages}
+        for name, lives in self.lives.items():
+            storage = storages[name]
+            if storage.of is not None and storage.of in owners:
+                self._births[owners[storage.of]].append((lives[0].first, storage.nbytes))
+            elif not (storage.kind is Kind.PARAM and name in owners):
+                self.storages[name] = tuple(Held(storage.kind, storage.nbytes, *life) for life in map(_ends, lives))
+
+    def all(self) -> Iterator[Held]:
+        """Yield all rows. They add up to the timeline."""
+        for bucket in self.plan.buckets:
+            yield from self.of_bucket(bucket)
+        for rows in self.storages.values():
+            yield from rows
+        yield from self.joint(self.plan.buckets)
+        # External usage counts like buffers of modules: live at every op, never moved.
+        yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self.num_ops - 1)
+
+    def births(self, bucket: BucketId) -> Births:
+        """Return the unreduced gradients of `bucket`."""
+        return self._births[bucket]
+
+    def of_bucket(self, bucket: Bucket, births: Births | None = None) -> Iterator[Held]:
+        """Yield the rows of `bucket`, with `births` instead of its own unreduced gradients if given."""
+        placement, end = self._placements[bucket.id], self.num_ops - 1
+        for kind, nbytes in resting(bucket, placement, self.rank):
+            yield Held(kind, nbytes, 0, end)
+        moves, sizes, is_away = self._moves, Sizes.of(bucket), placement.param is not Tier.DEVICE
+        births = self._births[bucket.id] if births is None else births
+        moving: list[Held] = []
+        for copy in moves.gathered.get(bucket.id, ()):
+            moving += gathered_copy(sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
+        is_replaced, stays = bucket.id in moves.replaced, moves.last_with_gradients(bucket)
+        complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
+        moving += step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+        for held in moving:
+            yield held._replace(last=min(held.last, end))
+
+    def joint(self, buckets: Iterable[Bucket]) -> Iterator[Held]:
+        """Yield the rows that `buckets` hold in turns: streamed updates, and means of gradients in the backward."""
+        buckets = tuple(buckets)
+        homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
+        if homes:
+            # Buckets pass one after another, so the largest counts.
+            bucket, param = max(homes, key=lambda home: streamed_bytes(*home, self.rank))
+            for kind, nbytes in streamed(bucket, param, self.rank):
+                yield Held(kind, nbytes, self._moves.num_run, self.num_ops - 1)
+        if self._backward:
+            averaged = averaged_bytes(buckets, self.plan.num_copies)
+            yield Held(Kind.GRAD, averaged, self._backward[0], self._backward[-1])
+
+
+def _ends(life: Life) -> tuple[int, int]:
+    return life.first, life.last
+
+
+class _Copy(NamedTuple):
+    """A gathered copy: the first op after its gather, the first op after its wait, and the last op before its release.
+
+    If it is never awaited, `wait` is after `last`.
+    """
+
+    gather: int
+    wait: int
+    last: int
+
+
+@dataclass(slots=True)
+class _Moves:
+    """The moves of a schedule as op indices, both ends included."""
+
+    gathered: dict[BucketId, list[_Copy]]
+    grad_ends: dict[BucketId, int]
+    """Last op before the wait for the gradients, if they are offloaded or sharded."""
+    completes: dict[BucketId, int]
+    """Last op before the reduce, -1 if there is none."""
+    replaced: set[BucketId]
+    """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
+    left_at: dict[GroupId, int]
+    """By group: last op at which offloaded activations are on the device for the first time."""
+    back_at: dict[GroupId, int]
+    """By group: first op at which prefetched activations are on the device again."""
+    num_ops: int
+    num_run: int
+    """Number of ops before the update."""
+
+    def last_with_gradients(self, bucket: Bucket) -> int:
+        """Return the last op with the gradients of `bucket` on the device if they never leave it."""
+        return last_with_gradients(bucket, self.num_run, self.num_ops)
+
+
+def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
+    unmoved = liveness(step).lives
+    lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    end = len(step.ops) - 1
+    reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
+    ends = {
+        bucket.id: last_unreduced(
+            complete,
+            moves.grad_ends.get(bucket.id, end),
+            moves.last_with_gradients(bucket),
+            is_packed=bucket.is_packed,
+        )
+        for bucket, complete in reduces
+    }
+    for storage in step.storages:
+        owner = None if storage.of is None else owners.get(storage.of)
+        last = None if owner is None else ends.get(owner)
+        if last is not None and storage.id in unmoved:
+            lives[storage.id] = (Life(first=unmoved[storage.id].first, last=last),)
+    for group in plan.activations:
+        for name in group.storages if group.id in moves.left_at else ():
+            back_at = moves.back_at.get(group.id, len(step.ops))
+            out, back = leaving_name(name), arrived_name(name)
+            out, back = out if out in unmoved else name, back if back in unmoved else name
+            if out in unmoved:
+                lives[out] = (Life(first=unmoved[out].first, last=moves.left_at[group.id]),)
+                lives[back] = (*(lives[out] if out == back else ()), Life(first=back_at, last=unmoved[back].last))
+    return lives
+
+
+def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
+    """Return the moves of the schedule of `rank`.
+
+    A gather, a reduce and a prefetch count from the first op of the next `run`. A release and a wait count to the last
+    op of the `run` before.
+    """
+    index = {op.id: number for number, op in enumerate(step.ops)}
+    lasts = {region.id: index[region.last] for region in plan.regions}
+    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    moves = _Moves({}, {}, {}, set(), {}, {}, len(step.ops), num_run)
+    starts: dict[BucketId, _Copy] = {}
+    done = -1
+    schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
+    for action in schedule.actions:
+        match action.verb, action.target:
+            case Verb.RUN, RegionRef(region):
+                done = lasts[region]
+            case Verb.GATHER, BucketRef(bucket):
+                starts[bucket] = _Copy(done + 1, len(step.ops), len(step.ops) - 1)
+            case Verb.WAIT, BucketRef(bucket) if bucket in starts:
+                starts[bucket] = starts[bucket]._replace(wait=done + 1)
+            case Verb.RELEASE, BucketRef(bucket):
+                moves.gathered.setdefault(bucket, []).append(starts.pop(bucket)._replace(last=done))
+            case Verb.REDUCE, BucketRef(bucket):
+                moves.completes[bucket] = done
+                if any(copy.gather <= copy.last == done for copy in moves.gathered.get(bucket, ())):
+                    moves.replaced.add(bucket)
+            case Verb.WAIT, GradientRef(bucket):
+                moves.grad_ends[bucket] = done
+            case Verb.WAIT, GroupRef(group):
+                moves.left_at.setdefault(group, done)
+            case Verb.PREFETCH, GroupRef(group):
+                moves.back_at[group] = done + 1
+    for bucket, copy in starts.items():
+        moves.gathered.setdefault(bucket, []).append(copy)
+    return moves

@@ -1,0 +1,70 @@
+"""The device of the tests of accelerators, fresh for each test."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir_compile.ir import Plan, Tier
+from elixir_compile.managed import graph_planner
+from elixir_compile.options import Options
+from elixir_compile.platforms import platform_of
+from elixir_compile.runtime import slab
+from elixir_compile.search import Problem, plan
+from tests.gpu.accelerator import DEVICE, IS_CUDA
+from tests.run.training import Run, by_elixir, on_host
+
+
+@pytest.fixture(autouse=True, params=[DEVICE], ids=lambda device: device.type)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Start with an empty compiler and nothing of an earlier test on the device.
+
+    A process has one type of accelerator. In the process of `tests.device.on_device` it is the second device type,
+    whose copies run when a wait forces them.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    platform_of(DEVICE).empty_cache()
+    if IS_CUDA:
+        late = nullcontext()
+    else:
+        from tests.device import fakegpu
+
+        late = fakegpu.policy(fakegpu.LATE)
+    mapped: list[object] = []
+    map_ = slab._Mapping.__new__
+
+    def kept(*args: Any, **options: Any) -> Any:
+        mapped.append(map_(*args, **options))
+        return mapped[-1]
+
+    if not IS_CUDA:
+        monkeypatch.setattr(slab._Mapping, "__new__", kept)
+    with late:
+        yield request.param
+        # The driver of CUDA finishes copies before it unpins their memory; the second device type does not.
+        torch.accelerator.synchronize(DEVICE)
+    mapped.clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def state_on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """Return what starts a run with parameters and gradients on the device and all state on the host."""
+
+    def decide(problem: Problem, options: Options) -> Plan:
+        kept = plan(problem, planner=options.planner)
+        return replace(kept, placements=tuple(replace(placement, optim=Tier.HOST) for placement in kept.placements))
+
+    def start(model: nn.Module, batch: torch.Tensor) -> Run:
+        monkeypatch.setattr(graph_planner, "plan_for", decide)
+        got = by_elixir(model).train([batch])
+        assert not on_host(got)
+        return got
+
+    return start

@@ -1,0 +1,281 @@
+"""What an accelerator shows: streams, pinned copies, two memories, the allocator's own figures.
+
+Updates on the host and on the device are different kernels, so weights are compared within a tolerance: 1e-4 of the
+loss, far above float32's rounding and far below one missing or stale gradient. Gradients of the first step come from
+the same kernels, so they are bitwise equal.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.slab import is_slab_memory
+from tests.gpu.accelerator import (
+    DEVICE,
+    INNER,
+    IS_CUDA,
+    LOSS_RTOL,
+    WIDTH,
+    Attention,
+    assert_close,
+    gradients,
+    inputs,
+    lag,
+    stack,
+)
+from tests.run.models import Stack, seeded
+from tests.run.training import (
+    Run,
+    assert_offloads,
+    by_elixir,
+    by_torch,
+    loss_of,
+    on_host,
+    plain_step,
+    planned_peak_bytes,
+    tight_bytes,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def test_memory_does_not_grow() -> None:
+    model, batches = stack(), inputs(13)
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:3])
+    assert_offloads(got)
+    torch.accelerator.synchronize(DEVICE)
+    before = torch.accelerator.memory_allocated(DEVICE)
+    for batch in batches[3:]:
+        plain_step(got.compiled, got.optimizer, batch)
+    torch.accelerator.synchronize(DEVICE)
+    assert torch.accelerator.memory_allocated(DEVICE) == before
+
+
+@pytest.mark.cuda  # the second device type has no kernels for autocast
+def test_bfloat16_autocast() -> None:
+    model, batches = stack(), inputs()
+
+    def step(compiled: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = loss_of(compiled, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    expected = by_torch(model).train(batches, step)
+    # Casts of the weights come on top of what a step in float32 needs.
+    got = by_elixir(model, device_memory=int(1.5 * tight_bytes(model, batches[0]))).train(batches, step)
+    assert_offloads(got)
+    assert torch.equal(expected.losses[0], got.losses[0])
+    assert_close(expected, got, rtol=2e-2)  # bfloat16 keeps eight bits
+
+
+def test_state_on_the_host_updates_parameters_on_the_device(state_on_host: Callable[..., Run]) -> None:
+    model, batches = stack(), inputs(5)
+    expected = by_torch(model).train(batches)
+    got = state_on_host(model, batches[0]).train(batches[1:])
+    assert_close(expected, got)
+    assert {param.device.type for param in got.model.parameters()} == {DEVICE.type}
+    entries = got.optimizer.state.values()
+    assert all(is_slab_memory(entry["exp_avg"].data_ptr()) for entry in entries)
+    # torch cannot tell it of a mapping that the second device type has pinned.
+    assert all(entry["exp_avg"].is_pinned() for entry in entries) or not IS_CUDA
+    assert all(entry["step"].device.type == "cpu" for entry in entries)
+
+
+def test_loading_state_does_not_pass_through_the_device(state_on_host: Callable[..., Run]) -> None:
+    model, batches = stack(), inputs(3)
+    got = state_on_host(model, batches[0])
+    saved = got.optimizer.state_dict()
+    before = torch.accelerator.memory_allocated(DEVICE)
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    got.optimizer.load_state_dict(saved)
+    # One step counter of 512 bytes per parameter may be there for a moment.
+    assert torch.accelerator.max_memory_allocated(DEVICE) - before <= 512 * len(got.optimizer.state)
+    got.train(batches[1:])
+    assert_close(by_torch(model).train(batches), got)
+
+
+def test_a_learning_rate_on_the_device_serves_both_sides() -> None:
+    model, batches = stack(), inputs()
+    expected = by_torch(model).train(batches)
+    budget = tight_bytes(model, batches[0])
+
+    def hybrid(params: Any) -> torch.optim.Optimizer:
+        return elixir.HybridAdamW(params, lr=torch.tensor(1e-2, device=DEVICE))
+
+    got = by_elixir(model, optimizer=hybrid, device_memory=budget).train(batches)
+    assert_offloads(got)
+    assert_close(expected, got)
+
+
+def test_clipping_counts_gradients_on_both_sides() -> None:
+    model, batches = stack(), inputs(1)
+    full = planned_peak_bytes(by_elixir(model).train(batches))
+    got = by_elixir(model, device_memory=int(0.5 * full))
+    expected = by_torch(model)
+    for run in (expected, got):
+        loss_of(run.compiled, batches[0]).backward()
+    assert_offloads(got)
+    assert {param.grad.device.type for param in got.model.parameters()} == {"cpu", DEVICE.type}
+    norms = [torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3).item() for run in (expected, got)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def two_graphs(run: Run) -> None:
+    first, second = inputs(2)
+    (loss_of(run.compiled, first) + 3 * loss_of(run.compiled, second)).backward()
+
+
+def compiled_and_eager(run: Run) -> None:
+    first, second = inputs(2)
+    (loss_of(run.compiled, first) + 3 * run.model(second)).backward()
+
+
+@pytest.mark.parametrize("backward", [two_graphs, compiled_and_eager])
+def test_gradients_of_two_graphs_meet(backward: Callable[[Run], None]) -> None:
+    """The first graph's gradients are on the host, or on the way, when the second graph makes its own."""
+    model, batches = stack(), inputs(1)
+    budget = 2 * tight_bytes(model, batches[0])
+    expected, got = by_torch(model), by_elixir(model, device_memory=budget)
+    for run in (expected, got):
+        run.train(batches)
+    assert_offloads(got)
+    theirs, ours = gradients(expected, backward), gradients(got, backward)
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_gradients_accumulate_over_micro_batches() -> None:
+    model, batches = stack(), inputs(3)
+    budget = tight_bytes(model, batches[0])
+    expected, got = by_torch(model), by_elixir(model, device_memory=budget)
+
+    def backward(run: Run) -> None:
+        for batch in batches:
+            loss_of(run.compiled, batch).backward()
+
+    theirs, ours = gradients(expected, backward), gradients(got, backward)
+    assert_offloads(got)
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_the_host_may_write_parameters_as_soon_as_a_forward_returned() -> None:
+    """A copy still in flight would carry the new values into the forward of the old ones."""
+    model, batches = stack(), inputs(1)
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
+    assert_offloads(got)
+    with torch.no_grad():
+        for _ in range(20):
+            reference = got.compiled(batches[0])
+            torch.accelerator.synchronize(DEVICE)
+            lag()
+            loss = got.compiled(batches[0])
+            params = dict(got.model.named_parameters())
+            held = {name: param.clone() for name, param in params.items()}
+            for name in on_host(got):
+                params[name].zero_()
+            assert torch.equal(loss, reference)
+            for name, param in params.items():
+                param.copy_(held[name])
+
+
+@pytest.mark.parametrize("verb", ["gather", "reduce", "offload", "release"])
+def test_an_exception_between_copies_leaves_a_usable_model(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = stack(), inputs()
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
+    got.train(batches[:1])
+    assert_offloads(got)
+    act, calls = getattr(Executor, verb), []
+
+    def fail_once(executor: Executor, *args: Any) -> Any:
+        calls.append(verb)
+        if len(calls) == 3:
+            raise RuntimeError("third call")
+        return act(executor, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, verb, fail_once)
+        with pytest.raises(RuntimeError, match="third call"):
+            loss_of(got.compiled, batches[1]).backward()
+    got.optimizer.zero_grad()
+    got.train(batches[1:])
+    assert_close(by_torch(model).train(batches), got)
+
+
+def test_an_offloaded_model_runs_and_trains_uncompiled() -> None:
+    model, batches = stack(), inputs(2)
+    expected = by_torch(model).train(batches[:1])
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:1])
+    assert_offloads(got)
+    theirs = gradients(expected, lambda run: run.model(batches[1]).backward())
+    ours = gradients(got, lambda run: run.model(batches[1]).backward())
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_model_moved_to_the_device_goes_back_home() -> None:
+    model, batches = stack(), inputs()
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:1])
+    offloaded = on_host(got)
+    got.model.to(DEVICE)
+    got.train(batches[1:])
+    params = dict(got.model.named_parameters())
+    assert {params[name].device.type for name in offloaded} == {"cpu"}
+    assert_close(by_torch(model).train(batches), got)
+
+
+def test_the_forward_may_run_on_a_stream_of_the_users() -> None:
+    model, batches = stack(), inputs(4)
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
+    side, usual = torch.Stream(DEVICE), torch.accelerator.current_stream(DEVICE)
+    side.wait_stream(usual)
+    with side:
+        got.train(batches)
+    usual.wait_stream(side)
+    assert_offloads(got)
+    assert_close(by_torch(model).train(batches), got)
+
+
+def test_the_device_need_not_be_the_current_one() -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    other = torch.device(DEVICE.type, 1)
+    model = seeded(Stack, WIDTH).to(other)
+    batches = [batch.to(other) for batch in inputs()]
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
+    assert_offloads(got)
+    assert executor_of(got.model).device == other
+    assert_close(by_torch(model).train(batches), got)
+
+
+def test_attention_with_dropout_keeps_its_seed_on_the_host() -> None:
+    """fp32 attention with dropout is memory-efficient attention, whose backward reads its seed on the host."""
+    model = seeded(Attention).to(DEVICE).train()
+    batches = [torch.randn(2, 64, 128, device=DEVICE) for _ in range(3)]
+    options = {"activations": "offload", "planner": "greedy"}
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0], **options), **options)
+    got.train(batches)
+    assert_offloads(got)
+    by_elixir(model, profile_regions=True, planner="greedy").train(batches)
+
+
+def test_a_parameter_at_an_odd_address_is_copied_to_an_aligned_one() -> None:
+    model = stack()
+    memory = torch.zeros(model.head.weight.numel() + 1, device=DEVICE)
+    model.head.weight = nn.Parameter(memory[1:].view_as(model.head.weight).copy_(model.head.weight.detach()))
+    assert model.head.weight.data_ptr() % 16 == 4
+    expected = by_torch(model).train(inputs(1))
+    compiled = torch.compile(elixir.prepare(model), backend="elixir", options={"inner": INNER})
+    loss = loss_of(compiled, inputs(1)[0])
+    loss.backward()
+    assert model.head.weight.data_ptr() % 16 == 0
+    torch.testing.assert_close(loss, expected.losses[0], rtol=LOSS_RTOL, atol=0.0)

@@ -1,0 +1,135 @@
+"""The order that the verifier finds in a plan is the order that the accesses of its steps have in a run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elixir_compile as elixir
+from elixir_compile.analysis.lane_works import Works
+from elixir_compile.ir import Plan, StepGraph, Update
+from tests.run.processes import spawn
+from tests.run.races.combinations import Combination, batches_of, run_of
+from tests.run.races.recorded_order import Recording, claims_of, differences, recorded
+from tests.run.ranks_models import batches
+from tests.run.ranks_training import pair_of
+from tests.run.ranks_updates import host_budget, train
+
+NUM_STEPS = 3
+QUICK = (
+    Combination(update=Update.IN_BACKWARD, share=0.5),
+    Combination(update=Update.ACROSS_STEPS, activations="offload"),
+    Combination(update=Update.IN_BACKWARD, activations="offload", micro_batches=4),
+)
+# A CPU has one memory, so an update of parameters on the device by the thread of the updates is left out: it copies
+# nothing there, and its accesses have no place among those of compute.
+SLOW = (
+    *(Combination(update=update, home="device") for update in Update),
+    Combination(update=Update.AFTER_BACKWARD, home="split"),
+    *(Combination(update=update) for update in Update),
+    Combination(update=Update.ACROSS_STEPS, share=0.5),
+    Combination(update=Update.ACROSS_STEPS, is_mixed=True, activations="recompute"),
+    Combination(update=Update.AFTER_BACKWARD, activations="offload", micro_batches=4),
+)
+
+
+def trained(case: Combination, folder: Path) -> tuple[Recording, StepGraph, Plan]:
+    """Return the accesses of steps of `case`, and their graph and plan."""
+    batches = batches_of(case, 2 + NUM_STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELIXIR_CHECK_RACES", "1")
+        with run_of(case, folder) as run:
+            optimizer: Any = run.optimizer
+            run.train(batches[:2])
+            optimizer.wait()
+            with recorded() as recording:
+                run.train(batches[2:])
+                optimizer.wait()
+        compilation = elixir.compilations(run.model)[-1]
+    assert compilation.graph is not None
+    assert compilation.plan is not None
+    return recording, compilation.graph, compilation.plan
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: str(case)
+)
+def test_the_rules_order_what_the_run_orders(case: Combination, tmp_path: Path) -> None:
+    recording, graph, plan = trained(case, tmp_path)
+    found = differences(recording, NUM_STEPS, claims_of(graph, plan))
+    assert found.num_agreeing >= 6
+    assert found.claimed == []
+    assert found.missing == []
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, StepGraph, Plan]:
+    """Steps without the thread of the updates, whose copies come at moments of their own."""
+    return trained(Combination(update=Update.AFTER_BACKWARD, share=0.5), tmp_path_factory.mktemp("streamed"))
+
+
+def test_without_another_thread_both_orders_are_the_same(streamed: tuple[Recording, StepGraph, Plan]) -> None:
+    recording, graph, plan = streamed
+    found = differences(recording, NUM_STEPS, claims_of(graph, plan))
+    assert found.num_agreeing > 500
+    assert found.claimed == found.more == []
+
+
+@pytest.mark.parametrize("rule", ["the program waits for all", "compute waits for none"])
+def test_a_wrong_rule_shows(
+    rule: str, streamed: tuple[Recording, StepGraph, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, graph, plan = streamed
+    wait, apart = Works.wait, Works.apart
+
+    def wait_unless_compute(self: Works, actor: Any, moment: int) -> None:
+        if actor is not self.compute:
+            wait(self, actor, moment)
+
+    def apart_and_wait(self: Works, *args: Any) -> int:
+        moment = apart(self, *args)
+        wait(self, self.program, moment)
+        return moment
+
+    if rule == "compute waits for none":
+        monkeypatch.setattr(Works, "wait", wait_unless_compute)
+    else:
+        monkeypatch.setattr(Works, "apart", apart_and_wait)
+    found = differences(recording, NUM_STEPS, claims_of(graph, plan))
+    assert found.missing if rule == "compute waits for none" else found.claimed
+
+
+def orders_on_a_rank(rank: int, world_size: int, update: str, home: str) -> dict[str, Any]:
+    """Train on several ranks, with shards in their `home`, and return how the rules differ from the run."""
+    os.environ["ELIXIR_CHECK_RACES"] = "1"
+    steps = batches(2 + NUM_STEPS)
+    budget: dict[str, Any] = {"device_memory": host_budget("odd", steps[0], world_size)} if home == "host" else {}
+    pair = pair_of("odd", [world_size], dtype=torch.float32, planner="greedy", update=update, **budget)
+    optimizer: Any = pair.optimizer
+    train(pair, steps[:2])
+    optimizer.wait()
+    with recorded() as recording:
+        train(pair, steps[2:])
+        optimizer.wait()
+    compilation = elixir.compilations(pair.model)[-1]
+    assert compilation.graph is not None
+    assert compilation.plan is not None
+    sharded = {bucket.id for bucket in compilation.plan.buckets if bucket.is_sharded}
+    homes = {str(placed.param) for placed in compilation.plan.placements if placed.bucket in sharded}
+    claims = claims_of(compilation.graph, compilation.plan)
+    found = differences(recording, NUM_STEPS, claims)
+    wrong = [f"claimed {first} {second}" for first, second in found.claimed]
+    wrong += [f"missing {first} {second}" for first, second in found.missing]
+    return {"agreeing": found.num_agreeing, "homes": sorted(homes), "wrong": wrong}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("update", Update)
+def test_the_rules_order_what_each_of_two_ranks_orders(update: Update, home: str, tmp_path: Path) -> None:
+    for found in spawn(orders_on_a_rank, 2, update.value, home, folder=tmp_path, limit_s=120.0):
+        assert home in found["homes"]
+        assert found["agreeing"] > 100
+        assert found["wrong"] == []
