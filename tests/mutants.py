@@ -138,9 +138,9 @@ SHARDS = Stage(("tests/run/races/test_rank_orders.py",), has_slow=True)
 RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
 STAGES = {
     "awaited.py": (UNITS, ORDERS, AWAITED, BITS, DEVICE),
-    "executor.py": (UNITS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
+    "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
     "gathers.py": (UNITS, ORDERS, SHARDS, AWAITED, BITS, DEVICE),
-    "gradients.py": (UNITS, ORDERS, SHARDS, DEVICE, BITS),
+    "gradients.py": (UNITS, SHARDS, ORDERS, DEVICE, BITS),
     "ledger.py": (DEVICE,),
     "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
@@ -148,7 +148,7 @@ STAGES = {
     "sharded.py": (SHARDS, RANKS),
     "slices.py": (UNITS, ORDERS, BITS, _checked("micro_batches/test_slices")),
     "update.py": (UNITS, DEVICE, ORDERS, BITS, AWAITED),
-    "updates.py": (UNITS, _checked("optim/test_updates"), ORDERS, AWAITED, BITS, DEVICE),
+    "updates.py": (UNITS, _checked("optim/test_updates", "races/test_simulated"), ORDERS, AWAITED, BITS, DEVICE),
 }
 """By the name of the mutated file, the tests that run one after another; `OTHERS` for other files."""
 OTHERS = (UNITS, ORDERS, BITS, DEVICE)
@@ -174,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the mutants and run none")
     parser.add_argument("--only", default="", help="run only mutants whose `path:line what` matches this expression")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds of a stage of tests that count as caught")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of a stage of tests that count as caught")
     parser.add_argument("--most-stages", type=int, default=99, help="run at most so many stages on each mutant")
     options = parser.parse_args()
     chosen = [each for each in mutants() if re.search(options.only, each.name)]

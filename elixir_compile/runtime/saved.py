@@ -149,7 +149,7 @@ class SavedActivations:
             for place, flat in flats.items():
                 h2d.copy(flat, offloaded.on_host[place])
         arriving = {
-            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, label, after)
+            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, label)
             for place, host in enumerate(offloaded.on_host)
             if nums[place] > 1
         }

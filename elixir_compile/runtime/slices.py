@@ -118,15 +118,14 @@ class ArrivingStorage:
         lanes: Lanes,
         ledger: Ledger,
         label: str,
-        after: Event | None,
     ) -> None:
-        """`on_host` has the bytes of the storage, complete when `after` is. The copy of the first slice starts."""
+        """`on_host` has the bytes of the storage, for whose copy to the host `lanes.h2d` waits already. The copy of the
+        first slice starts."""
         self._on_host = on_host
         self._num = num
         self._lanes = lanes
         self._ledger = ledger
         self._label = label
-        self._after = after
         self._slice: torch.Tensor | None = None
         self._next, self._event = self._start(0)
 
@@ -134,7 +133,7 @@ class ArrivingStorage:
         size, h2d = self._on_host.numel() // self._num, self._lanes.h2d
         # Compute uses and frees it, and waits for the copy before both.
         flat = self._lanes.empty(size)
-        with h2d.behind_compute(self._after), self._ledger.span(Lane.H2D, self._label, size, times=0):
+        with h2d.behind_compute(), self._ledger.span(Lane.H2D, self._label, size, times=0):
             h2d.copy(flat, self._on_host[number * size : (number + 1) * size])
         return flat, h2d.mark()
 

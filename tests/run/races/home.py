@@ -101,6 +101,7 @@ class Home(nn.Module):
         if waits:
             self.executor.wait(transfer)
         del transfer
+        self.executor.wait(self.executor.gather(B0))  # as for another layer that reads the bucket
         self.executor.release(B0)
 
     def close_after(self, update: Update, verb: Verb | None) -> None:
