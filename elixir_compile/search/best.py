@@ -110,7 +110,7 @@ def place_best(
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
     bound_s = _search(tries, milp, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
     log.debug("searched %s in %s", evaluator.facts.problem.name, format_s(clock.spent_s))
-    if moves_nothing and not _is_worth_moving(evaluator, first, tries.best.step_s):
+    if moves_nothing and not _is_worth_moving(evaluator, first, tries.best.step_s, bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
     limit_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
     bring_back(tries, milp, tries.with_fewest_host_bytes(limit_s), limit_s)
@@ -145,9 +145,16 @@ def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> 
     return None if start is None else milp.seconds(start.bound)
 
 
-def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -> bool:
-    """Return whether a step of `shorter_s` is a reason not to take `first`, which moves nothing and fits."""
-    return evaluator.facts.problem.moves_what_fits and first.step_s > shorter_s * (1 + _WORTH_MOVING)
+def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float, bound_s: float | None = None) -> bool:
+    """Return whether a step of `shorter_s` is a reason not to take `first`, which moves nothing and fits.
+
+    It is one if it is shorter by enough, or if it is that close to the bound `bound_s` and `first` is not: what is
+    kept in place is proved to be as near to the best plan as what is moved.
+    """
+    if not evaluator.facts.problem.moves_what_fits:
+        return False
+    is_proved = bound_s is not None and shorter_s * (1 - _WORTH_MOVING) <= bound_s < first.step_s * (1 - _WORTH_MOVING)
+    return is_proved or first.step_s > shorter_s * (1 + _WORTH_MOVING)
 
 
 def _seeds(milp: Milp, candidates: Iterable[Candidate]) -> list[Vector]:

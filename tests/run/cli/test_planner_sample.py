@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-MOST_PLAYS, MOST_SOLVES = 400, 200
+MOST_PLAYS, MOST_SOLVES = 600, 200
 
 
 @pytest.fixture(scope="module")
