@@ -12,6 +12,7 @@ import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 import elixir_compile as elixir
+from elixir_compile.errors import ElixirWarning
 from elixir_compile.ir import Update
 from elixir_compile.optim.generic import class_rule, code
 from elixir_compile.optim.generic.class_step import ClassStep
@@ -174,7 +175,6 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
         (users.Lion, {}, 1),
         (Cautious, {}, 1),
         (Rounded, {}, 2),
-        (BySize, {}, 1),
     ],
 )
 def test_a_pass_gives_the_bits_of_the_class_at_any_learning_rate(
@@ -186,6 +186,14 @@ def test_a_pass_gives_the_bits_of_the_class_at_any_learning_rate(
     assert counted["passes"] == num_forms
     makes_state_itself = any(pair.plain.state[param] for param in pair.params) and cls is not Adagrad
     assert counted["own"] == (len(SHAPES) if makes_state_itself else 0)  # in the first step
+
+
+def test_a_class_that_treats_large_tensors_otherwise_keeps_its_own_step(counted: dict[str, int]) -> None:
+    pair = Pair(BySize)
+    with pytest.warns(ElixirWarning, match=r"the flat parts of a tensor of shape \(127, 256\) get other weights"):
+        pair.train()
+    pair.assert_same()
+    assert counted["passes"] == 0
 
 
 @pytest.mark.parametrize(
