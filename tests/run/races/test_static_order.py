@@ -21,11 +21,12 @@ NUM_STEPS = 3
 QUICK = (
     Combination(update=Update.IN_BACKWARD, share=0.5),
     Combination(update=Update.ACROSS_STEPS, activations="offload"),
-    Combination(update=Update.IN_BACKWARD, activations="offload", micro_batches=4),
 )
 # A CPU has one memory, so an update of parameters on the device by the thread of the updates is left out: it copies
 # nothing there, and its accesses have no place among those of compute.
 SLOW = (
+    # On a busy machine this case differed once: the rules put a gather before an update of the thread, the run did not.
+    Combination(update=Update.IN_BACKWARD, activations="offload", micro_batches=4),
     *(Combination(update=update, home="device") for update in Update),
     Combination(update=Update.AFTER_BACKWARD, home="split"),
     *(Combination(update=update) for update in Update),
