@@ -58,8 +58,13 @@ lint: venv
 	$(BIN)/pyright
 
 # The site of the docs, in build/docs. A warning, as of a link that leads nowhere, is an error.
-docs: venv
+DOCS_INSTALLED := .venv/.docs-installed
+
+$(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
 format: venv

@@ -14,10 +14,9 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from elixir_compile.version import __version__
 
-from elixir_compile.version import __version__  # noqa: E402  the path above comes first
+ROOT = Path(__file__).parents[1]
 
 project = "elixir-compile"
 version = release = __version__

@@ -32,13 +32,24 @@ def write_cached(path: Path, text: str) -> None:
     Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(dir=path.parent)
+    write_whole(path, text.encode(), mode=0o600)
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write `content` to `path` as a whole or not at all; a link at `path` is replaced and not followed.
+
+    `mode` are the permissions of the file, less those that the process withholds from new files. Raises OSError if the
+    folder cannot be written.
+    """
+    part = path.with_name(f"{os.getpid()}.{os.urandom(8).hex()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
         os.replace(part, path)
     except BaseException:
-        os.unlink(part)
+        with suppress(FileNotFoundError):
+            os.unlink(part)
         raise
 
 

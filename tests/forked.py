@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -89,7 +88,7 @@ class Tree:
 
         Raises RuntimeError with the output if the tests could not run.
         """
-        self._loaded  # noqa: B018 - loads
+        self._load()
         child = os.fork()
         if child == 0:
             self._tests(stage)
@@ -112,8 +111,8 @@ class Tree:
     def _log(self) -> Path:
         return self._folder / "output.txt"
 
-    @cached_property
-    def _loaded(self) -> None:
+    def _load(self) -> None:
+        """Import what all tests need, in the first call only, so that the processes of the tests have it."""
         for name in _LOADED:
             importlib.import_module(name)
 

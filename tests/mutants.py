@@ -29,7 +29,7 @@ FILES = ("optim/update.py", "runtime/*.py", "runtime/distributed/sharded.py", "r
 """Files of the package with code that orders work on memory. The lanes themselves, the queues of files and the messages
 between ranks are the subject of tests of their own."""
 CALLS = {
-    *("compute_waits", "host_waits", "synchronize", "synchronize_compute", "keep_until_gone", "wait", "wait_for"),
+    *("compute_waits", "host_waits", "synchronize", "keep_until_gone", "wait", "wait_for"),
     *("await_update", "call_off", "_wait_for_copies", "_let_compute_wait", "let_compute_wait", "_go_on", "drain"),
 }
 """Methods whose calls order work, or, in one thread, make the device current before it."""

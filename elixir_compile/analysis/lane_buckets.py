@@ -1,7 +1,7 @@
 """A bucket on the lanes: its gathers and its gradient.
 
-The rules are those of `runtime.gathers`, `runtime.gradients` and `runtime.distributed.sharded`; those of updates are in
-`lane_updates`.
+Its rules are what `runtime.gathers`, `runtime.gradients` and `runtime.distributed.sharded` do; `lane_updates` has the
+rules of updates.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,8 @@
   joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
 ```
 
-The rows of all owners add up to the timeline of the plan, and those of one owner are what it holds. Bytes that several
-buckets hold in turns are joint: they are those of the largest bucket.
+The rows of all owners add up to the timeline of the plan, and the rows of an owner are what it holds. Buckets that take
+turns have one joint row, with the bytes of the largest of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -74,6 +74,6 @@ def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
 
 
 def _slice_names(plan: Plan) -> tuple[frozenset[StorageId], frozenset[StorageId]]:
-    """Return the storages that stand for slices on the device: of those that leave, and of those that arrive."""
+    """Return the storages of slices that leave the device, and the storages of slices that arrive there."""
     names = [name for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages]
     return frozenset(map(leaving_name, names)), frozenset(map(arrived_name, names))

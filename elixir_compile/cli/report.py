@@ -60,17 +60,17 @@ def _sheet(plan: Path, others: Sequence[Path], curve: int | None) -> PlanSheet:
         if isinstance(found, Record):
             record = found
         else:
-            second = _planned(path, None)
-    sheet = replace(_planned(plan, record), second=second)
+            second = _sheet_of(*_answered(path), None)
+    made, asked = _answered(plan)
+    sheet = replace(_sheet_of(made, asked, record), second=second)
     if curve is None:
         return sheet
     with nothing_on_stdout():
-        points = budget_curve(_answered(plan)[1], curve, lambda line: typer.echo(f"{line} ...", err=True))
+        points = budget_curve(asked, curve, lambda line: typer.echo(f"{line} ...", err=True))
     return replace(sheet, curve=points)
 
 
-def _planned(path: Path, record: Record | None) -> PlanSheet:
-    made, asked = _answered(path)
+def _sheet_of(made: Plan, asked: Question, record: Record | None) -> PlanSheet:
     problem = asked.problem
     return plan_sheet(made, problem.graph, problem.cluster, problem.measured, record)
 

@@ -1,7 +1,6 @@
 """Plans with their questions, and records, as files (never pickle); the check of the folder for state on disk."""
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 from elixir_compile.analysis import plan_at, verify
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, QuestionFileError
+from elixir_compile.folders import write_whole
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
     Plan,
@@ -62,7 +62,7 @@ def save_plan(plan: "Plan | Compilation", path: "str | Path", question: Question
     beside = question_path(path)
     if question is not None:
         if Path(path).is_file():  # a plan may be written to a pipe, which has nothing beside it
-            _write_whole(beside, question_to_bytes(question))
+            write_whole(beside, question_to_bytes(question))
         return
     with suppress(QuestionFileError):  # what is no question file is somebody's, and stays
         earlier = _read_question(beside)
@@ -130,16 +130,6 @@ def _other_question(question: Question, plan: Plan) -> tuple[str, object, object
         "number of bytes beside the plan": (plan.base_bytes, problem.base_bytes),
     }
     return next(((what, *pair) for what, pair in pairs.items() if pair[0] != pair[1]), None)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Replace the file at `path`, so that an interrupted save leaves the whole file of before."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:

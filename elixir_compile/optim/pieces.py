@@ -83,7 +83,7 @@ def rows_of(part: GroupSlice, rule: UpdateRule, *, is_away: bool) -> Iterator[Ro
 
 
 def is_alike(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the elements of `tensor`, of the shape of `weight`, are in the order of those of `weight`."""
+    """Return whether `tensor`, which has the shape of `weight`, has its elements in the same order in memory."""
     strides = zip(tensor.stride(), weight.stride(), weight.shape, strict=True)
     return all(own == other for own, other, size in strides if size > 1)
 
@@ -146,7 +146,7 @@ class Segment:
 
 
 def pieces(rows: Sequence[Row], room_bytes: int) -> Iterator[list[Segment]]:
-    """Yield the segments of each piece; those of a piece fit a room of `room_bytes`."""
+    """Yield the segments of each piece; together they fit a room of `room_bytes`."""
     piece: list[Segment] = []
     left_bytes = room_bytes
     for row in rows:

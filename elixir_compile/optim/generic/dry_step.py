@@ -156,7 +156,7 @@ def _samples(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def _sizes(numel: int) -> list[int]:
-    """Return the numbers of elements of the parts of a tensor."""
+    """Return the sizes of the parts into which a tensor of `numel` elements is cut."""
     small = _SMALL_PART if numel > 2 * _SMALL_PART else numel // 2
     return [numel - small, small] if small else [numel]
 

@@ -112,10 +112,6 @@ class Accelerator:
         while event is not None and not event.query():
             time.sleep(_POLL_S)
 
-    def synchronize_compute(self) -> None:
-        """Block the calling thread until the compute issued so far is done."""
-        self._compute().synchronize()
-
     def synchronize(self) -> None:
         """Block the calling thread until all work issued on the device is done."""
         self._platform.synchronize(self.device)

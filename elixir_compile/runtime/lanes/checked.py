@@ -192,11 +192,6 @@ class Checked:
             self._inner.host_waits(_checked(event).inner)
             self._checker.learn(self._checker.thread, _checked(event).clock)
 
-    def synchronize_compute(self) -> None:
-        """Block the calling thread until the compute issued so far is done."""
-        self._inner.synchronize_compute()
-        self._checker.learn(self._checker.thread, self._checker.current.clock)
-
     def synchronize(self) -> None:
         """Block the calling thread until all work issued on the device is done."""
         self._inner.synchronize()

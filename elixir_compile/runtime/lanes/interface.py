@@ -161,10 +161,6 @@ class Lanes(Protocol):
         """Block the calling thread until `event` is past, without keeping a core busy."""
         ...
 
-    def synchronize_compute(self) -> None:
-        """Block the calling thread until the compute issued so far is done."""
-        ...
-
     def synchronize(self) -> None:
         """Block the calling thread until all work issued on the device is done, on any lane."""
         ...

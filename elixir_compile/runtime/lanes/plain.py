@@ -78,9 +78,6 @@ class Plain:
     def host_waits(self, event: Event | None) -> None:
         """Return at once."""
 
-    def synchronize_compute(self) -> None:
-        """Return at once."""
-
     def synchronize(self) -> None:
         """Return at once."""
 

@@ -343,9 +343,6 @@ class Simulated:
         if event is not None:
             event.lane.force(event.position)
 
-    def synchronize_compute(self) -> None:
-        self._compute.settle()
-
     def synchronize(self) -> None:
         for queue in self.world.queues:
             queue.settle()
