@@ -6,7 +6,7 @@ h2d   gather          12        12   1.2 GiB   1.2 GiB   52 ms     61 ms
 ```
 """
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from elixir_compile.ir.kinds import Lane
@@ -46,7 +46,7 @@ def work_rows(planned: Record, measured: Record) -> tuple[WorkRow, ...]:
 
 
 def _by_verb(record: Record) -> dict[tuple[Lane, str], tuple[Tally, float]]:
-    seconds: Counter[tuple[Lane, str]] = Counter()
+    seconds: defaultdict[tuple[Lane, str], float] = defaultdict(float)
     for span in record.spans:
         seconds[span.lane, verb_of(span.label)] += span.end_s - span.start_s
     works: dict[tuple[Lane, str], list[Tally]] = {}
