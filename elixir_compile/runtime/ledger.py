@@ -1,5 +1,6 @@
 """Count the verbs of an executor, and record spans of its lanes while a recording is on."""
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -11,7 +12,16 @@ from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.lanes.checked import Checked
-from elixir_compile.runtime.recording import ON_THREADS, DeviceSpan, HostSpan, OnStream, Recording, StepClock, Work
+from elixir_compile.runtime.recording import (
+    ON_THREADS,
+    DeviceSpan,
+    HostSpan,
+    OnStream,
+    Placing,
+    Recording,
+    StepClock,
+    Work,
+)
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 _NOTHING = nullcontext()
@@ -31,7 +41,8 @@ class Ledger:
     def __init__(self, lanes: Lanes) -> None:
         self.graph = ""
         """The name of the captured graph whose program runs now; empty outside of programs."""
-        self._lanes = lanes
+        self.lanes = lanes
+        """The lanes whose work is counted."""
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
@@ -96,9 +107,25 @@ class Ledger:
         if not recordings:
             return _NOTHING
         work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
-        if self._lanes.has_clock and lane not in ON_THREADS:
-            return DeviceSpan(recordings, self._lanes, work)
+        if self.lanes.has_clock and lane not in ON_THREADS:
+            return DeviceSpan(recordings, self.lanes, work)
         return HostSpan(recordings, work)
+
+    def begin(self, lane: Lane, label: str, nbytes: int, *, piece: int = 0) -> Callable[[], object]:
+        """Count `nbytes` of work that other threads do for no graph, and return the function that ends its span."""
+        span = self._timed(lane, label, nbytes, 0, piece, "")
+        span.__enter__()
+        return functools.partial(span.__exit__, None, None, None)
+
+    def waits(self, label: str) -> AbstractContextManager[object]:
+        """While recording, time the block, in which the calling thread waits for `label`."""
+        recordings = self._recordings
+        return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
+
+    def place(self, label: str) -> AbstractContextManager[object]:
+        """While recording, note that the calling thread allocates device memory for `label` in the block."""
+        recordings = self._recordings
+        return Placing(recordings, label, self.graph) if recordings else _NOTHING
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
@@ -113,7 +140,7 @@ class Ledger:
 
         Several can run at once.
         """
-        recording = Recording(StepClock([self._lanes]) if clock is None else clock, self._lanes, self._drop)
+        recording = Recording(StepClock([self.lanes]) if clock is None else clock, self.lanes, self._drop)
         with self._lock:
             self._recordings = (*self._recordings, recording)
         return recording
