@@ -47,6 +47,7 @@ class Ledger:
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._lane_bytes: Counter[str] = Counter()
         self._recordings: tuple[Recording, ...] = ()
         _ledgers.add(self)
 
@@ -69,6 +70,12 @@ class Ledger:
             return dict(self._bytes)
 
     @property
+    def lane_bytes(self) -> Mapping[str, int]:
+        """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`."""
+        with self._lock:
+            return dict(self._lane_bytes)
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """How often each verb, the first word of a label, ran since the ledger was made: `{"gather": 12}`."""
         counts: Counter[str] = Counter()
@@ -89,6 +96,7 @@ class Ledger:
                 self._times[label] += times
             if nbytes:
                 self._bytes[label] += nbytes
+                self._lane_bytes[lane.value] += nbytes
         recordings = self._recordings
         if not recordings:
             return _NOTHING

@@ -1,0 +1,267 @@
+"""Observe the training steps of one model: phases, bytes by lane, and figures of the process, for every step.
+
+```text
+  first training forward of ours        the step begins, and the step before it ends
+  forward, backward                     as the executors of the model say
+  optimizer.step()                      by torch's global hooks, for optimizers with parameters of the model
+```
+
+A step ends with the first training forward after an `optimizer.step()` returned. So it holds for accumulated gradients,
+several optimizers and closures. On a device with a clock, moments are events that are read later: nothing waits.
+"""
+
+import inspect
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.observed import Interval, name_of
+from elixir_compile.measure.phases import Moment, PhaseChanges, moment_now
+from elixir_compile.runtime.lanes import Lanes
+from elixir_compile.runtime.phases import Phases, observe_phases
+from elixir_compile.runtime.slab import live_slab_bytes
+
+_MOST_PENDING = 8
+"""The most ended steps of which events may not be past yet. With more, the oldest is waited for: the device is that far
+behind only if Python never waits for it."""
+
+
+@dataclass(kw_only=True, eq=False)
+class ObservedStep:
+    """A step that is observed: running, or ended with events that may not be past yet."""
+
+    number: int
+    changes: PhaseChanges
+    moved_bytes: dict[str, Counter[str]] = field(default_factory=dict)
+    """Bytes by lane and phase."""
+    slab_bytes: int = 0
+    notes: dict[str, float] = field(default_factory=dict)
+    ended: Moment | None = None
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """The phases of the ended step, once its events are past."""
+        assert self.ended is not None, f"step {self.number} has not ended"
+        return self.changes.intervals(self.ended)
+
+
+class StepSink(Protocol):
+    """Takes the steps of an observation."""
+
+    def step_begins(self, number: int, phases: Phases) -> None:
+        """Prepare for step `number`, which begins with a forward on the executor of `phases`."""
+        ...
+
+    def step_ends(self, step: ObservedStep) -> None:
+        """Take the figures of the process at the end of `step`; events of the step may not be past yet."""
+        ...
+
+    def step_known(self, step: ObservedStep) -> None:
+        """Take `step`, whose events are past."""
+        ...
+
+
+class Observation:
+    """The steps of `model`, told to a sink, from `start` to `stop`."""
+
+    def __init__(self, model: nn.Module, sink: StepSink) -> None:
+        self._model = weakref.ref(model)
+        self._sink = sink
+        self._lock = threading.RLock()  # a backward runs on autograd's thread
+        self._leave: list[Callable[[], None]] = []
+        self._open: list[Phase] = []
+        """The phases that have begun and not ended, the innermost last."""
+        self._step: ObservedStep | None = None
+        self._pending: deque[ObservedStep] = deque()
+        self._next_number = 0
+        self._has_updated = False
+        self._notes: dict[str, float] = {}
+        """Notes made before the first step."""
+        self._is_own: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """Whether an executor or an optimizer has parameters of the model."""
+        self._executors: weakref.WeakSet[Phases] = weakref.WeakSet()
+        self._counted: Counter[str] = Counter()
+        """Bytes that each lane had moved at the last change of phases."""
+        self._hooked_step: CodeType | None = None
+        """The code of torch's function that calls the hooks around `optimizer.step()`."""
+
+    def start(self) -> None:
+        """Begin to observe: the first step is the next training forward."""
+        self._leave = [
+            observe_phases(self),
+            register_optimizer_step_pre_hook(self._update_begins).remove,
+            register_optimizer_step_post_hook(self._update_ends).remove,
+        ]
+
+    def stop(self) -> None:
+        """End the observation, and its last step if an update of it was done. A second call does nothing."""
+        with self._lock:
+            for leave in self._leave:
+                leave()
+            self._leave.clear()
+            if self._step is not None and self._has_updated:
+                # The time since the last phase is not the step's: nothing says what the caller does with it.
+                changes = self._step.changes.changes
+                self._end_step(changes.pop()[0] if changes[-1][1] is None and len(changes) > 1 else self._now())
+            self._step = None
+            while self._pending:
+                self._take_oldest(waits=True)
+
+    def note(self, figures: dict[str, float]) -> None:
+        """Add `figures` to the step that is running, or to the first one."""
+        with self._lock:
+            (self._notes if self._step is None else self._step.notes).update(figures)
+
+    def update_done(self) -> None:
+        """Note that parameters were updated: the next training forward begins a step."""
+        with self._lock:
+            self._has_updated = self._step is not None
+
+    # Phases.
+
+    def phase_begins(self, phases: Phases, phase: Phase) -> None:
+        """See `PhaseObserver`."""
+        with self._lock:
+            if not self._belongs(phases, lambda: [slot.param for slot in phases.slots.values()]):
+                return
+            if phases not in self._executors:
+                self._executors.add(phases)
+                self._counted += phases.ledger.lane_bytes  # from before the observation
+            if phase is Phase.FORWARD:
+                self._drop_failed_update()
+                if self._step is None or self._has_updated:
+                    self._begin_step(phases)
+            self._open.append(phase)
+            self._change()
+
+    def phase_ends(self, phases: Phases, phase: Phase) -> None:
+        """See `PhaseObserver`."""
+        with self._lock:
+            if phases in self._executors:
+                self._close(phase)
+
+    def _update_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with self._lock:
+            if self._step is not None and self._belongs(optimizer, lambda: _params_of(optimizer)):
+                self._drop_failed_update()
+                frame = inspect.currentframe()
+                self._hooked_step = None if frame is None or frame.f_back is None else frame.f_back.f_code
+                self._open.append(Phase.UPDATE)
+                self._change()
+
+    def _update_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with self._lock:
+            if self._step is not None and self._belongs(optimizer, lambda: _params_of(optimizer)):
+                self._close(Phase.UPDATE)
+                self._has_updated = True
+
+    def _drop_failed_update(self) -> None:
+        """Close updates that an exception has left: torch calls no hook then, but its function is not on the stack."""
+        if Phase.UPDATE in self._open and not _is_running(self._hooked_step):
+            while Phase.UPDATE in self._open:
+                self._close(Phase.UPDATE)
+
+    def _close(self, phase: Phase) -> None:
+        for place in reversed(range(len(self._open))):
+            if self._open[place] is phase:
+                del self._open[place]
+                self._change()
+                return
+
+    def _change(self) -> None:
+        """Note that the innermost phase may have changed."""
+        step = self._step
+        if step is None:
+            return
+        before, now = step.changes.changes[-1][1], self._open[-1] if self._open else None
+        self._count_bytes(step, name_of(before))
+        if now is not before:
+            step.changes.change(self._now(), now)
+
+    def _count_bytes(self, step: ObservedStep, phase: str) -> None:
+        """Count the bytes that were moved since the last change as those of `phase`."""
+        total: Counter[str] = Counter()
+        for executor in self._executors:
+            total.update(executor.ledger.lane_bytes)
+        for lane, nbytes in total.items():
+            if nbytes > self._counted[lane]:
+                step.moved_bytes.setdefault(lane, Counter())[phase] += nbytes - self._counted[lane]
+        self._counted = total
+        step.slab_bytes = max(step.slab_bytes, live_slab_bytes())
+
+    # Steps.
+
+    def _begin_step(self, phases: Phases) -> None:
+        now = self._now()
+        if self._step is not None:
+            self._end_step(now)
+        self._sink.step_begins(self._next_number, phases)
+        changes = PhaseChanges(now, self._open[-1] if self._open else None)
+        self._step = ObservedStep(number=self._next_number, changes=changes, notes=self._notes)
+        self._notes, self._has_updated = {}, False
+        self._next_number += 1
+        if len(self._pending) > _MOST_PENDING:
+            self._take_oldest(waits=True)
+        while self._pending and self._take_oldest(waits=False):
+            pass
+
+    def _end_step(self, ended: Moment) -> None:
+        step = self._step
+        assert step is not None, "only a step that has begun ends"
+        self._count_bytes(step, name_of(step.changes.changes[-1][1]))
+        step.ended = ended
+        self._sink.step_ends(step)
+        self._pending.append(step)
+
+    def _take_oldest(self, *, waits: bool) -> bool:
+        """Hand the oldest ended step to the sink if its events are past, or after waiting for them."""
+        step = self._pending[0]
+        assert step.ended is not None, "only ended steps are pending"
+        if step.ended.event is not None and not step.ended.event.query():
+            if not waits:
+                return False
+            lanes = self._lanes()
+            if lanes is not None:
+                lanes.synchronize()
+        self._pending.popleft()
+        self._sink.step_known(step)
+        return True
+
+    # The model.
+
+    def _belongs(self, owner: Any, params: Callable[[], list[torch.Tensor]]) -> bool:
+        """Return whether any of `params`, those of the executor or optimizer `owner`, is one of the model's."""
+        if not self._is_own.get(owner, False):
+            model = self._model()
+            known = set() if model is None else {id(param) for param in model.parameters()}
+            self._is_own[owner] = any(id(param) in known for param in params())
+        return self._is_own[owner]
+
+    def _lanes(self) -> Lanes | None:
+        return next((phases.lanes for phases in self._executors), None)
+
+    def _now(self) -> Moment:
+        return moment_now(self._lanes())
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_running(code: CodeType | None) -> bool:
+    """Return whether `code` is on the stack of the calling thread."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
