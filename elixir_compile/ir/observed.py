@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import InvalidPlan, TraceFileError
 from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.record import Record
 
 SUMMARY_FORMAT = 1
+FULL_STEP_FORMAT = 1
 _SUMMARY = Form(what="step", version=SUMMARY_FORMAT, error=TraceFileError)
+_FULL_STEP = Form(what="full step", version=FULL_STEP_FORMAT, error=TraceFileError)
 CALLER = "caller"
 """The name of the time in no phase: data, logging, eager code, clipping."""
 
@@ -129,6 +132,52 @@ class StepSummary:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """Bytes on the device over a step, by kind: a step function of time."""
+
+    at_s: tuple[float, ...]
+    """The times, in seconds since the step began, at which bytes change. The first is 0."""
+    by_kind: Mapping[str, tuple[int, ...]]
+    """By kind, a `Kind` of the plan or `other`, the bytes from each time on."""
+
+    def __post_init__(self) -> None:
+        for kind, values in self.by_kind.items():
+            if len(values) != len(self.at_s):
+                raise InvalidPlan(f"{kind} has {len(values)} byte counts at {len(self.at_s)} times.")
+            if min(values, default=0) < 0:
+                raise InvalidPlan(f"{kind} has {min(values)} bytes at some time.")
+
+    @property
+    def totals_bytes(self) -> list[int]:
+        """Bytes of all kinds together, from each time on."""
+        return [sum(column) for column in zip(*self.by_kind.values(), strict=True)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at once."""
+        return max(self.totals_bytes, default=0)
+
+    def at_peak(self) -> dict[str, int]:
+        """Return the bytes by kind at the first time of the peak."""
+        totals = self.totals_bytes
+        place = totals.index(max(totals)) if totals else 0
+        return {kind: values[place] for kind, values in self.by_kind.items() if values}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullStep:
+    """All that was recorded of one step."""
+
+    summary: StepSummary
+    intervals: tuple[Interval, ...]
+    record: Record
+    live: Live | None = None
+    """None if the memory of the step was not recorded."""
+    counters: Counters | None = None
+    """Figures of the machine in the step; None if none were read."""
+
+
 _PLAIN_FIGURES = (
     "host_update_s",
     "waited_s",
@@ -164,3 +213,13 @@ def summaries_from_lines(text: str) -> list[StepSummary]:
     """
     lines = text.split("\n")[:-1]
     return [summary_from_json(line) for line in lines]
+
+
+def full_step_to_json(full: FullStep) -> str:
+    """Return `full` as one line of JSON."""
+    return to_json(_FULL_STEP, full, indent=None)
+
+
+def full_step_from_json(text: str) -> FullStep:
+    """Return the recorded step in `text`. Raises TraceFileError with the wrong field if the text is none."""
+    return from_json(_FULL_STEP, FullStep, text)

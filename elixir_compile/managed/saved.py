@@ -78,6 +78,10 @@ class PlanKeys:
         self._known: dict[int, tuple[Plan, str]] = {}
         """By the id of each plan that was asked for, the plan, so that its id stays its own, and its key."""
 
+    def knows(self, plan: Plan) -> bool:
+        """Return whether the key of this object was asked for before."""
+        return id(plan) in self._known
+
     def of(self, plan: Plan) -> str:
         """Return the key of `plan`, computed once for each object."""
         if id(plan) not in self._known:

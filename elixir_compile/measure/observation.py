@@ -14,7 +14,7 @@ import inspect
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Protocol
@@ -57,8 +57,8 @@ class ObservedStep:
 class StepSink(Protocol):
     """Takes the steps of an observation."""
 
-    def step_begins(self, number: int, phases: Phases) -> None:
-        """Prepare for step `number`, which begins with a forward on the executor of `phases`."""
+    def step_begins(self, number: int, executors: Collection[Phases]) -> bool:
+        """Prepare for step `number` of `executors`; return whether that may have taken long."""
         ...
 
     def step_ends(self, step: ObservedStep) -> None:
@@ -67,6 +67,10 @@ class StepSink(Protocol):
 
     def step_known(self, step: ObservedStep) -> None:
         """Take `step`, whose events are past."""
+        ...
+
+    def ended(self) -> None:
+        """Let go of a step that has begun: the observation is over."""
         ...
 
 
@@ -105,6 +109,8 @@ class Observation:
     def stop(self) -> None:
         """End the observation, and its last step if an update of it was done. A second call does nothing."""
         with self._lock:
+            if not self._leave:
+                return
             for leave in self._leave:
                 leave()
             self._leave.clear()
@@ -115,6 +121,7 @@ class Observation:
             self._step = None
             while self._pending:
                 self._take_oldest(waits=True)
+            self._sink.ended()
 
     def note(self, figures: dict[str, float]) -> None:
         """Add `figures` to the step that is running, or to the first one."""
@@ -125,6 +132,10 @@ class Observation:
         """Note that parameters were updated: the next training forward begins a step."""
         with self._lock:
             self._has_updated = self._step is not None
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that have updated the model since the observation began."""
+        return [owner for owner, is_own in self._is_own.items() if is_own and isinstance(owner, torch.optim.Optimizer)]
 
     # Phases.
 
@@ -139,7 +150,7 @@ class Observation:
             if phase is Phase.FORWARD:
                 self._drop_failed_update()
                 if self._step is None or self._has_updated:
-                    self._begin_step(phases)
+                    self._begin_step()
             self._open.append(phase)
             self._change()
 
@@ -200,11 +211,12 @@ class Observation:
 
     # Steps.
 
-    def _begin_step(self, phases: Phases) -> None:
+    def _begin_step(self) -> None:
         now = self._now()
         if self._step is not None:
             self._end_step(now)
-        self._sink.step_begins(self._next_number, phases)
+        if self._sink.step_begins(self._next_number, self._executors):
+            now = self._now()
         changes = PhaseChanges(now, self._open[-1] if self._open else None)
         self._step = ObservedStep(number=self._next_number, changes=changes, notes=self._notes)
         self._notes, self._has_updated = {}, False

@@ -127,6 +127,10 @@ class Platform:
         """Return the address of `device` on the PCI bus, `0000:17:00.0`; None if torch tells of none."""
         return None
 
+    def uuid(self, device: torch.device) -> str | None:
+        """Return the number of `device` that no other device has, `GPU-8f6e...`; None if torch tells of none."""
+        return None
+
     def random_states(self) -> Sequence[torch.Tensor]:
         """Return the state of the random generator of each device; empty if no device was used."""
         return ()
