@@ -267,8 +267,7 @@ def _names(actions: Sequence[Action]) -> list[str]:
     found: list[str] = []
     started: dict[object, str] = {}
     for action in actions:
-        target = action.target.bucket if isinstance(action.target, GradientRef) else str(action.target)
-        name = f"{action.verb} {target}"
+        name = f"{action.verb} {action.target}"
         if action.verb is Verb.WAIT:
             name = f"wait {started[action.target]}"
         elif isinstance(action.target, BucketRef) and action.verb is Verb.REDUCE:
