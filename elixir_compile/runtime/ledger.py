@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
+import torch
+
+from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
 from elixir_compile.runtime.lanes import Lanes
@@ -99,7 +102,13 @@ class Ledger:
         `times` is 0 for a part of an action that is counted elsewhere, and `piece` the number of the piece if an action
         passes the lane in several. `graph` is the captured graph of the work, None for the graph that runs now.
         """
-        return self._timed(lane, label, nbytes, times, piece, graph)
+        timed = self._timed(lane, label, nbytes, times, piece, graph)
+        if not compat.is_profiling():
+            return timed
+        both = ExitStack()  # while torch's profiler is on, its trace has the label too
+        both.enter_context(torch.profiler.record_function(label))
+        both.enter_context(timed)
+        return both
 
     def _timed(
         self, lane: Lane, label: str, nbytes: int, times: int, piece: int = 0, graph: str | None = None
