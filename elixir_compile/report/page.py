@@ -127,7 +127,7 @@ def page(sheet: PlanSheet) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
-        f"<style>\n{own.with_suffix('.css').read_text(encoding='utf-8')}</style></head><body>",
+        f"<style>\n{own.with_suffix('.css').read_text(encoding='utf-8')}{charts.dark_style()}</style></head><body>",
     ]
     return "\n".join([*head, *body, "</body></html>", ""])
 
