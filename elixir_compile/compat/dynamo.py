@@ -112,6 +112,16 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add `text()` as the artifact `name` to torch's structured trace, which tlparse reads, if the trace is on.
+
+    `torch._logging.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
+
+
 def uncompiled_name(name: str) -> str:
     """Return the parameter name `name` without the parts added by compiled modules.
 
