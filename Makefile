@@ -5,18 +5,26 @@ PYTHON ?= python3
 export OMP_WAIT_POLICY ?= PASSIVE
 # Processes that run tests; each takes up to 2 GiB.
 WORKERS ?= 2
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# `make test TORCH=2.11.0` runs with another torch, in a virtual environment of its own: `.venv-2.11.0`.
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+VENV := .venv$(addprefix -,$(filter-out $(PINNED),$(TORCH)))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: venv demo test test-slow test-clients races mutants fuzz lint docs format bench clean
+.PHONY: venv demo test test-slow test-clients races mutants fuzz lint docs pictures format bench clean
 
 venv: $(INSTALLED)
 
+$(CONSTRAINTS): constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
 # torch comes first and by its exact version: pip then takes the CPU build where one is at hand, not gigabytes of CUDA.
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf,report]'
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch==$(TORCH)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[test,hf,report]'
 	touch $@
 
 demo: venv
@@ -58,24 +66,35 @@ lint: venv
 	$(BIN)/pyright
 
 # The site of the docs, in build/docs. A warning, as of a link that leads nowhere, is an error.
-DOCS_INSTALLED := .venv/.docs-installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 
 # Training by other libraries, TRL and Lightning among them, compared with eager training bit for bit: three minutes.
-CLIENTS_INSTALLED := .venv/.clients-installed
+CLIENTS_INSTALLED := $(VENV)/.clients-installed
 
 $(CLIENTS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[clients]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[clients]'
 	touch $@
 
 test-clients: $(CLIENTS_INSTALLED)
 	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/run/clients
+
+# The pictures of README and docs, of the stored plan that trains GPT-2 124M in 2 GiB of a 24 GB card.
+PICTURE = $(BIN)/elixir-compile report docs/img/gpt2-124m.json
+
+pictures: venv
+	$(PICTURE) --figure memory -o docs/img/memory-light.svg
+	$(PICTURE) --figure memory --dark -o docs/img/memory-dark.svg
+	$(PICTURE) --figure lanes -o docs/img/lanes-light.svg
+	$(PICTURE) --figure lanes --dark -o docs/img/lanes-dark.svg
+	$(PICTURE) --curve 9 --figure curve -o docs/img/curve-light.svg
+	$(PICTURE) --curve 9 --figure curve --dark -o docs/img/curve-dark.svg
 
 format: venv
 	$(BIN)/ruff format .
@@ -85,4 +104,4 @@ bench: venv
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
