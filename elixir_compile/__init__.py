@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from elixir_compile.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from elixir_compile.api.observe import Study as Study
+    from elixir_compile.api.observe import observe as observe
     from elixir_compile.api.plan import plan as plan
     from elixir_compile.api.prepare import compilations as compilations
     from elixir_compile.api.prepare import prepare as prepare
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from elixir_compile.checkpoint.saving import save as save
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
+    from elixir_compile.ir.observed import StepSummary as StepSummary
     from elixir_compile.managed.compilation import Compilation as Compilation
     from elixir_compile.managed.saved import load_plan as load_plan
     from elixir_compile.managed.saved import save_plan as save_plan
@@ -34,6 +37,8 @@ _HOME: dict[str, str] = {
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
+    "StepSummary": "ir.observed",
+    "Study": "api.observe",
     "compilations": "api.prepare",
     "diff": "report.diff",
     "explain": "report.explain",
@@ -43,6 +48,7 @@ _HOME: dict[str, str] = {
     "load": "checkpoint.loading",
     "load_plan": "managed.saved",
     "measure_step": "measure",
+    "observe": "api.observe",
     "plan": "api.plan",
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
@@ -75,6 +81,7 @@ _ERRORS = (
     "QuestionFileError",
     "Race",
     "StaleParameters",
+    "TraceFileError",
     "UnforeseenState",
     "UnknownHardware",
     "UnknownModel",

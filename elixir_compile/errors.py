@@ -10,7 +10,8 @@ Exception
     ├── _FileError         (ValueError)     text of another form than its file should have
     │   ├── PlanFileError                   a file without a valid plan
     │   │   └── QuestionFileError           a file beside a plan without the question that the plan answers
-    │   └── ProfileFileError                a file without a valid hardware profile
+    │   ├── ProfileFileError                a file without a valid hardware profile
+    │   └── TraceFileError                  a file of an observed run without valid figures
     ├── InvalidOption      (ValueError)     a known option with an unusable value
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute wrong results
@@ -36,7 +37,7 @@ Exception
     │   └── DiskCorrupted                   bytes read differ from the bytes written
     ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
     ├── Race               (RuntimeError)   two accesses to the same memory that no wait orders
-    └── NestedMeasurement  (RuntimeError)   a step measured during the measurement of another
+    └── NestedMeasurement  (RuntimeError)   a step measured, or a model observed, that is already
 
 UserWarning
 └── ElixirWarning
@@ -173,6 +174,12 @@ class ProfileFileError(_FileError):
     """A file does not hold a hardware profile; `field` is the path of the wrong field, `nodes[0].h2d.bytes_per_s`."""
 
     _FILE = "hardware profile"
+
+
+class TraceFileError(_FileError):
+    """A file in the folder of an observed run has no valid figures; `field` is the path of the wrong field."""
+
+    _FILE = "trace file"
 
 
 class UnknownHardware(_UnknownName):
@@ -633,9 +640,18 @@ class Race(ElixirError, RuntimeError):
 
 
 class NestedMeasurement(ElixirError, RuntimeError):
-    """`measure_step` was called while it measures another step."""
+    """`measure_step` was called while it measures another step, or `observe` for a model that is observed.
+
+    `observed` is the class of that model; empty for a measured step.
+    """
+
+    def __init__(self, observed: str = "") -> None:
+        super().__init__(observed)
+        self.observed = observed
 
     def __str__(self) -> str:
+        if self.observed:
+            return f"this {self.observed} is observed already. Call `stop()` of the study of the first observation."
         return (
             "measure_step is already measuring a step. Measure one step at a time: the allocator's peak belongs to "
             "one step only."

@@ -89,6 +89,10 @@ class Options:
     """At which ops regions begin, besides the ops at which the plan moves something. `layer`: at each of four or more
     equal layers, so there are few different regions to compile. `plan`: at no others. `auto`: `layer` under
     `inductor`, `plan` under `aot_eager`."""
+    trace: Path | None = None
+    """A folder for the figures of each training step, as `elixir_compile.observe(model, folder)` writes them. It is
+    made if it is missing, and files of an earlier run in it are replaced. None: the folder in the environment variable
+    `ELIXIR_TRACE`, or if it is not set, nothing is observed."""
     report: bool = True
     """Log a line with the plan at the first step, and a line with measured figures after some steps. On a terminal,
     also show the progress of a compilation that takes more than ten seconds."""
@@ -105,10 +109,12 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
         if name not in known:
             raise UnknownOption(name, known)
         parsed[name] = _PARSERS[name](name, value)
+    if parsed.get("trace") is None and os.environ.get("ELIXIR_TRACE"):
+        parsed["trace"] = Path(os.environ["ELIXIR_TRACE"])
     return Options(**parsed)  # pyright: ignore[reportArgumentType]  the parsers below give each field its type
 
 
-_UNPLANNED = frozenset({"report", "replan", "plan_cache"})
+_UNPLANNED = frozenset({"report", "replan", "plan_cache", "trace"})
 """The options on which the first plan of a step does not depend."""
 
 
@@ -150,6 +156,14 @@ def _path(name: str, value: object) -> Path | None:
         return None
     if not isinstance(value, str | Path) or str(value) == "":
         raise InvalidOption(name, value, 'the path of a saved plan such as "plan.json"')
+    return Path(value)
+
+
+def _new_folder(name: str, value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or str(value) == "":
+        raise InvalidOption(name, value, 'a folder such as "run/trace", or None')
     return Path(value)
 
 
@@ -220,5 +234,6 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "replan": _bool,
     "inner": _one_of(*get_args(Inner)),
     "compile_by": _one_of(*get_args(CompileBy)),
+    "trace": _new_folder,
     "report": _bool,
 }

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
+from elixir_compile.api.observe import observe_for_option
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import find_roots
@@ -188,6 +189,8 @@ def _compile_as(
     calls = FrontEnd(model, graph, gate, given, options, attempt)
     compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
     model.add(graph, gate, attempt.num_chunks)
+    if options.trace is not None:
+        observe_for_option(model.roots[0], options.trace)
     call = for_compiled_code(gate.call)
 
     def run_with_repeated(*args: Any) -> Any:

@@ -96,8 +96,9 @@ class FrontEnd:
             raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        self._gate.begin(partial(self._model.begin_forward, self._planned, args))
-        return run(args)
+        with self._model.executor.phases.forward(is_training=not self._planned.is_inference):
+            self._gate.begin(partial(self._model.begin_forward, self._planned, args))
+            return run(args)
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
         attempt, self._attempt = self._attempt, LossAttempt()  # compiled code must not keep it

@@ -1,5 +1,6 @@
 """Plans with their questions, and records, as files (never pickle); the check of the folder for state on disk."""
 
+import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,24 @@ def save_plan(plan: "Plan | Compilation", path: "str | Path", question: Question
         earlier = _read_question(beside)
         if earlier is not None and _other_question(earlier, plan):
             beside.unlink()
+
+
+class PlanKeys:
+    """The keys of plans: 12 digits of the SHA-256 of their JSON. Equal plans have equal keys."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Plan, str]] = {}
+        """By the id of each plan that was asked for, the plan, so that its id stays its own, and its key."""
+
+    def knows(self, plan: Plan) -> bool:
+        """Return whether the key of this object was asked for before."""
+        return id(plan) in self._known
+
+    def of(self, plan: Plan) -> str:
+        """Return the key of `plan`, computed once for each object."""
+        if id(plan) not in self._known:
+            self._known[id(plan)] = (plan, hashlib.sha256(plan_to_json(plan).encode()).hexdigest()[:12])
+        return self._known[id(plan)][1]
 
 
 def question_path(path: "str | Path") -> Path:

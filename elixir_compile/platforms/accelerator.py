@@ -108,6 +108,11 @@ class AcceleratorPlatform(Platform):
         """Return the bytes that the allocator holds on `device`."""
         return int(self._ask("memory_reserved", device, default=0))
 
+    def alloc_retries(self, device: torch.device) -> int | None:
+        """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""
+        found = self._ask("memory_stats", device, default={}).get("num_alloc_retries")
+        return None if found is None else int(found)
+
     def user_peak_bytes(self, device: torch.device) -> int:
         """Return the peak that torch tells the user, `max_memory_allocated`."""
         return int(self._ask("max_memory_allocated", device, default=0))

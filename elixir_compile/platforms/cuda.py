@@ -29,6 +29,11 @@ class CudaPlatform(AcceleratorPlatform):
             raise PinningError(code)
         return cudart.cudaHostUnregister
 
+    def uuid(self, device: torch.device) -> str | None:
+        """Return the number of `device` as NVML writes it, `GPU-8f6e...`; None if torch tells of none."""
+        found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        return None if found is None else f"GPU-{str(found).removeprefix('GPU-')}"
+
     def pci_address(self, device: torch.device) -> str:
         """Return the address of `device` on the PCI bus."""
         found = torch.cuda.get_device_properties(device)

@@ -87,6 +87,10 @@ class Platform:
         """Return the bytes that the allocator holds on `device`; 0 without memory of its own."""
         return 0
 
+    def alloc_retries(self, device: torch.device) -> int | None:
+        """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""
+        return None
+
     def user_peak_bytes(self, device: torch.device) -> int:
         """Return the peak that torch tells the user, `max_memory_allocated`; 0 without memory of its own."""
         return 0
@@ -121,6 +125,10 @@ class Platform:
 
     def pci_address(self, device: torch.device) -> str | None:
         """Return the address of `device` on the PCI bus, `0000:17:00.0`; None if torch tells of none."""
+        return None
+
+    def uuid(self, device: torch.device) -> str | None:
+        """Return the number of `device` that no other device has, `GPU-8f6e...`; None if torch tells of none."""
         return None
 
     def random_states(self) -> Sequence[torch.Tensor]:

@@ -23,6 +23,7 @@ from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes import Transfer, lanes_for
 from elixir_compile.runtime.ledger import ledger_for
 from elixir_compile.runtime.parts import InParts
+from elixir_compile.runtime.phases import Phases
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slices import LeavingView, Slicing
@@ -48,6 +49,7 @@ class Executor:
         """The modules and attribute names at which graphs find the parameters."""
         self.eager_reads = EagerReads()
         """Copies of parameters that eager code has read."""
+        self.phases = Phases(self.slots, self.lanes, self.ledger)
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
         self.saved = SavedActivations(self.lanes, self.ledger)
@@ -208,6 +210,7 @@ class Executor:
             if before != now:
                 raise StaleParameters(name)
         self.gradients.begin_backward()
+        self.phases.begin_backward()
 
     def abandon(self) -> None:
         """Drop gathered copies, unpublished gradients and transfers in flight; called after an exception."""
@@ -219,6 +222,7 @@ class Executor:
         self.lanes.d2h.synchronize()
         self.saved.begin()
         self.gradients.abandon()
+        self.phases.abandon()
         for bucket in self.buckets:
             bucket.release()
 

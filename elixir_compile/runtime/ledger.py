@@ -4,10 +4,13 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
+import torch
+
+from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
 from elixir_compile.runtime.lanes import Lanes
@@ -20,6 +23,7 @@ from elixir_compile.runtime.recording import (
     Placing,
     Recording,
     StepClock,
+    ThreadSeconds,
     Work,
 )
 
@@ -46,7 +50,9 @@ class Ledger:
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
+        self._lane_bytes: Counter[str] = Counter()
         self._recordings: tuple[Recording, ...] = ()
+        self._thread_seconds: ThreadSeconds | None = None
         _ledgers.add(self)
 
     def run(self, graph: str, program: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -78,6 +84,12 @@ class Ledger:
             return dict(self._bytes)
 
     @property
+    def lane_bytes(self) -> Mapping[str, int]:
+        """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`."""
+        with self._lock:
+            return dict(self._lane_bytes)
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """How often each verb ran since the ledger was made: `{"gather": 12}`."""
         counts: Counter[str] = Counter()
@@ -93,7 +105,13 @@ class Ledger:
         `times` is 0 for a part of an action that is counted elsewhere, and `piece` the number of the piece if an action
         passes the lane in several. `graph` is the captured graph of the work, None for the graph that runs now.
         """
-        return self._timed(lane, label, nbytes, times, piece, graph)
+        timed = self._timed(lane, label, nbytes, times, piece, graph)
+        if not compat.is_profiling():
+            return timed
+        both = ExitStack()  # while torch's profiler is on, its trace has the label too
+        both.enter_context(torch.profiler.record_function(label))
+        both.enter_context(timed)
+        return both
 
     def _timed(
         self, lane: Lane, label: str, nbytes: int, times: int, piece: int = 0, graph: str | None = None
@@ -103,13 +121,20 @@ class Ledger:
                 self._times[label] += times
             if nbytes:
                 self._bytes[lane, label] += nbytes
-        recordings = self._recordings
+                self._lane_bytes[lane.value] += nbytes
+        recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING
         work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
         if self.lanes.has_clock and lane not in ON_THREADS:
-            return DeviceSpan(recordings, self.lanes, work)
+            return DeviceSpan(self._recordings, self.lanes, work)
         return HostSpan(recordings, work)
+
+    def _recordings_on(self, lane: Lane) -> Sequence[Recording | ThreadSeconds]:
+        """Return what records work on `lane` now."""
+        if self._thread_seconds is not None and lane in ON_THREADS:
+            return (*self._recordings, self._thread_seconds)
+        return self._recordings
 
     def begin(self, lane: Lane, label: str, nbytes: int, *, piece: int = 0) -> Callable[[], object]:
         """Count `nbytes` of work that other threads do for no graph, and return the function that ends its span."""
@@ -119,7 +144,7 @@ class Ledger:
 
     def waits(self, label: str) -> AbstractContextManager[object]:
         """While recording, time the block, in which the calling thread waits for `label`."""
-        recordings = self._recordings
+        recordings = self._recordings_on(Lane.CALLER)
         return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
 
     def place(self, label: str) -> AbstractContextManager[object]:
@@ -134,6 +159,10 @@ class Ledger:
             if isinstance(span, DeviceSpan):
                 span.collective = collective
         return collective
+
+    def sum_threads(self, seconds: ThreadSeconds | None) -> None:
+        """Add the seconds of the lanes of threads to `seconds` from now on; None ends this."""
+        self._thread_seconds = seconds
 
     def start_recording(self, clock: StepClock | None = None) -> Recording:
         """Return a recording of the spans from now on, in seconds of `clock`, or else from this call.

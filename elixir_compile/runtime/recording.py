@@ -194,12 +194,33 @@ class Recording:
         return tuple(sorted(found, key=lambda span: (span.start_s, span.end_s)))
 
 
+class ThreadSeconds:
+    """The sums of the seconds of the lanes whose work threads of the host do, without spans."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds_s: dict[Lane, float] = {}
+
+    def begin_span(self) -> None:
+        """Do nothing: only ends are counted."""
+
+    def add_on_host(self, work: Work, start_s: float, end_s: float) -> None:
+        """Add the seconds of a span that ends."""
+        with self._lock:
+            self._seconds_s[work.lane] = self._seconds_s.get(work.lane, 0.0) + end_s - start_s
+
+    def of(self, lane: Lane) -> float | None:
+        """Return the seconds of `lane` so far; None if it had no work."""
+        with self._lock:
+            return self._seconds_s.get(lane)
+
+
 class HostSpan:
     """Times its block by the wall clock."""
 
     __slots__ = ("_recordings", "_start_s", "_work")
 
-    def __init__(self, recordings: Sequence[Recording], work: Work) -> None:
+    def __init__(self, recordings: Sequence[Recording | ThreadSeconds], work: Work) -> None:
         self._recordings, self._work = recordings, work
 
     def __enter__(self) -> Self:

@@ -30,6 +30,7 @@ SAMPLES: list[ElixirError] = [
     errors.UnsupportedDevice("npu", ["streams", "torch.npu.memory_allocated"]),
     errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),
     errors.ProfileFileError("nodes[0].h2d.bytes_per_s", "a positive number", -1.0),
+    errors.TraceFileError("period_s", "a finite number", "long"),
     errors.UnknownHardware("a100-40gb", ["a100-40g", "h100-80g"]),
     errors.UnknownModel("gpt2-124", ["gpt2-124m", "llama-7b"], "there is no such file"),
     errors.UnknownSubject("b9", ["b0", "fwd.0"]),

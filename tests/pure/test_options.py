@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.errors import InvalidOption, UnknownOption
-from elixir_compile.options import Options, parse_options
+from elixir_compile.options import Options, parse_options, plans_alike
 
 
 @pytest.mark.parametrize("options", [None, {}])
@@ -30,6 +30,7 @@ def test_every_option_is_parsed() -> None:
         "replan": False,
         "inner": "aot_eager",
         "compile_by": "layer",
+        "trace": "run/trace",
         "report": False,
     }
     assert parse_options(options) == Options(
@@ -48,6 +49,7 @@ def test_every_option_is_parsed() -> None:
         replan=False,
         inner="aot_eager",
         compile_by="layer",
+        trace=Path("run/trace"),
         report=False,
     )
 
@@ -85,6 +87,8 @@ def test_unknown_option_names_the_nearest() -> None:
         ("plan", ""),
         ("inner", "eager"),
         ("report", 1),
+        ("trace", ""),
+        ("trace", True),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option(name: str, value: object) -> None:
@@ -92,3 +96,16 @@ def test_a_wrong_value_is_named_with_its_option(name: str, value: object) -> Non
         parse_options({name: value})
     assert (caught.value.name, caught.value.got) == (name, value)
     assert f"option {name}: got {value!r}, expected" in str(caught.value)
+
+
+def test_the_environment_names_a_trace_folder_where_the_options_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_TRACE", "from/environment")
+    assert parse_options({}).trace == parse_options({"trace": None}).trace == Path("from/environment")
+    assert parse_options({"trace": "own"}).trace == Path("own")
+    monkeypatch.setenv("ELIXIR_TRACE", "")
+    assert parse_options({}).trace is None
+
+
+def test_a_trace_changes_no_plan() -> None:
+    assert plans_alike(parse_options({"trace": "run"}), parse_options({}))
+    assert not plans_alike(parse_options({"planner": "greedy"}), parse_options({}))

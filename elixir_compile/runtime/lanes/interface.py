@@ -67,7 +67,7 @@ class Waitable(Protocol):
         ...
 
 
-class TimedEvent(Protocol):
+class TimedEvent(Event, Protocol):
     """A moment of the device's clock."""
 
     def elapsed_time(self, other: Any) -> float:

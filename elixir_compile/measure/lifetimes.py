@@ -1,0 +1,173 @@
+"""The device bytes of a step over time, by kind: from blocks of the allocator, phases, and the work that was running.
+
+```text
+  there before the step          param, master, moment, buffer, grad, gathered by address, else other
+  taken under a gather           gathered              taken in the forward, freed within it            temp
+  taken under a prefetch         saved                 taken in the forward, alive at its end           saved
+  taken in the backward, freed   grad                  in the backward, else                            temp
+    between a reduce or an offload
+    and the next work, or alive at
+    its end
+  taken in the update, freed     temp                  in the update, alive at its end                  moment
+    within it                                          in no phase of ours                              other
+```
+
+Nothing is read from a plan. The order of the allocator's events is exact; labels refine what phase and lifetime tell,
+because ops between two regions run under no label. The gradient of a copy that is waited for later counts as temp.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
+from elixir_compile.ir.observed import Interval, Live
+from elixir_compile.ir.record import Span
+
+OTHER = "other"
+"""The kind of bytes that no phase of ours took, such as a batch."""
+_UNTHREADED = frozenset({Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.H2D, Lane.D2H})
+"""The lanes whose work the thread of the step issues."""
+_TAKING = (Verb.REDUCE, Verb.OFFLOAD)
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of the allocator from its allocation to its end."""
+
+    nbytes: int
+    born_s: float
+    kind: str = ""
+    """The kind if it was there before the step, else empty until its end is known."""
+    died_s: float | None = None
+
+
+def live_by_kind(
+    resident: Mapping[int, tuple[int, str]],
+    events: Iterable[tuple[float, int, int]],
+    intervals: Sequence[Interval],
+    spans: Sequence[Span],
+    places: Sequence[Span] = (),
+) -> Live:
+    """Return the bytes by kind over a step.
+
+    `resident` has bytes and kind of the blocks before the step, by address. `events` are (seconds since the step began,
+    address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed. `places` are the
+    stretches in which memory was allocated for an action, before its span.
+    """
+    before = [_Block(nbytes, 0.0, kind) for nbytes, kind in resident.values()]
+    blocks, changes = _blocks(dict(zip(resident, before, strict=True)), events)
+    running = _Running(spans, places)
+    for block in blocks:
+        block.kind = _kind_of(block, intervals, running)
+    return _summed(before, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A block comes, a block goes, or one takes the address of another."""
+
+    at_s: float
+    born: _Block | None
+    died: _Block | None
+
+
+def _blocks(alive: dict[int, _Block], events: Iterable[tuple[float, int, int]]) -> tuple[list[_Block], list[_Change]]:
+    """Return the blocks of the step, and all changes in order. `alive` are the blocks before the step, by address."""
+    found: list[_Block] = []
+    changes: list[_Change] = []
+    at_s = 0.0
+    for time_s, address, nbytes in events:
+        at_s = max(at_s, time_s)
+        died = alive.get(address)
+        if nbytes == 0 and died is not None and not died.kind:
+            continue  # an end of a block from before the step that was told late: its address is in use again
+        if died is not None:
+            died.died_s = at_s
+            del alive[address]
+        born = _Block(nbytes, at_s) if nbytes > 0 else None
+        if born is not None:
+            alive[address] = born
+            found.append(born)
+        if born is not None or died is not None:
+            changes.append(_Change(at_s, born, died))
+    return found, changes
+
+
+class _Running:
+    """Which work the thread of the step was doing at a time."""
+
+    def __init__(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
+        own = sorted((span for span in spans if span.lane in _UNTHREADED), key=lambda span: span.start_s)
+        self._starts_s = [span.start_s for span in own]
+        self._spans = own
+        self._places = sorted(places, key=lambda place: place.start_s)
+
+    def verb_at(self, time_s: float) -> str:
+        """Return the verb of the place or else of the innermost span around `time_s`; empty if there is neither."""
+        before = bisect.bisect_right(self._places, time_s, key=lambda place: place.start_s) - 1
+        if before >= 0 and self._places[before].end_s >= time_s:
+            return _verb(self._places[before])
+        for place in range(bisect.bisect_right(self._starts_s, time_s) - 1, -1, -1):
+            span = self._spans[place]
+            if span.end_s >= time_s:
+                return _verb(span)
+            if place < bisect.bisect_right(self._starts_s, time_s) - _DEEPEST:
+                break
+        return ""
+
+    def last_verb(self, time_s: float) -> str:
+        """Return the verb of the span that began last before `time_s`; empty if there is none."""
+        place = bisect.bisect_right(self._starts_s, time_s) - 1
+        return _verb(self._spans[place]) if place >= 0 else ""
+
+
+_DEEPEST = 4
+"""The most spans of one thread that are open at once, with one to spare: a copy in a gather in a region."""
+
+
+def _verb(span: Span) -> str:
+    return span.label.partition(" ")[0]
+
+
+def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) -> str:
+    """Return the kind of a block of the step."""
+    interval = _interval_at(intervals, block.born_s)
+    if interval is None or interval.phase is None:
+        return OTHER
+    is_gone = block.died_s is not None and block.died_s <= interval.end_s
+    if interval.phase is Phase.UPDATE:
+        return Kind.TEMP if is_gone else Kind.MOMENT
+    verb = running.verb_at(block.born_s)
+    if verb == Verb.GATHER:
+        return Kind.GATHERED
+    if verb == Verb.PREFETCH:
+        return Kind.SAVED
+    if interval.phase is Phase.FORWARD:
+        return Kind.TEMP if is_gone else Kind.SAVED
+    if not is_gone:
+        return Kind.GRAD
+    assert block.died_s is not None, "a block that is gone has died"
+    return Kind.GRAD if running.last_verb(block.died_s) in _TAKING else Kind.TEMP
+
+
+def _interval_at(intervals: Sequence[Interval], time_s: float) -> Interval | None:
+    place = bisect.bisect_right(intervals, time_s, key=lambda interval: interval.start_s) - 1
+    return intervals[place] if place >= 0 and time_s <= intervals[place].end_s else None
+
+
+def _summed(before: Iterable[_Block], changes: Iterable[_Change]) -> Live:
+    """Return the sums by kind after each of `changes`, in their order; times may repeat."""
+    now = Counter[str]()
+    for block in before:
+        now[block.kind] += block.nbytes
+    times_s, rows = [0.0], [dict(now)]
+    for change in changes:
+        for block, sign in ((change.died, -1), (change.born, 1)):
+            if block is not None:
+                now[block.kind] += sign * block.nbytes
+        times_s.append(change.at_s)
+        rows.append(dict(now))
+    kinds = sorted(now)
+    return Live(at_s=tuple(times_s), by_kind={kind: tuple(row.get(kind, 0) for row in rows) for kind in kinds})

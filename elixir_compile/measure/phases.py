@@ -1,0 +1,82 @@
+"""The phases of a step by moments of the host's clock, and of the device's clock if it has one.
+
+```text
+  begin FORWARD   end FORWARD   begin UPDATE   begin FORWARD   end FORWARD   end UPDATE
+       |  forward     |  caller     |  update       |  forward     |  update     |
+```
+
+Where phases are nested, the innermost counts. Lightning runs the forward and the backward within `optimizer.step()`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.observed import Interval
+from elixir_compile.runtime.lanes import Lanes, TimedEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment on the clock of the host, and of the device if it has one."""
+
+    host_s: float
+    """On the clock of `time.perf_counter`."""
+    event: TimedEvent | None = None
+    """The same moment in the order of the device's work; None if the host computes."""
+
+    def seconds_to(self, later: "Moment") -> float:
+        """Return the seconds to `later`, on the clock of the device if both moments have an event that is past."""
+        if self.event is None or later.event is None:
+            return later.host_s - self.host_s
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+def moment_now(lanes: Lanes | None) -> Moment:
+    """Return the present moment, with an event if `lanes` have a clock."""
+    is_timed = lanes is not None and lanes.has_clock
+    return Moment(time.perf_counter(), lanes.timed_event() if lanes is not None and is_timed else None)
+
+
+class PhaseChanges:
+    """The changes of the innermost phase since a step began."""
+
+    def __init__(self, began: Moment, phase: Phase | None) -> None:
+        """`phase` is the innermost phase at the moment `began`."""
+        self.changes: list[tuple[Moment, Phase | None]] = [(began, phase)]
+
+    @property
+    def began(self) -> Moment:
+        """The moment at which the step began."""
+        return self.changes[0][0]
+
+    def change(self, at: Moment, phase: Phase | None) -> None:
+        """Note that `phase` is the innermost phase from the moment `at` on."""
+        self.changes.append((at, phase))
+
+    def intervals(self, ended: Moment) -> tuple[Interval, ...]:
+        """Return the parts of the step, which ended at the moment `ended`. They leave no gap, and none is empty."""
+        began = self.began
+        times_s = [began.seconds_to(at) for at, _ in self.changes] + [began.seconds_to(ended)]
+        return intervals_between(times_s, [phase for _, phase in self.changes])
+
+
+def intervals_between(times_s: Sequence[float], phases: Sequence[Phase | None]) -> tuple[Interval, ...]:
+    """Return the intervals between `times_s`, one time more than `phases`; neighbours of one phase are joined.
+
+    A time before its predecessor counts as equal to it: events of two streams may be out of order by microseconds.
+    """
+    found: list[Interval] = []
+    latest_s, ordered_s = 0.0, list[float]()
+    for time_s in times_s:
+        latest_s = max(latest_s, time_s)
+        ordered_s.append(latest_s)
+    for (start_s, end_s), phase in zip(pairwise(ordered_s), phases, strict=True):
+        if start_s == end_s:
+            continue
+        if found and found[-1].phase is phase:
+            start_s = found.pop().start_s
+        found.append(Interval(phase=phase, start_s=start_s, end_s=end_s))
+    return tuple(found)
