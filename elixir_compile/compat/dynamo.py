@@ -107,7 +107,7 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
     `torch._logging.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
     """
-    from torch._logging import trace_structured
+    from torch._logging import trace_structured  # pyright: ignore[reportPrivateImportUsage]
 
     trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
