@@ -17,10 +17,20 @@ class _PastLogging(set[Callable[..., Any]]):
     transformers adds the method to the class on import, which may be after the import of the backend.
     """
 
+    def __init__(self, functions: Collection[Callable[..., Any]]) -> None:
+        super().__init__(functions)
+        self._added: set[Callable[..., Any]] = set()
+
     def _add_warning_once(self) -> None:
         once = getattr(logging.Logger, "warning_once", None)
         if once is not None:
             self.add(once)
+            self._added.add(once)
+
+    def __deepcopy__(self, memo: object) -> set[Callable[..., Any]]:
+        # After each compilation, Dynamo writes a deep copy of its settings as JSON, which has no form for functions.
+        # torch 2.13 leaves this setting out; torch 2.11 keeps it and prints a traceback.
+        return set(super().__iter__()) - self._added
 
     def __contains__(self, function: object) -> bool:
         self._add_warning_once()
@@ -105,9 +115,9 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add `text()` as the artifact `name` to torch's structured trace, which tlparse reads, if the trace is on.
 
-    `torch._logging.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
+    `torch._logging._internal.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
     """
-    from torch._logging import trace_structured  # pyright: ignore[reportPrivateImportUsage]
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
