@@ -21,7 +21,6 @@ from elixir_compile.measure.step import Resident
 from elixir_compile.ops.shards import own_part
 from elixir_compile.runtime.recording import Place
 
-
 _CLOCKS_APART_S = 1e-4
 """How far the profiler's times of allocations may be from the clock of the host: it converts them from a counter of the
 processor. Two gathers are further apart."""
