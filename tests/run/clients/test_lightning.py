@@ -95,3 +95,20 @@ def test_a_run_that_is_saved_and_resumed_goes_on_as_if_it_had_not_stopped(tmp_pa
     assert got.losses == expected.losses[len(expected.losses) // 2 :]
     assert_equal(weights(expected.model), weights(got.model))
     assert_moved(got.model)
+
+
+def test_a_callback_logs_the_figures_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from elixir_compile.integrations.lightning import ElixirCallback
+
+    model = small_gpt2(num_layers=2)
+    expected = fit(model, tmp_path, ours=False)
+    callback = ElixirCallback()
+    got = fit(model, tmp_path, ours=True, callbacks=[callback])
+    assert got.losses == expected.losses
+    assert_equal(weights(expected.model), weights(got.model))
+    figures = got.trainer.callback_metrics
+    assert figures["elixir/period_s"] > 0
+    assert figures["elixir/forward_s"] > 0
+    assert figures["elixir/backward_s"] > 0
+    assert callback.study is not None
+    assert str(callback.study) in capsys.readouterr().out

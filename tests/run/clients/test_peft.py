@@ -31,6 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 # peft 0.21 asks for a name that transformers 5.23 calls deprecated.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_adapters_train_as_in_eager_code() -> None:
