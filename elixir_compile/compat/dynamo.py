@@ -59,8 +59,8 @@ def trace_again(reason: str) -> NoReturn:
 
     Called by the backend.
 
-    `torch._dynamo.exc.TensorifyScalarRestartAnalysis`, `.UnspecializeRestartAnalysis`: checked on torch 2.13. Gone:
-    AttributeError when the parameters of a compiled model are replaced.
+    `torch._dynamo.exc.TensorifyScalarRestartAnalysis`, `.UnspecializeRestartAnalysis`: checked on torch 2.11 and 2.13.
+    Gone: AttributeError when the parameters of a compiled model are replaced.
     """
     from torch._dynamo import exc
 
@@ -96,7 +96,7 @@ def no_collection_at_end() -> AbstractContextManager[None]:
 
     The collection would free little, as the plan keeps the captured graph.
 
-    `torch._dynamo.config.run_gc_after_compile`: checked on torch 2.13. Gone: nothing is changed.
+    `torch._dynamo.config.run_gc_after_compile`: checked on torch 2.11 and 2.13. Gone: nothing is changed.
     """
     config = torch._dynamo.config
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
@@ -188,8 +188,8 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
 
     `inputs` are placeholders of Dynamo's graph. Called while Dynamo waits for the compiled form of that graph.
 
-    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.13; earlier
-    versions have methods in place of some properties. Gone: such a guard fails with a KeyError at the first call.
+    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.11 and 2.13.
+    Gone: such a guard fails with a KeyError at the first call.
     """
     from torch._guards import TracingContext
 
@@ -197,17 +197,17 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     if context is None:
         return False
     sources = [getattr(node, "_dynamo_source", None) for node in inputs]
-    modules = {_name_of(source).partition("._parameters[")[0] for source in sources if source is not None}
-    return any(_names_class_of(_name_of(guard), modules) for guard in context.guards_context.dynamo_guards)
+    modules = {source.name.partition("._parameters[")[0] for source in sources if source is not None}
+    return any(_names_class_of(guard.name, modules) for guard in context.guards_context.dynamo_guards)
 
 
 def belongs_to_module(node: fx.Node) -> bool:
     """Return whether the input `node` of Dynamo's graph is a tensor of an `nn.Module`, such as a buffer.
 
-    `node._dynamo_source`, `Source.guard_source`, a method before torch 2.12: torch 2.11 to 2.13. Gone: False.
+    `node._dynamo_source`, `Source.guard_source`: torch 2.11 to 2.13. Gone: False.
     """
     found = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
-    return "MODULE" in getattr(found() if callable(found) else found, "name", "")
+    return "MODULE" in getattr(found, "name", "")
 
 
 def _names_class_of(name: str, modules: Collection[str]) -> bool:
@@ -218,10 +218,6 @@ def _names_class_of(name: str, modules: Collection[str]) -> bool:
     _, *behind = name.split("type(")
     ends = ((rest, at) for rest in behind for at in range(len(rest)) if rest.startswith(").", at))
     return any(rest[:at] in modules for rest, at in ends)
-
-
-def _name_of(named: Any) -> str:
-    return str(named.name() if callable(named.name) else named.name)
 
 
 def before_each_capture(call: Callable[[], None]) -> None:

@@ -98,7 +98,7 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
 
 def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:
     with Resident() as resident:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             began_s = time.perf_counter()
             fn()
             step_s = time.perf_counter() - began_s
