@@ -26,7 +26,6 @@ from elixir_compile.analysis.lane_works import Memory, Work, Works
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.touches import region_touches
 from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, StepGraph, Verb
-from elixir_compile.ir.schedule import label
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.gathers import Gathers
