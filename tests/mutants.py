@@ -140,7 +140,7 @@ STAGES = {
     "awaited.py": (UNITS, ORDERS, AWAITED, BITS, DEVICE),
     "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
     "gathers.py": (UNITS, ORDERS, SHARDS, AWAITED, BITS, DEVICE),
-    "gradients.py": (UNITS, SHARDS, ORDERS, DEVICE, BITS),
+    "gradients.py": (UNITS, DEVICE, SHARDS, ORDERS, BITS),
     "recording.py": (_checked("runtime/test_ledger"), DEVICE),
     "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
