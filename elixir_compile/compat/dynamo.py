@@ -115,9 +115,9 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add `text()` as the artifact `name` to torch's structured trace, which tlparse reads, if the trace is on.
 
-    `torch._logging.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
+    `torch._logging._internal.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
     """
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 

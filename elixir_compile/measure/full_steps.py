@@ -127,7 +127,9 @@ class FullSteps:
 def _full_step(recorded: _Recorded, summary: StepSummary) -> FullStep:
     spans = [span for _, recording in recorded.recordings for span in recording.spans()]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
-    live = None if recorded.memory is None else recorded.memory.live(recorded.began_s, recorded.intervals, spans)
+    places = [place for _, recording in recorded.recordings for place in recording.places]
+    memory = recorded.memory
+    live = None if memory is None else memory.live(recorded.began_s, recorded.intervals, spans, places)
     record = Record(
         origin=Origin.MEASURED,
         step_s=summary.period_s,

@@ -122,15 +122,19 @@ class Ledger:
             if nbytes:
                 self._bytes[lane, label] += nbytes
                 self._lane_bytes[lane.value] += nbytes
-        recordings: Sequence[Recording | ThreadSeconds] = self._recordings
-        if self._thread_seconds is not None and lane in ON_THREADS:
-            recordings = (*recordings, self._thread_seconds)
+        recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING
         work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
         if self.lanes.has_clock and lane not in ON_THREADS:
             return DeviceSpan(self._recordings, self.lanes, work)
         return HostSpan(recordings, work)
+
+    def _recordings_on(self, lane: Lane) -> Sequence[Recording | ThreadSeconds]:
+        """Return what records work on `lane` now."""
+        if self._thread_seconds is not None and lane in ON_THREADS:
+            return (*self._recordings, self._thread_seconds)
+        return self._recordings
 
     def begin(self, lane: Lane, label: str, nbytes: int, *, piece: int = 0) -> Callable[[], object]:
         """Count `nbytes` of work that other threads do for no graph, and return the function that ends its span."""
@@ -140,7 +144,8 @@ class Ledger:
 
     def waits(self, label: str) -> AbstractContextManager[object]:
         """While recording, time the block, in which the calling thread waits for `label`."""
-        return self._timed(Lane.CALLER, label, 0, 0)
+        recordings = self._recordings_on(Lane.CALLER)
+        return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
 
     def place(self, label: str) -> AbstractContextManager[object]:
         """While recording, note that the calling thread allocates device memory for `label` in the block."""

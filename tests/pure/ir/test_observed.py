@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.errors import InvalidPlan, TraceFileError
@@ -85,11 +85,13 @@ def test_a_summary_reads_back_from_one_line(summary: StepSummary) -> None:
     assert summary_from_json(line) == summary
 
 
+@settings(max_examples=30)
 @given(full_steps())
 def test_a_full_step_reads_back(full: FullStep) -> None:
     assert full_step_from_json(full_step_to_json(full)) == full
 
 
+@settings(max_examples=30)
 @given(st.lists(SUMMARIES, max_size=4), st.integers(0, 200))
 def test_lines_that_end_in_the_middle_give_the_whole_ones(summaries: list[StepSummary], kept: int) -> None:
     text = "".join(summary_to_json(summary) + "\n" for summary in summaries)

@@ -252,12 +252,12 @@ def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch)
         trained.step()
         before = ledger.bytes
         trained.step()
-        moved = {label: nbytes - before[label] for label, nbytes in ledger.bytes.items() if nbytes > before[label]}
-    gathered_bytes = sum(nbytes for label, nbytes in moved.items() if label.startswith("gather"))
+        moved = {key: nbytes - before[key] for key, nbytes in ledger.bytes.items() if nbytes > before[key]}
     assert study.latest is not None
     assert study.latest.moved_bytes.get("h2d", {}).keys() <= {"forward", "backward", "update"}
-    assert sum(study.latest.lane_bytes(lane) for lane in study.latest.moved_bytes) == sum(moved.values())
-    assert gathered_bytes <= study.latest.lane_bytes("h2d")
+    for lane in study.latest.moved_bytes:
+        assert study.latest.lane_bytes(lane) == sum(nbytes for (own, _), nbytes in moved.items() if own == lane)
+    assert study.latest.lane_bytes("h2d") > 0
 
 
 def test_a_second_observation_of_a_model_is_refused_until_the_first_stops() -> None:
