@@ -115,8 +115,6 @@ def await_update(param: torch.Tensor) -> None:
     try:
         for update in vars(param).get(_UPDATES, ()):
             update.wait()
-            if update.let_compute_wait is not None:
-                update.let_compute_wait()
     finally:
         end_update(param)
 
