@@ -1,7 +1,7 @@
 """What the capture of a step costs grows as its ops do, and nothing else runs in between."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -159,13 +159,13 @@ def test_an_op_has_the_source_line_of_its_innermost_frame(trace: str, line: str)
 
 def test_guards_of_dynamo_are_not_read_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    name_of = dynamo._name_of
+    names_class_of = dynamo._names_class_of
 
-    def count(named: object) -> str:
+    def count(name: str, modules: Collection[str]) -> bool:
         counts[-1] += 1
-        return name_of(named)
+        return names_class_of(name, modules)
 
-    monkeypatch.setattr(dynamo, "_name_of", count)
+    monkeypatch.setattr(dynamo, "_names_class_of", count)
     for num_blocks in (2, 8):
         counts.append(0)
         torch._dynamo.reset()
