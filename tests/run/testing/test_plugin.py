@@ -6,6 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+from elixir_compile.testing.fixture import MemorySchedules
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = "elixir_compile.testing.plugin"
@@ -24,26 +27,33 @@ def test_memory(memory_schedule):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Load all modules that a plan needs: pytester forgets those that its runs import, and torch registers once."""
+    plans = MemorySchedules(test_file=Path(__file__), writes_goldens=False)
+    plans(torch.nn.Linear(4, 4), torch.empty(2, 4), hardware="a100-40g", planner="keep_all", inner="aot_eager")
+
+
 def run_pytest(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider", *args)
 
 
 def write_test(pytester: pytest.Pytester, widths: str) -> None:
-    pytester.makepyfile(test_memory=f"WIDTHS = {widths}\n{GOLDEN_TEST}")
+    pytester.makepyfile(test_of_a_user=f"WIDTHS = {widths}\n{GOLDEN_TEST}")
 
 
 def test_the_block_of_the_page_is_a_test_file_that_passes(pytester: pytest.Pytester) -> None:
     page = (ROOT / "docs" / "testing-memory.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    pytester.makepyfile(test_page=block)
+    pytester.makepyfile(test_of_the_page=block)
     run_pytest(pytester).assert_outcomes(passed=1)
 
 
 def test_a_golden_is_written_on_request_and_says_which_layer_grew(pytester: pytest.Pytester) -> None:
     write_test(pytester, "(32, 32)")
-    run_pytest(pytester).stdout.fnmatch_lines(["*there is no golden *test_memory.tiny.txt*--elixir-update*"])
+    run_pytest(pytester).stdout.fnmatch_lines(["*there is no golden *test_of_a_user.tiny.txt*--elixir-update*"])
     run_pytest(pytester, "--elixir-update").assert_outcomes(passed=1)
-    golden = pytester.path / "goldens" / "test_memory.tiny.txt"
+    golden = pytester.path / "goldens" / "test_of_a_user.tiny.txt"
     assert "  0 saved 2048\n" in golden.read_text(encoding="utf-8")
     run_pytest(pytester).assert_outcomes(passed=1)
 
