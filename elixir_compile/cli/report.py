@@ -14,7 +14,7 @@ from elixir_compile.errors import ElixirError, InvalidOption, QuestionFileError
 from elixir_compile.ir import Plan, Record
 from elixir_compile.managed.saved import load_answered, load_plan_or_record, question_path
 from elixir_compile.report import charts
-from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
+from elixir_compile.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet
 from elixir_compile.search.question import Question
 
 FIGURES = ("memory", "lanes", "step", "curve")
@@ -91,11 +91,11 @@ def _figure(sheet: PlanSheet, figure: str) -> str:
     if not charts.can_draw():
         raise InvalidOption("figure", figure, f"the libraries of the charts: {charts.EXTRA}")
     budget_bytes, bars = sheet.plan.budget_bytes, sheet.drawn_bars
-    second = () if sheet.second is None else sheet.second.memory
+    rows, second = drawn_memory(sheet)
     specs = {
-        "memory": lambda: charts.memory_chart(sheet.memory, budget_bytes, second),
+        "memory": lambda: charts.memory_chart(rows, budget_bytes, second),
         "lanes": lambda: charts.lanes_chart(bars),
         "curve": lambda: charts.curve_chart(sheet.curve),
-        "step": lambda: charts.step_chart(sheet.memory, bars, budget_bytes, second, is_static=True),
+        "step": lambda: charts.step_chart(rows, bars, budget_bytes, second, is_static=True),
     }
     return charts.svg(specs[figure]())

@@ -1,7 +1,8 @@
 """Draw memory over the step and the lanes: Vega-Lite specifications made with Altair, and pictures of them as SVG.
 
 The charts need the extra `report`, Altair and vl-convert. Colours are CSS variables with a value for files without a
-style sheet, so that a page may have a dark theme.
+style sheet, so that a page may have a dark theme. Memory and lanes are drawn from named tables, which stand under
+`datasets` of a specification: `page.js` fills them from the data of the page, which then holds each number once.
 """
 
 import importlib
@@ -9,7 +10,6 @@ import importlib.util
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from elixir_compile.ir.kinds import Lane
@@ -61,7 +61,7 @@ def step_chart(
     alt = _library("altair")
     memory = _memory(rows, budget_bytes, second, is_static=is_static)
     both = alt.vconcat(memory, _lanes(found, is_static=is_static), spacing=8)
-    spec = _finished(both.resolve_scale(x="shared", color="independent"))
+    spec = _finished(both.resolve_scale(x="shared", color="independent"), tables(rows, found, second))
     if not is_static:
         # One zoom for both charts. Altair would name it in each, and warn of the repetition.
         interval = {"type": "interval", "encodings": ["x"]}
@@ -71,12 +71,28 @@ def step_chart(
 
 def memory_chart(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow] = ()) -> dict[str, Any]:
     """Return the specification of memory over the step alone, for a picture."""
-    return _finished(_memory(rows, budget_bytes, second, is_static=True))
+    return _finished(_memory(rows, budget_bytes, second, is_static=True), tables(rows, (), second))
 
 
 def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:
     """Return the specification of the lanes alone, for a picture."""
-    return _finished(_lanes(found, is_static=True))
+    return _finished(_lanes(found, is_static=True), tables((), found))
+
+
+def tables(
+    rows: Sequence[MemoryRow], found: Sequence[Bar], second: Sequence[MemoryRow] = ()
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the tables of the charts of memory and lanes by name, each as one row of columns.
+
+    Memory gets a last row that repeats the one before at its end, because an area of steps ends at its last point.
+    """
+    memory = {name: _closed(columns(drawn)) for name, drawn in (("memory", rows), ("second", second)) if drawn}
+    return {name: [table] for name, table in (memory | ({"lanes": bar_columns(found)} if found else {})).items()}
+
+
+def _closed(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    last = {name: column[-1] for name, column in table.items()} | {"start_s": table["end_s"][-1]}
+    return {name: [*column, last[name]] for name, column in table.items()}
 
 
 def curve_chart(points: Sequence[CurvePoint]) -> dict[str, Any]:
@@ -107,21 +123,15 @@ def curve_chart(points: Sequence[CurvePoint]) -> dict[str, Any]:
 
 def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow], *, is_static: bool) -> Any:
     alt = _library("altair")
-    rows, second = _drawn(rows), _drawn(second)
     kinds = [str(kind) for kind in kinds_of(rows)]
-    table = columns(rows)
-    table |= {kind: [round(nbytes / GIB, 4) for nbytes in table[kind]] for kind in kinds}
-    table["total"] = [round(row.nbytes / GIB, 4) for row in rows]
     peak = max(rows, key=lambda row: row.nbytes)
     end_s = max(row.end_s for row in (*rows, *second))
     most_gib = 1.08 * max(budget_bytes, *(row.nbytes for row in (*rows, *second))) / GIB
-    # An area of steps ends at its last point, which repeats the last value.
-    ends = {"start_s": [*table["start_s"], rows[-1].end_s]} | {kind: [*table[kind], table[kind][-1]] for kind in kinds}
     x = alt.X("start_s:Q", title="seconds", axis=alt.Axis(grid=False), scale=alt.Scale(domain=[0, end_s], nice=False))
     areas = (
-        _chart(alt, ends)
-        .transform_fold(kinds, as_=["kind", "GiB"])
-        .transform_calculate(order=f"indexof({kinds!r}, datum.kind)")
+        _named(alt, "memory", rows)
+        .transform_fold(kinds, as_=["kind", "nbytes"])
+        .transform_calculate(order=f"indexof({kinds!r}, datum.kind)", GiB=f"datum.nbytes / {GIB}")
         .mark_area(interpolate="step-after", aria=False)
         .encode(
             x=x,
@@ -139,38 +149,34 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[Memor
     )
     layers = [areas, *_line(alt, second), limit.encode(y="budget:Q"), marks.encode(x="s:Q", y="GiB:Q")]
     if not is_static:
+        in_gib = {f"{kind}_gib": f"datum['{kind}'] / {GIB}" for kind in kinds}
+        hover = _named(alt, "memory", rows).transform_calculate(**in_gib, total_gib=_total_gib(kinds))
         shown = [alt.Tooltip(f"{name}:N") for name in ("region", "op", "module", "source")]
-        shown += [alt.Tooltip(f"{name}:Q", format=".3f", title=f"{name}, GiB") for name in ("total", *kinds)]
-        hover = _chart(alt, table).mark_rect(opacity=0.001, aria=False)
+        shown += [alt.Tooltip(f"{of}_gib:Q", format=".3f", title=f"{of}, GiB") for of in ("total", *kinds)]
         edges = {"x": x, "x2": "end_s:Q", "y": alt.value(0), "y2": alt.value(_HEIGHT)}
-        layers.append(hover.encode(**edges, tooltip=shown).properties(name="hover"))
+        layers.append(
+            hover.mark_rect(opacity=0.001, aria=False).encode(**edges, tooltip=shown).properties(name="hover")
+        )
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
 
 
 def _line(alt: Any, rows: Sequence[MemoryRow]) -> Iterator[Any]:
     """Yield the line of all live bytes of a second plan, if there are `rows`."""
     if rows:
-        total = [round(row.nbytes / GIB, 4) for row in rows]
-        ends = {"start_s": [*(row.start_s for row in rows), rows[-1].end_s], "GiB": [*total, total[-1]]}
-        line = _chart(alt, ends).mark_line(interpolate="step-after", color=_INK, strokeWidth=1.5, aria=False)
+        total = _named(alt, "second", rows).transform_calculate(GiB=_total_gib(list(map(str, kinds_of(rows)))))
+        line = total.mark_line(interpolate="step-after", color=_INK, strokeWidth=1.5, aria=False)
         yield line.encode(x="start_s:Q", y="GiB:Q")
 
 
-def _drawn(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
-    """Return `rows` without those of no length, which no axis can show: the row before takes their place if it has
-    fewer bytes."""
-    found: list[MemoryRow] = []
-    for row in rows:
-        if row.end_s > row.start_s or not found:
-            found.append(row)
-        elif row.nbytes > found[-1].nbytes:
-            found[-1] = replace(row, start_s=found[-1].start_s, end_s=found[-1].end_s)
-    if len(found) > 1 and found[0].end_s <= found[0].start_s:
-        first, second = found[:2]
-        found[:2] = [
-            replace(max(first, second, key=lambda row: row.nbytes), start_s=second.start_s, end_s=second.end_s)
-        ]
-    return found
+def _total_gib(kinds: Sequence[str]) -> str:
+    """Return the expression of the live bytes of all kinds in GiB."""
+    total = " + ".join(f"datum['{kind}']" for kind in kinds)
+    return f"({total}) / {GIB}"
+
+
+def _named(alt: Any, name: str, rows: Sequence[MemoryRow]) -> Any:
+    """Return a chart of the rows of memory in the table called `name`, see `tables`."""
+    return alt.Chart(alt.NamedData(name)).transform_flatten(list(columns(rows)))
 
 
 def _chart(alt: Any, table: Mapping[str, Sequence[Any]]) -> Any:
@@ -186,43 +192,47 @@ def _colours(alt: Any, field: str, names: Sequence[str]) -> Any:
 
 def _lanes(found: Sequence[Bar], *, is_static: bool) -> Any:
     alt = _library("altair")
-    table = bar_columns(found)
     is_single = len({bar.of for bar in found}) == 1
     named = [f"{bar.lane}" if is_single else f"{bar.lane}, {bar.of}" for bar in found]
     order = {name: (list(Lane).index(bar.lane), STEPS.index(bar.of)) for name, bar in zip(named, found, strict=True)}
     rows = sorted(order, key=order.__getitem__)
-    data = {"row": named} | {name: table[name] for name in ("verb", "what", "start_s", "end_s")}
-    data["ms"] = [round(1e3 * (bar.end_s - bar.start_s), 3) for bar in found]
+    row = "datum.lane" if is_single else "datum.lane + ', ' + datum.of"
     shown = [*(alt.Tooltip(f"{name}:N") for name in ("row", "verb", "what")), alt.Tooltip("ms:Q", format=".3f")]
     chart = (
-        _chart(alt, data)
+        alt.Chart(alt.NamedData("lanes"))
+        .transform_flatten(list(bar_columns(found)))
+        .transform_calculate(row=row, ms="1e3 * (datum.end_s - datum.start_s)")
         .mark_bar(aria=False)
         .encode(
             x=alt.X("start_s:Q", title="seconds", axis=alt.Axis(grid=False)),
             x2="end_s:Q",
             y=alt.Y("row:N", sort=rows, title=None, scale=alt.Scale(domain=rows)),
-            color=_colours(alt, "verb:N", list(dict.fromkeys(table["verb"]))),
+            color=_colours(alt, "verb:N", list(dict.fromkeys(bar.verb for bar in found))),
             **({} if is_static else {"tooltip": shown}),
         )
     )
     return chart.properties(width=_WIDTH, height=_LANE_HEIGHT * len(rows), name="lanes")
 
 
-def _finished(chart: Any) -> dict[str, Any]:
-    """Return the specification of `chart` with the colours of text and lines, and without a background."""
+def _finished(chart: Any, datasets: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the specification of `chart` with its tables, with the colours of text and lines, and without a
+    background."""
     text = {"labelColor": _INK, "titleColor": _INK}
-    return (
+    spec = (
         chart.configure(background="transparent", font="sans-serif")
         .configure_axis(**text, gridColor=_RULE, domainColor=_RULE, tickColor=_RULE)
         .configure_legend(**text)
         .configure_view(stroke=None)
         .to_dict()
     )
+    return spec if datasets is None else spec | {"datasets": dict(datasets)}
 
 
 _CLIP = re.compile(r"clip\d+")
 _DIGITS = re.compile(r"(\.\d\d)\d+")
 """A number with more than two decimals: a hundredth of a pixel cannot be seen."""
+_REPEATED = re.compile(r"(L[^LMZ\"]+)\1+")
+"""A point of a path more than once in succession, as where the bytes of a kind stay equal."""
 
 
 def svg(spec: Mapping[str, Any]) -> str:
@@ -232,7 +242,7 @@ def svg(spec: Mapping[str, Any]) -> str:
     numbers = itertools.count()
     # The library numbers clip paths over all pictures of a process.
     drawn = _CLIP.sub(lambda found: names.setdefault(found[0], f"clip-{next(numbers)}"), drawn)
-    return _DIGITS.sub(r"\1", drawn)
+    return _REPEATED.sub(r"\1", _DIGITS.sub(r"\1", drawn))
 
 
 def library() -> str:

@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir_compile.ir.kinds import Kind, Lane, Update
@@ -126,6 +126,25 @@ def _memory_row(survey: Survey, start_s: float, region: str, ops: range, end_s: 
     return MemoryRow(
         region=region, op=op.id, module=op.module, source=op.source, start_s=start_s, end_s=end_s, live_bytes=live
     )
+
+
+def lasting(rows: Sequence[MemoryRow]) -> tuple[MemoryRow, ...]:
+    """Return `rows` without those of no length, which no axis can show.
+
+    Where such a row has more bytes than the row before it, or than the second if it is the first, it takes the place of
+    that row, so that the peak stays.
+    """
+    found: list[MemoryRow] = []
+    for row in rows:
+        if row.end_s > row.start_s or not found:
+            found.append(row)
+        elif row.nbytes > found[-1].nbytes:
+            found[-1] = replace(row, start_s=found[-1].start_s, end_s=found[-1].end_s)
+    if len(found) > 1 and found[0].end_s <= found[0].start_s:
+        first, second = found[:2]
+        most = max(first, second, key=lambda row: row.nbytes)
+        found[:2] = [replace(most, start_s=second.start_s, end_s=second.end_s)]
+    return tuple(found)
 
 
 def bars(record: Record, of: str = PLANNED, most: int = MOST_BARS) -> tuple[Bar, ...]:

@@ -11,6 +11,11 @@
   const chart = document.getElementById("step-chart");
   const spec = read("elixir-step");
   if (chart !== null && spec !== null && window.vegaEmbed !== undefined) {
+    // Memory gets a last row that repeats the one before at its end, because an area of steps ends at its last point.
+    const closed = (table) => Object.fromEntries(Object.entries(table)
+      .map(([name, column]) => [name, [...column, table[name === "start_s" ? "end_s" : name].at(-1)]]));
+    spec.datasets = { memory: [closed(data.memory)], lanes: [data.bars] };
+    if (data.second !== undefined) spec.datasets.second = [closed(data.second.memory)];
     // `ast` interprets expressions: the policy of the page forbids `eval`.
     const still = chart.innerHTML;
     window.vegaEmbed(chart, spec, { ast: true, renderer: "svg", actions: false }).then(

@@ -50,6 +50,7 @@ class PlanSheet:
     """The simulated step."""
     measured: Record | None
     memory: tuple[MemoryRow, ...]
+    """A row for each region, also for one that takes no time."""
     bars: tuple[Bar, ...]
     layers: tuple[LayerRow, ...]
     largest: tuple[tuple[str, Kind, int], ...]
@@ -132,8 +133,8 @@ def page(sheet: PlanSheet) -> str:
 
 
 def page_data(sheet: PlanSheet) -> dict[str, Any]:
-    """Return the data of a page as columns: exact bytes by region, and seconds by lane."""
-    made = sheet.plan.prediction
+    """Return the data of a page as columns: exact bytes by region that takes time, and seconds by lane."""
+    made, rows = sheet.plan.prediction, figures.lasting(sheet.memory)
     return {
         "elixir": "report",
         "format": PAGE_FORMAT,
@@ -146,9 +147,9 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
         "host_peak_bytes": made.host_peak_bytes,
         "step_s": made.step_s,
         "bound_s": sheet.plan.bound_s,
-        "kinds": [str(kind) for kind in kinds_of(sheet.memory)],
-        "memory": figures.columns(sheet.memory),
-        "bars": figures.bar_columns(sheet.bars),
+        "kinds": [str(kind) for kind in kinds_of(rows)],
+        "memory": figures.columns(rows),
+        "bars": figures.bar_columns(sheet.drawn_bars),
         **({"curve": [asdict(point) for point in sheet.curve]} if sheet.curve else {}),
         **({} if sheet.second is None else {"second": page_data(sheet.second)}),
     }
@@ -156,12 +157,18 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
 
 def _drawn(sheet: PlanSheet) -> str:
     spec = _step_spec(sheet, is_static=False)
+    del spec["datasets"]  # page.js makes them of the data of the page
     return f"{json_block('elixir-step', spec)}\n<script>{charts.library()}</script>"
 
 
 def _step_spec(sheet: PlanSheet, *, is_static: bool) -> dict[str, Any]:
-    second = () if sheet.second is None else sheet.second.memory
-    return charts.step_chart(sheet.memory, sheet.drawn_bars, sheet.plan.budget_bytes, second, is_static=is_static)
+    rows, second = drawn_memory(sheet)
+    return charts.step_chart(rows, sheet.drawn_bars, sheet.plan.budget_bytes, second, is_static=is_static)
+
+
+def drawn_memory(sheet: PlanSheet) -> tuple[Sequence[MemoryRow], Sequence[MemoryRow]]:
+    """Return the stretches of the step that take time, of the plan and of the second plan, to be drawn."""
+    return figures.lasting(sheet.memory), figures.lasting(() if sheet.second is None else sheet.second.memory)
 
 
 def _header(sheet: PlanSheet, title: str) -> Iterator[str]:

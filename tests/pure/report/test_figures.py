@@ -105,3 +105,22 @@ def test_both_charts_zoom_as_one() -> None:
     assert "params" not in charts.step_chart(sheet.memory, sheet.bars, made.budget_bytes, is_static=True)
     assert charts.svg(spec).startswith("<svg")
     assert json.dumps(spec, allow_nan=False)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(1, 9)), min_size=2, max_size=12))
+def test_stretches_that_last_cover_the_step_and_keep_the_peak(stretches: list[tuple[float, int]]) -> None:
+    """A region of views takes no time, but the bytes at its ops may be the most of the step."""
+    rows, at_s = [], 0.0
+    for seconds, nbytes in stretches:
+        live = {Kind.TEMP: nbytes}
+        rows.append(
+            figures.MemoryRow(
+                region="", op="", module="", source="", start_s=at_s, end_s=at_s + seconds, live_bytes=live
+            )
+        )
+        at_s += seconds
+    found = figures.lasting(rows)
+    assert max(row.nbytes for row in found) == max(nbytes for _, nbytes in stretches)
+    assert (found[0].start_s, found[-1].end_s) == (0.0, at_s)
+    assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
+    assert at_s == 0.0 or all(row.end_s > row.start_s for row in found)

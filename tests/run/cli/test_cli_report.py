@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -123,7 +125,7 @@ def test_a_figure_is_a_picture(figure: str, tmp_path: Path) -> None:
 # What follows runs the page in a browser. A script at its end does what a reader would do and writes down what is seen.
 
 READER = """<script>
-window.addEventListener("load", () => setTimeout(() => {
+window.addEventListener("load", () => setTimeout(async () => {
   const press = (key) => document.getElementById("step-chart").dispatchEvent(new KeyboardEvent("keydown", { key }));
   const seen = {};
   const said = () => document.getElementById("cursor").textContent;
@@ -139,6 +141,22 @@ window.addEventListener("load", () => setTimeout(() => {
     seen.budget = Math.min(...ends);
     const areas = [...chart.querySelectorAll(".mark-area path")].map((path) => path.getBoundingClientRect().top);
     seen.peak_top = Math.min(...areas);
+    seen.areas = [...chart.querySelectorAll(".mark-area path")].map((path) => path.getAttribute("d"));
+    const ticks = () => [...chart.querySelectorAll(".role-axis-label")].map((group) => group.textContent)
+      .filter((text) => /^[0-9.]+$/.test(text));
+    const view = chart.querySelector("svg"), at = view.getBoundingClientRect();
+    seen.ticks = ticks();
+    const place = { clientX: at.left + 500, clientY: at.top + 100 };
+    scrollTo(0, 0);
+    document.elementFromPoint(place.clientX, place.clientY).dispatchEvent(
+      new WheelEvent("wheel", { deltaY: -400, bubbles: true, cancelable: true, view: window, ...place }));
+    await new Promise((done) => setTimeout(done, 500));
+    seen.zoomed = ticks();
+  }
+  if (window.axe !== undefined) {
+    const found = await window.axe.run();
+    seen.axe = found.violations.map((rule) => [rule.id, rule.impact, rule.nodes.map((node) => node.html)]);
+    seen.rules = found.passes.length;
   }
   const table = document.getElementById("layer-table");
   const layers = () => [...table.tBodies[0].rows].filter((row) => !row.hidden).map((row) => row.cells[0].textContent);
@@ -163,11 +181,18 @@ def browse(page: Path, *flags: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def read_in_browser(page: Path) -> dict[str, object]:
+def outline(path: str) -> list[tuple[str, str]]:
+    """Return the points of an SVG path in hundredths of a pixel, as a picture has them, without repeated ones."""
+    points = re.findall(r"[ML](-?\d+(?:\.\d\d?)?)\d*,(-?\d+(?:\.\d\d?)?)", path)
+    return [point for at, point in enumerate(points) if at == 0 or point != points[at - 1]]
+
+
+def read_in_browser(page: Path, *flags: str) -> dict[str, Any]:
     """Return what the reader in the page has seen; nothing may be wrong in the eyes of the browser."""
     text, _, end = page.read_text(encoding="utf-8").rpartition("</body>")
-    page.write_text(f"{text}{READER}</body>{end}", encoding="utf-8")
-    dom, console = browse(page)
+    axe = resources.files("axe_core_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+    page.write_text(f"{text}<script>{axe}</script>{READER}</body>{end}", encoding="utf-8")
+    dom, console = browse(page, *flags)
     assert console == ""  # no error, and nothing that the policy of the page had to refuse
     (seen,) = re.findall(r'data-seen="([^"]*)"', dom)
     return json.loads(unquote(seen))
@@ -183,17 +208,50 @@ def test_in_a_browser_the_page_draws_walks_sorts_and_filters(tmp_path: Path) -> 
     seen = read_in_browser(tmp_path / "plan.html")
     assert seen["drawn"] == "yes"
     peak = plan_timeline(problem.graph, made).peak
-    assert f"{peak.nbytes / GIB:.2f} GiB at {peak.op}" in str(seen["peak"])
+    assert f"{peak.nbytes / GIB:.2f} GiB at {peak.op}" in seen["peak"]
     regions = [region.id for region in made.regions]
-    walked = [str(seen[name]).split()[0] for name in ("first", "second", "last")]
+    walked = [seen[name].split()[0] for name in ("first", "second", "last")]
     assert walked == [*(["update", *regions][:2] if walked[0] == "update" else regions[:2]), walked[2]]
     assert walked[2] in (regions[-1], "update")
-    assert float(str(seen["budget"])) <= float(
-        str(seen["peak_top"])
-    )  # the plan is within its budget, so is the picture
+    assert seen["budget"] <= seen["peak_top"]  # the plan is within its budget, so is the picture
     assert seen["sorted"] == sorted(seen["sorted"], reverse=True)
     assert seen["filtered"] == [seen["layers"][1]]
     assert seen["images"] == 0
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+@needs_charts
+@pytest.mark.parametrize("has_second", [False, True])
+def test_in_a_browser_the_charts_are_those_of_the_picture_and_zoom_as_one(tmp_path: Path, has_second: bool) -> None:
+    made, problem = tight()
+    files = [saved(tmp_path, made, problem)]
+    if has_second:
+        roomy = replace(problem, budget_bytes=GIB)
+        elixir.save_plan(plan(roomy, "greedy"), tmp_path / "wide.json", question_of(roomy, Options()))
+        files.append(tmp_path / "wide.json")
+    assert run(*files).exit_code == 0
+    picture = re.findall("<svg.*?</svg>", (tmp_path / "plan.html").read_text(encoding="utf-8"), re.DOTALL)[0]
+    seen = read_in_browser(tmp_path / "plan.html")
+    drawn = re.findall('mark-area.*?<path d="([^"]*)"', picture, re.DOTALL)
+    assert [outline(path) for path in seen["areas"]] == [outline(path) for path in drawn]
+    assert drawn
+    for axis in ("ticks", "zoomed"):
+        assert seen[axis][0] == seen[axis][-1]  # the seconds of memory and of the lanes
+    assert seen["ticks"][0] != seen["zoomed"][0]
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@needs_browser
+@needs_charts
+@pytest.mark.parametrize("flags", [(), ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")])
+def test_in_a_browser_nothing_serious_stops_a_screen_reader(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert run(saved(tmp_path, *tight())).exit_code == 0
+    seen = read_in_browser(tmp_path / "plan.html", *flags)
+    assert seen["rules"] > 20
+    assert [found for found in seen["axe"] if found[1] in ("serious", "critical")] == []
 
 
 @pytest.mark.browser
