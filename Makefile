@@ -5,18 +5,26 @@ PYTHON ?= python3
 export OMP_WAIT_POLICY ?= PASSIVE
 # Processes that run tests; each takes up to 2 GiB.
 WORKERS ?= 2
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# `make test TORCH=2.11.0` runs with another torch, in a virtual environment of its own: `.venv-2.11.0`.
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+VENV := .venv$(addprefix -,$(filter-out $(PINNED),$(TORCH)))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CONSTRAINTS := $(VENV)/constraints.txt
 
 .PHONY: venv demo test test-slow races mutants fuzz lint docs format bench clean
 
 venv: $(INSTALLED)
 
+$(CONSTRAINTS): constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
+
 # torch comes first and by its exact version: pip then takes the CPU build where one is at hand, not gigabytes of CUDA.
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf,report]'
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch==$(TORCH)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[test,hf,report]'
 	touch $@
 
 demo: venv
@@ -58,10 +66,10 @@ lint: venv
 	$(BIN)/pyright
 
 # The site of the docs, in build/docs. A warning, as of a link that leads nowhere, is an error.
-DOCS_INSTALLED := .venv/.docs-installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 docs: $(DOCS_INSTALLED)
@@ -75,4 +83,4 @@ bench: venv
 	$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -115,13 +115,13 @@ def stats_of(truth: Problem, found: Plan) -> StepStats:
     seconds = {f"run {r.id}": (Lane.COMPUTE, price.run_s(index[r.first], index[r.last])) for r in found.regions}
     for name, own_s in price.h2d_s.items():
         seconds[f"{'prefetch' if name in groups else 'gather'} {name}"] = (Lane.H2D, own_s)
-    seconds |= {f"offload {name}": (Lane.D2H, own_s) for name, own_s in price.d2h_s.items()}
+    for name, own_s in price.d2h_s.items():
+        seconds[f"offload {name}" if name in groups else f"offload {name}.grad"] = (Lane.D2H, own_s)
     for bucket, home in zip(found.buckets, found.placements, strict=True):
         if home.optim is Tier.DEVICE:
             seconds[f"update {bucket.id}"] = (Lane.COMPUTE, price.device_update_s[bucket.id])
         else:
-            staged_s = price.h2d_s[bucket.id] + price.d2h_s[bucket.id] if home.param is Tier.DEVICE else 0.0
-            seconds[f"update {bucket.id}"] = (Lane.HOST, price.host_update_s[bucket.id] + staged_s)
+            seconds[f"update {bucket.id}"] = (Lane.HOST, price.host_update_s[bucket.id])
     spans = (Span(lane=lane, label=label, start_s=0.0, end_s=own_s) for label, (lane, own_s) in seconds.items())
     return StepStats(period_s=1.0, spans=tuple(spans))
 

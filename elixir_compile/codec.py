@@ -45,6 +45,8 @@ class Form:
     what: str
     version: int
     error: Callable[[str, str, object], ElixirError]
+    upgrades: Mapping[int, Callable[[Any], None]] = dataclasses.field(default_factory=dict)
+    """By earlier version that is read too: a function that turns the parsed JSON into that of the next version."""
 
 
 class _Wrong(Exception):  # noqa: N818 - never leaves this module
@@ -75,14 +77,25 @@ def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
         found = data.pop("elixir", _MISSING)
         if found != form.what:
             raise _Wrong("elixir", f"'{form.what}'", "nothing" if found is _MISSING else found)
-        found = data.get("format", _MISSING)
-        if type(found) is not int or found != form.version:
-            raise _Wrong("format", f"{form.version}", "nothing" if found is _MISSING else found)
+        _upgrade(form, data)
         if "format" not in _fields(cls):
             del data["format"]
         return _decode(cls, data, "")
     except _Wrong as wrong:
         raise form.error(wrong.field, wrong.expected, wrong.got) from wrong.__cause__
+
+
+def _upgrade(form: Form, data: dict[str, Any]) -> None:
+    """Bring `data` of an earlier version to the version of `form`."""
+    found = data.get("format", _MISSING)
+    is_known = type(found) is int and (found == form.version or found in form.upgrades)
+    if not is_known:
+        is_later = type(found) is int and found > form.version
+        earlier = "".join(f" or {version}" for version in sorted(form.upgrades, reverse=True))
+        hint = f" (a later elixir_compile wrote the {form.what}; that version reads it)" if is_later else ""
+        raise _Wrong("format", f"{form.version}{earlier}{hint}", "nothing" if found is _MISSING else found)
+    for version in range(typing.cast(int, found), form.version):
+        form.upgrades[version](data)
 
 
 def _parse(text: str) -> Any:

@@ -90,8 +90,8 @@ class Options:
     equal layers, so there are few different regions to compile. `plan`: at no others. `auto`: `layer` under
     `inductor`, `plan` under `aot_eager`."""
     trace: Path | None = None
-    """A folder for the figures of each training step, as `elixir_compile.observe(model, folder)` writes them. It is made
-    if it is missing, and files of an earlier run in it are replaced. None: the folder in the environment variable
+    """A folder for the figures of each training step, as `elixir_compile.observe(model, folder)` writes them. It is
+    made if it is missing, and files of an earlier run in it are replaced. None: the folder in the environment variable
     `ELIXIR_TRACE`, or if it is not set, nothing is observed."""
     report: bool = True
     """Log a line with the plan at the first step, and a line with measured figures after some steps. On a terminal,

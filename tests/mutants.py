@@ -141,7 +141,7 @@ STAGES = {
     "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
     "gathers.py": (UNITS, ORDERS, SHARDS, AWAITED, BITS, DEVICE),
     "gradients.py": (UNITS, SHARDS, ORDERS, DEVICE, BITS),
-    "ledger.py": (DEVICE,),
+    "recording.py": (DEVICE,),
     "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
     "saved.py": (UNITS, ORDERS, BITS, _checked("runtime/test_activations"), DEVICE),

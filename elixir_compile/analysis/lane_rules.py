@@ -39,20 +39,28 @@ from elixir_compile.ir import (
     Verb,
 )
 
-_NUM_STEPS = 2
+NUM_STEPS = 2
+"""The steps that are checked: one without queued updates, as the first of a run, and one behind queued updates."""
 _NUM_LAPS = 2
 """The micro-batches of a region that are looked at: what holds between the first two holds between any two."""
 _Call = Callable[[], object]
 
 
-def issue_steps(works: Works, plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> None:
-    """Issue the works of two consecutive steps of schedule number `rank_index` on `works`.
+def issue_steps(
+    works: Works,
+    plan: Plan,
+    touches: Mapping[RegionId, Sequence[Touch]],
+    rank_index: int = 0,
+    num_steps: int = NUM_STEPS,
+) -> None:
+    """Issue the works of `num_steps` consecutive steps of schedule number `rank_index` on `works`.
 
-    `touches` are the gradients and the offloaded activations that the regions touch.
+    `touches` are the gradients and the offloaded activations that the regions touch. No update is queued when the first
+    step begins.
     """
     walk = _Walk(works, plan, touches, plan.schedules[rank_index].actions)
     calls = walk.calls(plan, touches)  # not an attribute, because they refer to `walk`
-    for step in range(_NUM_STEPS):
+    for step in range(num_steps):
         walk.run_step(step, calls)
 
 

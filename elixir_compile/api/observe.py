@@ -60,7 +60,11 @@ class Study:
         self._sink: Summaries | None = None
         self._counters = CounterThread(counters_hz, self._uuid) if counters_hz else None
         full_steps = FullSteps(
-            model, wants, self._take_full, memory_events=memory_events, optimizers=lambda: self._observation.optimizers()
+            model,
+            wants,
+            self._take_full,
+            memory_events=memory_events,
+            optimizers=lambda: self._observation.optimizers(),
         )
         self._sink = Summaries(_rank(), self._plan_keys, self._take, full_steps, self._counters)
         self._observation = Observation(model, self._sink)
@@ -216,7 +220,7 @@ def observe_for_option(model: nn.Module, folder: Path) -> None:
 def _chooser(full: 'Literal["auto"] | Collection[int]', full_every: int) -> Callable[[int], bool]:
     """Return the function that says whether the step with a number is recorded in full."""
     chosen = frozenset(AUTO_FULL if full == "auto" else full)
-    if isinstance(full, str) and full != "auto" or not all(isinstance(step, int) and step >= 0 for step in chosen):
+    if (isinstance(full, str) and full != "auto") or not all(isinstance(step, int) and step >= 0 for step in chosen):
         raise InvalidOption("full", full, '"auto" or numbers of steps such as (8, 9, 10)')
     if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 0:
         raise InvalidOption("full_every", full_every, "a number of steps, 0 for none")

@@ -62,21 +62,44 @@ def plan(
         print(plan.prediction.step_s, plan.prediction.device_peak_bytes, plan.bound_s)
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
-    if chosen.plan is not None:
-        raise InvalidOption("plan", str(chosen.plan), "None: a new plan is made here")
-    cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
+    made, problem = plan_and_problem(
+        model,
+        example_inputs,
+        hardware=hardware,
+        options=chosen,
+        state_bytes_per_element=state_bytes_per_element,
+        dynamic=dynamic,
+    )
+    if save is not None:
+        save_plan(made, save, question_of(problem, chosen))
+    return made
+
+
+def plan_and_problem(
+    model: "nn.Module | Callable[[], nn.Module] | PreTrainedConfig | str",
+    example_inputs: Inputs,
+    *,
+    options: Options,
+    hardware: "Cluster | str | None" = None,
+    state_bytes_per_element: int | None = None,
+    dynamic: bool = False,
+) -> tuple[Plan, Problem]:
+    """Return what `plan` returns for the same arguments, and the problem that it solves.
+
+    Raises the errors of `plan`.
+    """
+    if options.plan is not None:
+        raise InvalidOption("plan", str(options.plan), "None: a new plan is made here")
+    cluster = named_cluster(hardware or options.hardware)  # before the capture, which takes seconds
     described = find_described(model, example_inputs)
 
     def ask(capture: Capture, options: Options) -> tuple[Problem, Options]:
         return question(capture, options, cluster, state_bytes_per_element=state_bytes_per_element)
 
     def capture_with(chunks: Chunks | None) -> Capture:
-        return capture_model(described, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
+        return capture_model(described, example_inputs, options=options, dynamic=dynamic, chunks=chunks)
 
-    made, problem = plan_with_loss(capture_with, ask, plan_for, chosen)
-    if save is not None:
-        save_plan(made, save, question_of(problem, chosen))
-    return made
+    return plan_with_loss(capture_with, ask, plan_for, options)
 
 
 def plan_with_loss(

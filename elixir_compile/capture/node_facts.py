@@ -108,8 +108,13 @@ def set_outputs(graph: fx.Graph, outputs: Iterable[Argument]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def dotted(path: str) -> str:
-    """Return Dynamo's `L['self']._modules['h'][0].attn` as `h.0.attn`."""
+    """Return Dynamo's `L['self']._modules['h'][0].attn` as `h.0.attn`.
+
+    A model of a class of torch, as `nn.Sequential`, is the argument `fn` of a function of Dynamo that calls it.
+    """
     names = [quoted or plain for quoted, plain in _STEP.findall(path)]
+    if names[:2] == ["L", "fn"]:
+        del names[:2]
     return ".".join(name for name in names if name not in _DROPPED)
 
 

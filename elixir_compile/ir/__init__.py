@@ -16,6 +16,7 @@ from elixir_compile.ir.kinds import (
     Batched,
     BucketId,
     GroupId,
+    InnerVerb,
     Kernel,
     Kind,
     Lane,
@@ -29,8 +30,22 @@ from elixir_compile.ir.kinds import (
     Verb,
 )
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
-from elixir_compile.ir.record import Origin, Record, Span
-from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, GroupRef, Region, RegionRef, Schedule, Target
+from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
+from elixir_compile.ir.schedule import (
+    Action,
+    BucketRef,
+    GradientRef,
+    GroupRef,
+    Kept,
+    Region,
+    RegionRef,
+    Schedule,
+    StateRef,
+    Target,
+    label,
+    verb_of,
+    what_of,
+)
 
 __all__ = [
     "ITEM_BYTES",
@@ -45,6 +60,8 @@ __all__ = [
     "GradientRef",
     "GroupId",
     "GroupRef",
+    "InnerVerb",
+    "Kept",
     "Kernel",
     "Kind",
     "Lane",
@@ -62,9 +79,11 @@ __all__ = [
     "Saving",
     "Schedule",
     "Span",
+    "StateRef",
     "StepGraph",
     "Storage",
     "StorageId",
+    "Tally",
     "Target",
     "Tier",
     "Update",
@@ -73,8 +92,12 @@ __all__ = [
     "graph_at",
     "graph_from_json",
     "graph_to_json",
+    "label",
     "plan_from_json",
     "plan_to_json",
     "record_from_json",
     "record_to_json",
+    "tallies",
+    "verb_of",
+    "what_of",
 ]

@@ -2,21 +2,48 @@
 
 import hashlib
 import json
+import re
+from typing import Any
 
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import sizes
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Batched, Kind, StorageId
+from elixir_compile.ir.kinds import Batched, Kind, Lane, StorageId, Verb
 from elixir_compile.ir.plan import PLAN_FORMAT, Plan
 from elixir_compile.ir.record import Record
 
 GRAPH_FORMAT = 3
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
 
 _PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError)
 _GRAPH = Form(what="graph", version=GRAPH_FORMAT, error=PlanFileError)
-_RECORD = Form(what="record", version=RECORD_FORMAT, error=PlanFileError)
+
+
+_REGION, _GRADIENT = re.compile(r"\S+"), re.compile(r"offload b\d+")
+_FORMER_VERBS = {"all-gather": "gather", "all-reduce": "reduce"}
+
+
+def _relabel(record: dict[str, Any]) -> None:
+    """Give the spans of a record of format 1 the labels of format 2.
+
+    Simulated regions had no verb, collectives had words of their own, and the gradient of a bucket that left the device
+    was called after the bucket alone.
+    """
+    spans = record.get("spans")
+    for span in spans if isinstance(spans, list) else ():
+        before = span.get("label") if isinstance(span, dict) else None
+        if isinstance(before, str):
+            verb, space, what = before.partition(" ")
+            after = f"{_FORMER_VERBS.get(verb, verb)}{space}{what}"
+            if span.get("lane") == Lane.COMPUTE and _REGION.fullmatch(after):
+                after = f"{Verb.RUN} {after}"
+            elif span.get("lane") == Lane.D2H and _GRADIENT.fullmatch(after):
+                after = f"{after}.grad"
+            span["label"] = after
+
+
+_RECORD = Form(what="record", version=RECORD_FORMAT, error=PlanFileError, upgrades={1: _relabel})
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -45,7 +72,10 @@ def record_to_json(record: Record) -> str:
 
 
 def record_from_json(text: str) -> Record:
-    """Return the record in `text`. Raises PlanFileError with the wrong field if the text is not a record."""
+    """Return the record in `text`, of this format or an earlier one.
+
+    Raises PlanFileError with the wrong field if the text is not a record, or is one of a later format.
+    """
     return from_json(_RECORD, Record, text)
 
 

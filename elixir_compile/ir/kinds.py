@@ -111,6 +111,19 @@ class Verb(StrEnum):
     RECV = "recv"
 
 
+class InnerVerb(StrEnum):
+    """The verb of work that no action of a schedule names: it is done inside of another action, or beside the step."""
+
+    AVERAGE = "average"
+    """The all-reduce over the copies of a shard, behind its reduce."""
+    ADD = "add"
+    """The sum of the gradients of several backward passes."""
+    READ = "read"
+    """State comes from the disk."""
+    WRITE = "write"
+    """State goes to the disk."""
+
+
 class Lane(StrEnum):
     """A resource that does one action at a time."""
 
@@ -121,6 +134,10 @@ class Lane(StrEnum):
     D2H = "d2h"
     HOST = "host"
     P2P = "p2p"
+    DISK = "disk"
+    """The files of optimizer state. Several pieces can be on their way at once."""
+    CALLER = "caller"
+    """The thread that runs the step, while it is blocked in a wait of ours. No plan has work on it."""
 
 
 ITEM_BYTES = {

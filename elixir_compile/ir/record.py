@@ -1,10 +1,12 @@
 """The spans and peaks of a step. Simulated and measured steps have the same type, so `diff` can compare the two."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import Lane
 
@@ -20,12 +22,46 @@ class Span:
 
     lane: Lane
     label: str
+    """Made by `ir.schedule.label`: `gather b1`."""
     start_s: float
     end_s: float
+    graph: str = field(default="", metadata=LEFT_OUT)
+    """The name of the captured graph whose step made the span; empty for an update, which belongs to no graph."""
+    nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes that pass the lane: of a copy, of the full buffer of a collective, of a read or a write; else 0."""
+    issued_s: float | None = field(default=None, metadata=LEFT_OUT)
+    """When Python issued the work, on the clock of `start_s`; None if that is not known."""
+    piece: int = field(default=0, metadata=LEFT_OUT)
+    """The number of the piece, if an action passes its lane in several spans; 0 for the first or only one."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
             raise InvalidPlan(f"span {self.label} on {self.lane} lasts from {self.start_s} s to {self.end_s} s.")
+        if min(self.nbytes, self.piece) < 0 or not math.isfinite(self.issued_s or 0.0):
+            raise InvalidPlan(
+                f"span {self.label} on {self.lane} has {self.nbytes} bytes, is piece {self.piece} and was issued at "
+                f"{self.issued_s} s."
+            )
+
+
+class Tally(NamedTuple):
+    """How often an action used a lane, and the bytes of all these times together."""
+
+    times: int
+    nbytes: int
+
+
+def tallies(spans: Iterable[Span]) -> Mapping[tuple[Lane, str], Tally]:
+    """Return, by lane and label, how often the actions of `spans` ran, and their bytes.
+
+    The pieces of an action count once. What the calling thread waited for is left out, since no plan says it.
+    """
+    found: dict[tuple[Lane, str], Tally] = {}
+    for span in spans:
+        if span.lane is not Lane.CALLER:
+            times, nbytes = found.get((span.lane, span.label), Tally(0, 0))
+            found[span.lane, span.label] = Tally(times + (span.piece == 0), nbytes + span.nbytes)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Schedules: the regions of a step, and the actions of each rank in order."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar
 
 from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir.kinds import BucketId, GroupId, OpId, Phase, RegionId, Verb
+from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, OpId, Phase, RegionId, Verb
 from elixir_compile.ir.words import word, words
 
 
@@ -56,6 +57,43 @@ class GroupRef:
 Target = RegionRef | BucketRef | GradientRef | GroupRef
 """On what an action acts. Printed as a name: `fwd.0`, `b1`, `b1.grad`, `h.1.matmul`; in JSON an object that states its
 `kind`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """The optimizer state of a bucket on its way through a lane, which no action of a schedule names."""
+
+    bucket: BucketId
+
+    def __str__(self) -> str:
+        return f"{self.bucket}.state"
+
+
+class Kept(StrEnum):
+    """What the runtime moves or waits for beside the actions of a schedule."""
+
+    OUTSTANDING = "outstanding"
+    """The activations of an outstanding forward that leave the device to make room, and come back."""
+    GRADIENTS = "gradients"
+    """All gradients of a backward."""
+
+
+def label(verb: Verb | InnerVerb, what: Target | StateRef | Kept) -> str:
+    """Return the name of work on a lane, the same for a planned and a measured span: `gather b1`, `run fwd.0`.
+
+    The same label on two lanes is two parts of one action, such as the copy and the all-gather of `gather b1`.
+    """
+    return f"{verb} {what}"
+
+
+def verb_of(name: str) -> str:
+    """Return the verb of `name`, which `label` made."""
+    return name.partition(" ")[0]
+
+
+def what_of(name: str) -> str:
+    """Return the target in `name`, which `label` made."""
+    return name.partition(" ")[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@
   plan-<key>.json            the plan that summaries name, and beside it plan-<key>.question.json.gz
 ```
 
-Each rank writes its own files. A line is on disk when its step is known, so a process that is killed leaves whole lines,
-and at most a part of one behind them.
+Each rank writes its own files. A line is on disk when its step is known, so a process that is killed leaves whole
+lines, and at most a part of one behind them.
 """
 
 import gzip
@@ -22,7 +22,13 @@ from typing import TypeVar
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import TraceFileError
 from elixir_compile.folders import write_whole
-from elixir_compile.ir.observed import FullStep, StepSummary, full_step_from_json, full_step_to_json, summaries_from_lines
+from elixir_compile.ir.observed import (
+    FullStep,
+    StepSummary,
+    full_step_from_json,
+    full_step_to_json,
+    summaries_from_lines,
+)
 
 TRACE_FORMAT = 1
 Value = TypeVar("Value")
@@ -125,8 +131,8 @@ def _parsed(path: Path, parse: Callable[[str], Value]) -> Value:
 
 def _text(path: Path) -> str:
     try:
-        opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-        with opened as file:
+        with path.open("rb") as packed:
+            file = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise TraceFileError("the whole file", f"at most {_MOST_BYTES} bytes", "more")

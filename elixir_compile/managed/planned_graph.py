@@ -202,7 +202,7 @@ class PlannedGraph:
         """Run the forward once."""
         input_storages, programs = storages_of(args), self.programs.last
         try:
-            results = programs.forward.forward(args)
+            results = self._executor.ledger.run(programs.plan.name, programs.forward.forward, args)
             self._executor.end()
         except BaseException:
             self._executor.abandon()
@@ -219,8 +219,8 @@ class PlannedGraph:
         try:
             self._variants.begin_backward(ticket)
             with _compile_lock:
-                program = self.programs.of(ticket).backward
-            return program.forward(args)
+                program, name = self.programs.of(ticket).backward, self.active.plan.name
+            return self._executor.ledger.run(name, program.forward, args)
         except BaseException as error:
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)

@@ -20,7 +20,7 @@ from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
 from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
+from elixir_compile.ir import GroupRef, Kind, Phase, Plan, RegionRef, Saving, StepGraph, Verb, label
 from elixir_compile.ir.rows import LEAST_ROWS
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
@@ -157,7 +157,9 @@ class Programs:
         if is_whole_forward:
             names = [node.name for node in region.outputs]
             self._strides = dict(zip(names, compiled.strides, strict=False))
-        return PlacedRegion(compiled, self._executor.lanes, self._executor.ledger, f"run {region.id}")
+        return PlacedRegion(
+            compiled, self._executor.lanes, self._executor.ledger, label(Verb.RUN, RegionRef(region.id))
+        )
 
     def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
         half = self._states.half(region.phase)
@@ -177,7 +179,9 @@ class Programs:
                 "numbers alone. Use the option micro_batches=1, or batches of one size."
             )
         executor = self._executor
-        return DividedRegion(divided, parts, executor.lanes, executor.ledger, f"run {region.id}", executor.saved)
+        return DividedRegion(
+            divided, parts, executor.lanes, executor.ledger, label(Verb.RUN, RegionRef(region.id)), executor.saved
+        )
 
     def _visible(self, region: RegionGraph) -> list[int]:
         """Return the positions of the outputs of `region`, the whole forward, that keep the strides of the capture.

@@ -14,7 +14,7 @@ from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.ledger import Recording
+from elixir_compile.runtime.recording import Recording
 from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.units import format_bytes, format_s

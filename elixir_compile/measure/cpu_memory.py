@@ -1,7 +1,7 @@
 """Record the blocks of the CPU's allocator in a step, and tell their kinds.
 
-torch.profiler sees the threads that inherit it: the caller's and autograd's. What the worker of host updates allocates is
-not in the figures, nor are slabs, which are host memory.
+torch.profiler sees the threads that inherit it: the caller's and autograd's. What the worker of host updates allocates
+is not in the figures, nor are slabs, which are host memory.
 """
 
 import heapq

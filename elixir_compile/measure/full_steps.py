@@ -18,8 +18,9 @@ from elixir_compile.ir.record import Origin, Record
 from elixir_compile.measure.cpu_memory import CpuMemory, kinds_of
 from elixir_compile.measure.observation import ObservedStep
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.ledger import Ledger, Recording
+from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.phases import Phases
+from elixir_compile.runtime.recording import Recording, StepClock
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,9 +73,10 @@ class FullSteps:
         counts: Counter[str] = Counter()
         for each in known:
             counts.update(each.ledger.counts)
-        recordings = [(each.ledger, each.ledger.start_recording()) for each in known]
         if memory is not None:
             memory.start()
+        clock = StepClock(each.lanes for each in known)
+        recordings = [(each.ledger, each.ledger.start_recording(clock)) for each in known]
         self._running = _Recorded(recordings=recordings, counts_before=counts, memory=memory)
         return True
 
@@ -87,7 +89,7 @@ class FullSteps:
         if recorded.memory is not None:
             recorded.memory.stop()
         for ledger, recording in recorded.recordings:
-            recording.stop()
+            recording.end()
             recorded.counts.update(ledger.counts)
         recorded.counts.subtract(recorded.counts_before)
         self._ended[number] = recorded
@@ -117,7 +119,7 @@ class FullSteps:
 
 
 def _full_step(recorded: _Recorded, summary: StepSummary) -> FullStep:
-    spans = [span for _, recording in recorded.recordings for span in recording.stop()]
+    spans = [span for _, recording in recorded.recordings for span in recording.spans()]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     live = None if recorded.memory is None else recorded.memory.live(recorded.began_s, recorded.intervals, spans)
     record = Record(

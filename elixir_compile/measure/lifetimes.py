@@ -70,9 +70,7 @@ class _Change:
     died: _Block | None
 
 
-def _blocks(
-    alive: dict[int, _Block], events: Iterable[tuple[float, int, int]]
-) -> tuple[list[_Block], list[_Change]]:
+def _blocks(alive: dict[int, _Block], events: Iterable[tuple[float, int, int]]) -> tuple[list[_Block], list[_Change]]:
     """Return the blocks of the step, and all changes in order. `alive` are the blocks before the step, by address."""
     found: list[_Block] = []
     changes: list[_Change] = []

@@ -21,7 +21,7 @@ class GpuCounters:
     """The counters of one GPU; all calls must come from one thread."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        """Begin to use `nvml`, the module `pynvml`, for the GPU with `uuid`. Raises its `NVMLError` if there is none."""
+        """Use `nvml`, the module `pynvml`, for the GPU with `uuid`. Raises its `NVMLError` if there is none."""
         self._nvml = nvml
         nvml.nvmlInit()
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.kinds import Lane, Phase
 from elixir_compile.ir.observed import Interval, name_of
 from elixir_compile.measure.phases import Moment, PhaseChanges, moment_now
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.phases import Phases, observe_phases
+from elixir_compile.runtime.recording import ThreadSeconds
 from elixir_compile.runtime.slab import live_slab_bytes
 
 _MOST_PENDING = 8
@@ -44,6 +45,8 @@ class ObservedStep:
     moved_bytes: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes by lane and phase."""
     slab_bytes: int = 0
+    thread_s: dict[Lane, float | None] = field(default_factory=dict)
+    """Seconds of work on lanes of threads of the host that ended in the step; None for a lane without any so far."""
     notes: dict[str, float] = field(default_factory=dict)
     ended: Moment | None = None
 
@@ -78,7 +81,7 @@ class Observation:
     """The steps of `model`, told to a sink, from `start` to `stop`."""
 
     def __init__(self, model: nn.Module, sink: StepSink) -> None:
-        self._model = weakref.ref(model)
+        self._owners = _Owners(model)
         self._sink = sink
         self._lock = threading.RLock()  # a backward runs on autograd's thread
         self._leave: list[Callable[[], None]] = []
@@ -90,11 +93,12 @@ class Observation:
         self._has_updated = False
         self._notes: dict[str, float] = {}
         """Notes made before the first step."""
-        self._is_own: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        """Whether an executor or an optimizer has parameters of the model."""
         self._executors: weakref.WeakSet[Phases] = weakref.WeakSet()
         self._counted: Counter[str] = Counter()
         """Bytes that each lane had moved at the last change of phases."""
+        self._thread_seconds = ThreadSeconds()
+        self._thread_s = {Lane.HOST: 0.0, Lane.CALLER: 0.0}
+        """Seconds of these lanes at the end of the last step."""
         self._hooked_step: CodeType | None = None
         """The code of torch's function that calls the hooks around `optimizer.step()`."""
 
@@ -114,6 +118,8 @@ class Observation:
             for leave in self._leave:
                 leave()
             self._leave.clear()
+            for executor in self._executors:
+                executor.ledger.sum_threads(None)
             if self._step is not None and self._has_updated:
                 # The time since the last phase is not the step's: nothing says what the caller does with it.
                 changes = self._step.changes.changes
@@ -135,17 +141,18 @@ class Observation:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that have updated the model since the observation began."""
-        return [owner for owner, is_own in self._is_own.items() if is_own and isinstance(owner, torch.optim.Optimizer)]
+        return self._owners.optimizers()
 
     # Phases.
 
     def phase_begins(self, phases: Phases, phase: Phase) -> None:
         """See `PhaseObserver`."""
         with self._lock:
-            if not self._belongs(phases, lambda: [slot.param for slot in phases.slots.values()]):
+            if not self._owners.have(phases, lambda: [slot.param for slot in phases.slots.values()]):
                 return
             if phases not in self._executors:
                 self._executors.add(phases)
+                phases.ledger.sum_threads(self._thread_seconds)
                 self._counted += phases.ledger.lane_bytes  # from before the observation
             if phase is Phase.FORWARD:
                 self._drop_failed_update()
@@ -162,7 +169,7 @@ class Observation:
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         with self._lock:
-            if self._step is not None and self._belongs(optimizer, lambda: _params_of(optimizer)):
+            if self._step is not None and self._owners.have(optimizer, lambda: _params_of(optimizer)):
                 self._drop_failed_update()
                 frame = inspect.currentframe()
                 self._hooked_step = None if frame is None or frame.f_back is None else frame.f_back.f_code
@@ -171,7 +178,7 @@ class Observation:
 
     def _update_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         with self._lock:
-            if self._step is not None and self._belongs(optimizer, lambda: _params_of(optimizer)):
+            if self._step is not None and self._owners.have(optimizer, lambda: _params_of(optimizer)):
                 self._close(Phase.UPDATE)
                 self._has_updated = True
 
@@ -231,6 +238,10 @@ class Observation:
         assert step is not None, "only a step that has begun ends"
         self._count_bytes(step, name_of(step.changes.changes[-1][1]))
         step.ended = ended
+        for lane, before_s in self._thread_s.items():
+            now_s = self._thread_seconds.of(lane)
+            step.thread_s[lane] = None if now_s is None else now_s - before_s
+            self._thread_s[lane] = now_s or 0.0
         self._sink.step_ends(step)
         self._pending.append(step)
 
@@ -248,21 +259,31 @@ class Observation:
         self._sink.step_known(step)
         return True
 
-    # The model.
-
-    def _belongs(self, owner: Any, params: Callable[[], list[torch.Tensor]]) -> bool:
-        """Return whether any of `params`, those of the executor or optimizer `owner`, is one of the model's."""
-        if not self._is_own.get(owner, False):
-            model = self._model()
-            known = set() if model is None else {id(param) for param in model.parameters()}
-            self._is_own[owner] = any(id(param) in known for param in params())
-        return self._is_own[owner]
-
     def _lanes(self) -> Lanes | None:
         return next((phases.lanes for phases in self._executors), None)
 
     def _now(self) -> Moment:
         return moment_now(self._lanes())
+
+
+class _Owners:
+    """The executors and optimizers that have parameters of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def have(self, owner: Any, params: Callable[[], list[torch.Tensor]]) -> bool:
+        """Return whether any of `params`, those of the executor or optimizer `owner`, is one of the model's."""
+        if not self._known.get(owner, False):
+            model = self._model()
+            own = set() if model is None else {id(param) for param in model.parameters()}
+            self._known[owner] = any(id(param) in own for param in params())
+        return self._known[owner]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that have parameters of the model, as far as they were asked for."""
+        return [owner for owner, is_own in self._known.items() if is_own and isinstance(owner, torch.optim.Optimizer)]
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

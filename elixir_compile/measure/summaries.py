@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.observed import StepSummary, seconds_by_phase
 from elixir_compile.measure.counters import CounterThread
 from elixir_compile.measure.full_steps import FullSteps
@@ -109,6 +110,8 @@ class Summaries:
             period_s=intervals[-1].end_s if intervals else 0.0,
             seconds_s=seconds_by_phase(intervals),
             moved_bytes={lane: dict(by_phase) for lane, by_phase in step.moved_bytes.items()},
+            host_update_s=step.thread_s.get(Lane.HOST),
+            waited_s=step.thread_s.get(Lane.CALLER),
             device_peak_bytes=None if figures is None else figures.device_peak_bytes,
             device_reserved_bytes=None if figures is None else figures.device_reserved_bytes,
             alloc_retries=None if retries is None or before is None else retries - before,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir_compile.analysis.staging import streamed_rooms
-from elixir_compile.ir import Lane
+from elixir_compile.ir import BucketId, BucketRef, Lane, StateRef, Verb, label
 from elixir_compile.optim.pieces import CUT_NUMEL, Row, Segment, cut, is_alike, pieces, rows_of
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.lanes import Event, Lanes
@@ -33,7 +33,7 @@ from elixir_compile.runtime.slab import flat
 class Streamed:
     """The streamed update of a bucket."""
 
-    bucket: str
+    bucket: BucketId
     rule: UpdateRule
     parts: tuple[GroupSlice, ...]
     is_away: bool
@@ -103,29 +103,33 @@ class Stream:
         self._left = [self._lanes.mark_compute()] * num_rooms
 
     def _issue_one(self, update: Streamed, rows: "Sequence[Sequence[Row]]") -> None:
-        is_first = True
+        piece = 0
         for part, members in zip(update.parts, rows, strict=True):
             for segments in pieces(members, self._rooms[0].nbytes):
-                self._pass(segments, update, part, times=int(is_first))
-                is_first = False
+                self._pass(segments, update, part, piece)
+                piece += 1
 
-    def _pass(self, segments: "Sequence[Segment]", update: Streamed, part: GroupSlice, *, times: int) -> None:
-        """Issue the copies in, the update and the copies out of a piece; `times` is 0 if its update is counted."""
-        lanes, ledger = self._lanes, self._ledger
+    def _pass(self, segments: "Sequence[Segment]", update: Streamed, part: GroupSlice, piece: int) -> None:
+        """Issue the copies in, the update and the copies out of the piece number `piece` of the bucket."""
+        lanes, ledger, state = self._lanes, self._ledger, StateRef(update.bucket)
         at = self._num_pieces % len(self._rooms)
         self._num_pieces += 1
         cut(self._rooms[at], segments)
         with (
             lanes.h2d.beside_compute(self._left[at]),
-            ledger.span(Lane.H2D, f"gather {update.bucket}.state", times=0),
+            ledger.span(Lane.H2D, label(Verb.GATHER, state), times=0, piece=piece, graph=""),
         ):
             for segment in segments:
                 for here, home in segment.arriving():
                     lanes.h2d.copy(here, home)
         lanes.compute_waits(lanes.h2d.mark())
-        with ledger.span(Lane.COMPUTE, f"update {update.bucket}", times=times):
+        name, times = label(Verb.UPDATE, BucketRef(update.bucket)), int(piece == 0)
+        with ledger.span(Lane.COMPUTE, name, times=times, piece=piece, graph=""):
             _update(segments, update.rule, part, lanes)
-        with lanes.d2h.behind_compute(), ledger.span(Lane.D2H, f"offload {update.bucket}.state", times=0):
+        with (
+            lanes.d2h.behind_compute(),
+            ledger.span(Lane.D2H, label(Verb.OFFLOAD, state), times=0, piece=piece, graph=""),
+        ):
             for segment in segments:
                 for home, here in segment.leaving():
                     lanes.d2h.copy(home, here)

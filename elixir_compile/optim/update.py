@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.ir import BucketRef, Lane, Tier, Update, Verb, label
 from elixir_compile.measure.machine.update_threads import at_least_threads
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
@@ -205,14 +205,14 @@ class BucketUpdate:
     @property
     def label(self) -> str:
         """Return the name of the update in ledgers and errors."""
-        return f"update {self.bucket.spec.id}"
+        return label(Verb.UPDATE, BucketRef(self.bucket.spec.id))
 
     def run(self) -> None:
         """Run the update now. Device kernels may still run when this returns; host updates have finished."""
         if not self.is_on_device:
             self.executor.lanes.compute_waits(self.work(None)())
             return
-        with self.executor.ledger.span(Lane.COMPUTE, self.label):
+        with self.executor.ledger.span(Lane.COMPUTE, self.label, graph=""):
             for part in self.parts:
                 self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
                 self.rule.update(part.weights, part.grads, part.states, part.group)
@@ -239,14 +239,14 @@ class BucketUpdate:
         # `work` must refer neither to `self` nor to the bucket: a queued update would keep the gradients on the device
         # alive, and the executor of a model that is gone. The next gather of the bucket waits for this update.
         last_read = self.bucket.home_read
-        rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
+        rule, disk, ledger, name = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
         def work() -> Event | None:
             lanes.host_waits(landed)
             lanes.host_waits(last_read)
             guard.check()
-            with ledger.span(Lane.HOST, label):
+            with ledger.span(Lane.HOST, name, graph=""):
                 if disk is not None:
                     for part in parts:
                         lanes.touches(part.grads, part.weights)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elixir_compile.ir.kinds import Kind, Lane, Update
+from elixir_compile.ir.kinds import Kind, Lane, Update, Verb
 from elixir_compile.ir.record import Record, Span
+from elixir_compile.ir.schedule import verb_of, what_of
 from elixir_compile.report.held import Survey
 
 MOST_BARS = 2000
@@ -106,13 +107,13 @@ def _starts(record: Record) -> Mapping[str, float]:
     """Return the start of each region in seconds."""
     starts: dict[str, float] = {}
     for span in record.spans:
-        if span.lane is Lane.COMPUTE:
-            starts.setdefault(span.label.removeprefix("run "), span.start_s)
+        if verb_of(span.label) == Verb.RUN:
+            starts.setdefault(what_of(span.label), span.start_s)
     return starts
 
 
 def _compute_end_s(record: Record) -> float:
-    runs = [span.end_s for span in record.spans if span.lane is Lane.COMPUTE and " " not in span.label]
+    runs = [span.end_s for span in record.spans if verb_of(span.label) == Verb.RUN]
     return min(max(runs, default=0.0), record.step_s)
 
 
@@ -151,19 +152,14 @@ def bars(record: Record, of: str = PLANNED, most: int = MOST_BARS) -> tuple[Bar,
     """Return the spans of `record`, the step called `of`, by lane as at most `most` bars."""
     by_kind: dict[tuple[Lane, str], list[Span]] = {}
     for span in sorted(record.spans, key=lambda span: (span.start_s, span.end_s)):
-        by_kind.setdefault((span.lane, _verb(span)), []).append(span)
+        if span.end_s > span.start_s:  # else a release of the plan, which takes no time
+            by_kind.setdefault((span.lane, verb_of(span.label)), []).append(span)
     gap_s = -1.0
     while True:
         found = [bar for spans in by_kind.values() for bar in _merged(spans, of, gap_s)]
         if len(found) <= most or gap_s > record.step_s:
             return tuple(sorted(found, key=lambda bar: (list(Lane).index(bar.lane), bar.start_s)))
         gap_s = record.step_s * _FIRST_GAP if gap_s < 0 else 2 * gap_s
-
-
-def _verb(span: Span) -> str:
-    """Return the verb of a label; a label of one word is a region that runs."""
-    verb, _, target = span.label.partition(" ")
-    return verb if target else "run"
 
 
 def _merged(spans: Sequence[Span], of: str, gap_s: float) -> Iterator[Bar]:
@@ -179,11 +175,11 @@ def _merged(spans: Sequence[Span], of: str, gap_s: float) -> Iterator[Bar]:
 
 
 def _bar(first: Span, of: str, end_s: float, num_spans: int) -> Bar:
-    what = first.label.rpartition(" ")[2]
+    what = what_of(first.label)
     return Bar(
         of=of,
         lane=first.lane,
-        verb=_verb(first),
+        verb=verb_of(first.label),
         what=what if num_spans == 1 else f"{what} and {num_spans - 1} more",
         start_s=first.start_s,
         end_s=end_s,

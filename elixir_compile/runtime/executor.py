@@ -12,7 +12,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
-from elixir_compile.ir import BucketId, Lane, Verb
+from elixir_compile.ir import BucketId, BucketRef, Lane, Verb, label
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.rewrite.divided_graph import Layout
@@ -157,7 +157,7 @@ class Executor:
 
     def release(self, bucket_id: BucketId) -> None:
         """Drop the gathered copy of a host bucket; its memory is free after the last region with a view of it."""
-        with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
+        with self.ledger.span(Lane.COMPUTE, label(Verb.RELEASE, BucketRef(bucket_id))):
             self.buckets[bucket_id].release()
         self.gradients.close(self.buckets[bucket_id], Verb.RELEASE)
 

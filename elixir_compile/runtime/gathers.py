@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.ir import Lane
+from elixir_compile.ir import BucketRef, Lane, Verb, label
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer
@@ -34,6 +34,8 @@ class Gather(Transfer):
     ledger: Ledger
     allocated: Event | None
     """Past when the earlier uses of the memory of `flat` are done."""
+    graph: str
+    """The captured graph that gathers."""
     is_called_off: bool = False
     _versions: list[int] | None = None
     """Versions of the parameters that were copied; None before the copy."""
@@ -65,7 +67,7 @@ class Gather(Transfer):
 
     def _copy(self) -> None:
         h2d = self.lanes.h2d
-        with h2d.beside_compute(self.allocated), self.ledger.span(Lane.H2D, self.label):
+        with h2d.beside_compute(self.allocated), self.ledger.span(Lane.H2D, self.label, graph=self.graph):
             h2d.copy(self.flat, self.bucket.flat_home())
         self.event, self._versions = h2d.mark(), self.bucket.versions()
         self.bucket.home_read = self.event
@@ -80,23 +82,31 @@ class Gathers:
 
     def begin(self, bucket: RunningBucket) -> Transfer:
         """Start copying `bucket` to the device; if an update of it is queued, the copy starts when the update ends."""
-        label = f"gather {bucket.spec.id}"
+        name = label(Verb.GATHER, BucketRef(bucket.spec.id))
         if isinstance(bucket, ShardedBucket):
             bucket.queued.wait()
             copy = bucket.current_copy()
-            return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self._lanes, self._ledger)
+            return Transfer(name, None, copy) if copy is not None else ShardGather(bucket, self._lanes, self._ledger)
         if not bucket.is_on_host:
             bucket.queued.wait()
         copy = bucket.current_copy() if bucket.queued.is_empty else None
         if copy is not None:
-            return Transfer(label, None, copy)
+            return Transfer(name, None, copy)
         # Compute uses and frees it. The program waits for the copy before both.
         flat = self._lanes.empty(bucket.flat_home().numel())
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
         allocated = self._lanes.mark_compute()
         gather = Gather(
-            label, None, values, bucket=bucket, flat=flat, lanes=self._lanes, ledger=self._ledger, allocated=allocated
+            name,
+            None,
+            values,
+            bucket=bucket,
+            flat=flat,
+            lanes=self._lanes,
+            ledger=self._ledger,
+            allocated=allocated,
+            graph=self._ledger.graph,
         )
         if bucket.queued.follow(gather.begin):
             self._late.add(gather)

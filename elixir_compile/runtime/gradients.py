@@ -14,16 +14,16 @@ gradients.
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedBackward
-from elixir_compile.ir import BucketId, Lane, Update, Verb
+from elixir_compile.ir import BucketRef, GradientRef, Lane, Update, Verb, label
 from elixir_compile.ops.optimizers import let_update
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, own_part
+from elixir_compile.runtime.backward_pass import BackwardPass
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
@@ -32,38 +32,6 @@ from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.published import GradNormCache, fitted, publish, widen_sum
 from elixir_compile.runtime.saved import SavedActivations
-
-
-@dataclass(slots=True)
-class _Backward:
-    """A backward pass, from its first graph of this executor to its end."""
-
-    asks_for_all: bool
-    """Whether the backward adds the gradient of every leaf to `.grad`, and does not ask for chosen tensors."""
-    asked: dict[int, compat.Asked] = field(default_factory=dict)
-    """By slot, unless `asks_for_all`: how the backward uses the gradient."""
-    pending: dict[int, tuple[Slot, torch.Tensor]] = field(default_factory=dict)
-    """By slot, the sum of the gradients that graphs have made so far; on the device, or offloaded to the host."""
-    offloaded: set[int] = field(default_factory=set)
-    """Slots whose sum an offload has taken to the host."""
-    handed: list[Slot] = field(default_factory=list)
-    """Slots of the parameters whose gradient autograd adds to `.grad`."""
-    reducing: dict[BucketId, ShardReduce] = field(default_factory=dict)
-    """The last reduce of each sharded bucket."""
-    arriving: list[Transfer] = field(default_factory=list)
-    """Copies to the host, kept until they are done."""
-
-    def asks_for(self, slot: Slot) -> compat.Asked:
-        """Return how the backward uses the gradient of the slot's parameter."""
-        if self.asks_for_all:
-            return compat.Asked.TO_ACCUMULATE
-        if slot.key not in self.asked:
-            self.asked[slot.key] = _asked_for(slot)
-        return self.asked[slot.key]
-
-    def goes_through_autograd(self, slot: Slot) -> bool:
-        """Whether autograd itself takes the gradient of the slot's parameter."""
-        return self.asks_for(slot) is compat.Asked.TO_RETURN or slot.has_hooks
 
 
 class GradientAccumulator:
@@ -99,7 +67,7 @@ class GradientAccumulator:
         self._saved = saved
         self._buckets = buckets
         self._ranks = ranks
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, BackwardPass] = {}
         """Running backward passes by autograd's number of the pass; several if passes are nested."""
 
     @property
@@ -107,7 +75,7 @@ class GradientAccumulator:
         """Whether a backward pass with graphs of this executor has begun and not ended."""
         return bool(self._backwards)
 
-    def begin_backward(self) -> _Backward:
+    def begin_backward(self) -> BackwardPass:
         """Return the backward on this thread; the first call in a backward has its gradients published when it ends.
 
         Raises UnsupportedBackward if the backward runs under `create_graph=True`.
@@ -117,7 +85,7 @@ class GradientAccumulator:
         if backward is None:
             self._refuse_double()
             asks_for_all = compat.asked_for(self.sentinel) is compat.Asked.TO_ACCUMULATE
-            backward = self._backwards[number] = _Backward(asks_for_all)
+            backward = self._backwards[number] = BackwardPass(asks_for_all)
             compat.after_backward(functools.partial(self._end_backward, number))
         return backward
 
@@ -159,14 +127,16 @@ class GradientAccumulator:
             return reducing
         if self._ranks is not None and grads:
             self._lanes.touches(grads)
-            params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
-        with self._ledger.span(Lane.COMPUTE, f"reduce {bucket.spec.id}"):
+            params, grads = self._ranks.mean_sums(
+                params, grads, bucket.grad_dtype, self._ledger, BucketRef(bucket.spec.id)
+            )
+        with self._ledger.span(Lane.COMPUTE, label(Verb.REDUCE, BucketRef(bucket.spec.id))):
             for position, grad in zip(params, grads, strict=True):
                 self._add(backward, bucket.slots[position], grad)
         self.close(bucket, Verb.REDUCE)
         return None
 
-    def _add(self, backward: _Backward, slot: Slot, grad: torch.Tensor) -> None:
+    def _add(self, backward: BackwardPass, slot: Slot, grad: torch.Tensor) -> None:
         if backward.asks_for(slot) is compat.Asked.NOT:
             return
         if not backward.asks_for_all and compat.is_batched(grad):
@@ -195,17 +165,17 @@ class GradientAccumulator:
         """Start copying the gradients of `bucket`, whose home is the host, to the host."""
         backward = self.begin_backward()
         if bucket.spec.id in backward.reducing and not self._lanes.d2h.is_asynchronous:
-            return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, backward, bucket))
+            return LateTransfer(_offload_label(bucket), functools.partial(self._offload, backward, bucket))
         return self._offload(backward, bucket)
 
-    def _offload(self, backward: _Backward, bucket: RunningBucket) -> Transfer:
-        label = f"offload {bucket.spec.id}"
+    def _offload(self, backward: BackwardPass, bucket: RunningBucket) -> Transfer:
+        name = _offload_label(bucket)
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         moved: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
         buffers = bucket.gradient_buffers()
         d2h = self._lanes.d2h
-        with d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, name):
             reducing = backward.reducing.pop(bucket.spec.id, None)
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
@@ -224,7 +194,7 @@ class GradientAccumulator:
                 self._take_norms(moved)
         if reducing is None:
             self._take_norms(moved)
-        transfer = Transfer(label, d2h.mark(), tuple(landing), tuple(leaving))
+        transfer = Transfer(name, d2h.mark(), tuple(landing), tuple(leaving))
         backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
@@ -272,7 +242,7 @@ class GradientAccumulator:
         with torch.no_grad():
             return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
-    def _handed(self, backward: _Backward, slot: Slot) -> torch.Tensor | None:
+    def _handed(self, backward: BackwardPass, slot: Slot) -> torch.Tensor | None:
         """Return the gradient of `slot`, or None on a second call in the same backward.
 
         A gate asks twice for a parameter that two modules share, because it has two handles of it.
@@ -320,7 +290,7 @@ class GradientAccumulator:
         self._backwards.clear()
         self.norm_cache.drop()
 
-    def _publish(self, backward: _Backward, slots: Iterable[Slot]) -> None:
+    def _publish(self, backward: BackwardPass, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
@@ -334,14 +304,5 @@ class GradientAccumulator:
         return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
 
 
-def _asked_for(slot: Slot) -> compat.Asked:
-    """Return how the running backward, which asks for chosen tensors, uses the slot's gradient."""
-    with torch.DisableTorchFunctionSubclass():
-        found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
-    if found is compat.Asked.NOT and any(handle.requires_grad for handle in slot.handles):
-        # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a backward for
-        # every leaf.
-        leaves = (handle for handle in slot.handles if handle.requires_grad)
-        if any(compat.asked_for(leaf) is compat.Asked.TO_ACCUMULATE for leaf in leaves):
-            return compat.Asked.TO_ACCUMULATE
-    return found
+def _offload_label(bucket: RunningBucket) -> str:
+    return label(Verb.OFFLOAD, GradientRef(bucket.spec.id))

@@ -1,23 +1,26 @@
-"""Count the verbs of an executor, and record spans of its lanes while a recording is on.
-
-If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
-worked, not when Python issued the work. A collective works on a stream of its process group, so the second event is on
-a lane that waits for it. Else, and always on the host lane, a span is wall-clock time.
-"""
+"""Count the verbs of an executor, and record spans of its lanes while a recording is on."""
 
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from elixir_compile.ir.kinds import Lane
-from elixir_compile.ir.record import Span
-from elixir_compile.runtime.lanes import Lanes, TimedEvent
+from elixir_compile.ir.schedule import verb_of
+from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.recording import (
+    ON_THREADS,
+    DeviceSpan,
+    HostSpan,
+    OnStream,
+    Recording,
+    StepClock,
+    ThreadSeconds,
+    Work,
+)
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 _NOTHING = nullcontext()
@@ -28,14 +31,6 @@ def all_ledgers() -> tuple["Ledger", ...]:
     return tuple(_ledgers)
 
 
-class OnStream(Protocol):
-    """A collective in flight."""
-
-    def hold_stream(self) -> None:
-        """Make work that is issued from now on on the current stream wait for the collective."""
-        ...
-
-
 Started = TypeVar("Started", bound=OnStream)
 
 
@@ -43,13 +38,24 @@ class Ledger:
     """The counts and spans of the executor with `lanes`."""
 
     def __init__(self, lanes: Lanes) -> None:
+        self.graph = ""
+        """The name of the captured graph whose program runs now; empty outside of programs."""
         self._lanes = lanes
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self._bytes: Counter[tuple[Lane, str]] = Counter()
         self._lane_bytes: Counter[str] = Counter()
         self._recordings: tuple[Recording, ...] = ()
+        self._thread_seconds: ThreadSeconds | None = None
         _ledgers.add(self)
+
+    def run(self, graph: str, program: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Return the result of `program` for `args`; its spans belong to `graph`, the captured graph of the program."""
+        before, self.graph = self.graph, graph
+        try:
+            return program(args)
+        finally:
+            self.graph = before
 
     @property
     def is_recording(self) -> bool:
@@ -63,9 +69,11 @@ class Ledger:
             return dict(self._times)
 
     @property
-    def bytes(self) -> Mapping[str, int]:
-        """Bytes of the full buffers of collectives, and of copies of activations, by label, since the ledger was made:
-        `{"reduce b1": 4096}`."""
+    def bytes(self) -> Mapping[tuple[Lane, str], int]:
+        """Bytes by lane and label since the ledger was made: `{(Lane.REDUCE, "reduce b1"): 4096}`.
+
+        They are the bytes of copies, and of the full buffers of collectives.
+        """
         with self._lock:
             return dict(self._bytes)
 
@@ -77,49 +85,64 @@ class Ledger:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often each verb, the first word of a label, ran since the ledger was made: `{"gather": 12}`."""
+        """How often each verb ran since the ledger was made: `{"gather": 12}`."""
         counts: Counter[str] = Counter()
         for label, times in self.times.items():
-            counts[label.partition(" ")[0]] += times
+            counts[verb_of(label)] += times
         return dict(counts)
 
-    def span(self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1) -> AbstractContextManager[object]:
-        """Count `label`, a verb and its object (`gather b1`), and `nbytes`; while recording, time the block.
+    def span(
+        self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
+        """Count `label`, made by `ir.label`, and `nbytes`; while recording, time the block.
 
-        `times` is 0 for a part of an action that is counted elsewhere.
+        `times` is 0 for a part of an action that is counted elsewhere, and `piece` the number of the piece if an action
+        passes the lane in several. `graph` is the captured graph of the work, None for the graph that runs now.
         """
-        return self._timed(lane, label, nbytes, times)
+        return self._timed(lane, label, nbytes, times, piece, graph)
 
-    def _timed(self, lane: Lane, label: str, nbytes: int, times: int) -> AbstractContextManager[object]:
+    def _timed(
+        self, lane: Lane, label: str, nbytes: int, times: int, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
         with self._lock:
             if times:
                 self._times[label] += times
             if nbytes:
-                self._bytes[label] += nbytes
+                self._bytes[lane, label] += nbytes
                 self._lane_bytes[lane.value] += nbytes
-        recordings = self._recordings
+        recordings: Sequence[Recording | ThreadSeconds] = self._recordings
+        if self._thread_seconds is not None and lane in ON_THREADS:
+            recordings = (*recordings, self._thread_seconds)
         if not recordings:
             return _NOTHING
-        if self._lanes.has_clock and lane is not Lane.HOST:
-            return _DeviceSpan(recordings, self._lanes, lane, label)
-        return _HostSpan(recordings, lane, label)
+        work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
+        if self._lanes.has_clock and lane not in ON_THREADS:
+            return DeviceSpan(self._recordings, self._lanes, work)
+        return HostSpan(recordings, work)
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
         with self._timed(lane, label, nbytes, 1) as span:
             collective = start()
-            if isinstance(span, _DeviceSpan):
+            if isinstance(span, DeviceSpan):
                 span.collective = collective
         return collective
 
-    def start_recording(self) -> "Recording":
-        """Return a recording of the spans from now on, in seconds from this call; several can run at once."""
-        recording = Recording(self, self._lanes)
+    def sum_threads(self, seconds: ThreadSeconds | None) -> None:
+        """Add the seconds of the lanes of threads to `seconds` from now on; None ends this."""
+        self._thread_seconds = seconds
+
+    def start_recording(self, clock: StepClock | None = None) -> Recording:
+        """Return a recording of the spans from now on, in seconds of `clock`, or else from this call.
+
+        Several can run at once.
+        """
+        recording = Recording(StepClock([self._lanes]) if clock is None else clock, self._lanes, self._drop)
         with self._lock:
             self._recordings = (*self._recordings, recording)
         return recording
 
-    def _drop(self, recording: "Recording") -> None:
+    def _drop(self, recording: Recording) -> None:
         with self._lock:
             self._recordings = tuple(other for other in self._recordings if other is not recording)
 
@@ -131,11 +154,13 @@ class _AnnouncedLedger(Ledger):
         super().__init__(lanes)
         self._checked = lanes
 
-    def span(self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1) -> AbstractContextManager[object]:
+    def span(
+        self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
         """Count and time the block as a ledger does, and name its accesses `label`."""
         both = ExitStack()
         both.enter_context(self._checked.announced(label))
-        both.enter_context(super().span(lane, label, nbytes, times=times))
+        both.enter_context(super().span(lane, label, nbytes, times=times, piece=piece, graph=graph))
         return both
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
@@ -147,83 +172,3 @@ class _AnnouncedLedger(Ledger):
 def ledger_for(lanes: Lanes) -> Ledger:
     """Return a new ledger for the executor with `lanes`."""
     return _AnnouncedLedger(lanes) if isinstance(lanes, Checked) else Ledger(lanes)
-
-
-class Recording:
-    """The spans of a ledger from `Ledger.start_recording` to `stop`."""
-
-    def __init__(self, ledger: Ledger, lanes: Lanes) -> None:
-        self._ledger = ledger
-        self._lanes = lanes
-        self.on_host: list[Span] = []
-        self.on_device: list[tuple[Lane, str, TimedEvent, TimedEvent]] = []
-        self._began: TimedEvent | None = None
-        if lanes.has_clock:
-            # The clocks of host and device start together only if no work is queued before the first event.
-            lanes.synchronize()
-            self._began = lanes.timed_event()
-        self.began_s = time.perf_counter()
-
-    def stop(self) -> tuple[Span, ...]:
-        """Stop, and return the spans in order of their start; wait for the device first if it timed them."""
-        self._ledger._drop(self)
-        if self._began is not None:
-            self._lanes.synchronize()
-            for lane, label, first, last in self.on_device:
-                start_s, end_s = (self._began.elapsed_time(event) / 1e3 for event in (first, last))
-                self.on_host.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
-            self.on_device.clear()
-        return tuple(sorted(self.on_host, key=lambda span: (span.start_s, span.end_s)))
-
-
-class _HostSpan:
-    """Times its block by the wall clock."""
-
-    __slots__ = ("_label", "_lane", "_recordings", "_start_s")
-
-    def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:
-        self._recordings, self._lane, self._label = recordings, lane, label
-
-    def __enter__(self) -> Self:
-        self._start_s = time.perf_counter()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_s = time.perf_counter()
-        for recording in self._recordings:
-            span = Span(
-                lane=self._lane,
-                label=self._label,
-                start_s=self._start_s - recording.began_s,
-                end_s=end_s - recording.began_s,
-            )
-            recording.on_host.append(span)
-
-
-class _DeviceSpan:
-    """Times its block by events on the lane of the block."""
-
-    __slots__ = ("_first", "_label", "_lane", "_lanes", "_recordings", "collective")
-
-    def __init__(self, recordings: "tuple[Recording, ...]", lanes: Lanes, lane: Lane, label: str) -> None:
-        self._recordings, self._lanes, self._lane, self._label = recordings, lanes, lane, label
-        self.collective: OnStream | None = None
-        """The collective that the block has started, with which the span ends; None if it ends with the block."""
-
-    def __enter__(self) -> Self:
-        self._first = self._lanes.timed_event()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.collective is None:
-            last = self._lanes.timed_event()
-        else:
-            with self._lanes.collectives.beside_compute():
-                self.collective.hold_stream()
-                last = self._lanes.timed_event()
-        for recording in self._recordings:
-            recording.on_device.append((self._lane, self._label, self._first, last))

@@ -23,7 +23,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import ActivationsGone
-from elixir_compile.ir import Lane
+from elixir_compile.ir import GroupId, GroupRef, Lane, Verb, label
 from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
@@ -74,7 +74,14 @@ class SavedActivations:
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
         """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
-        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._lanes, self._ledger, f"offload {group}")
+        storage = LeavingStorage(
+            nbytes,
+            num,
+            self._pool.take(nbytes),
+            self._lanes,
+            self._ledger,
+            label(Verb.OFFLOAD, GroupRef(GroupId(group))),
+        )
         self._current.leaving.append(storage)
         return storage
 
@@ -100,8 +107,8 @@ class SavedActivations:
                 on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
                 start = aligned_bytes(start + storage.nbytes())
         copies = [host for place, host in enumerate(on_host) if place not in not_moved]
-        label, d2h = f"offload {group}", self._lanes.d2h
-        with d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
+        name, d2h = label(Verb.OFFLOAD, GroupRef(GroupId(group))), self._lanes.d2h
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, name, sum(host.numel() for host in copies)):
             for host, storage in zip(copies, moved, strict=True):
                 d2h.copy(host, as_bytes(storage))
         views = tuple(
@@ -116,7 +123,7 @@ class SavedActivations:
             )
             for value in values
         )
-        transfer = Transfer(label, d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
+        transfer = Transfer(name, d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
         on_host += [storage.on_host for storage in leaving]
         slabs += [storage.slab for storage in leaving]
         self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
@@ -143,13 +150,13 @@ class SavedActivations:
         flats = {
             place: self._lanes.empty(host.numel()) for place, host in enumerate(offloaded.on_host) if nums[place] == 1
         }
-        label, after, h2d = f"prefetch {group}", offloaded.transfer.event, self._lanes.h2d
+        name, after, h2d = label(Verb.PREFETCH, GroupRef(GroupId(group))), offloaded.transfer.event, self._lanes.h2d
         whole_bytes = sum(flat.numel() for flat in flats.values())
-        with h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
+        with h2d.behind_compute(after), self._ledger.span(Lane.H2D, name, whole_bytes):
             for place, flat in flats.items():
                 h2d.copy(flat, offloaded.on_host[place])
         arriving = {
-            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, label)
+            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, name)
             for place, host in enumerate(offloaded.on_host)
             if nums[place] > 1
         }
@@ -160,7 +167,7 @@ class SavedActivations:
         )
         # Nothing need keep the slabs until the copy is done: `_drop` waits for it before they are unmapped, and later
         # offloads to them are behind compute, which waits for the copy.
-        return Transfer(label, h2d.mark(), values)
+        return Transfer(name, h2d.mark(), values)
 
     def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
         """Keep `values`, activations of the running forward, and return the tensors that autograd saves for them.

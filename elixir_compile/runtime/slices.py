@@ -89,7 +89,7 @@ class LeavingStorage:
         """Start copying the slice, which micro-batch `number` has filled, to its place on the host."""
         assert self.slice is not None
         size, d2h = self.slice.numel(), self._lanes.d2h
-        with d2h.behind_compute(), self._ledger.span(Lane.D2H, self._label, size, times=0):
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, self._label, size, times=0, piece=1 + number):
             d2h.copy(self.on_host[number * size : (number + 1) * size], self.slice)
         self._event = d2h.mark()
 
@@ -133,7 +133,7 @@ class ArrivingStorage:
         size, h2d = self._on_host.numel() // self._num, self._lanes.h2d
         # Compute uses and frees it, and waits for the copy before both.
         flat = self._lanes.empty(size)
-        with h2d.behind_compute(), self._ledger.span(Lane.H2D, self._label, size, times=0):
+        with h2d.behind_compute(), self._ledger.span(Lane.H2D, self._label, size, times=0, piece=1 + number):
             h2d.copy(flat, self._on_host[number * size : (number + 1) * size])
         return flat, h2d.mark()
 

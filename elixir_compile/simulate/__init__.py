@@ -1,5 +1,6 @@
 """Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
+from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.engine import Cycle, Played, play, simulate
 from elixir_compile.simulate.prediction import (
     critical_path,
@@ -13,6 +14,7 @@ from elixir_compile.simulate.prices import OpSeconds, Prices, crossing_s, prices
 
 __all__ = [
     "Cycle",
+    "Drawing",
     "OpSeconds",
     "Played",
     "Prices",

@@ -50,6 +50,7 @@ from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
+from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.lanes import Lanes
 from elixir_compile.simulate.prices import LapCopies, Prices, prices
 
@@ -96,16 +97,16 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
         reads={region.id: region.buckets for region in plan.regions},
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
     )
-    spans: list[Span] = []
+    drawing = Drawing(graph=plan.name)
     pairs = ((action.verb, action.target) for action in actions)
-    played = play(pairs, run_s, placements, price, spans, cycle, copies)
+    played = play(pairs, run_s, placements, price, drawing, cycle, copies)
     timeline = plan_timeline(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
         step_s=played.step_s,
         device_peak_bytes=timeline.peak.nbytes,
         host_peak_bytes=timeline.host_bytes,
-        spans=tuple(spans),
+        spans=tuple(drawing.spans),
         counts=dict(sorted(Counter(action.verb.value for action in actions).items())),
     )
 
@@ -115,16 +116,16 @@ def play(
     run_s: Mapping[RegionId, float],
     placements: Mapping[BucketId, Placement],
     price: Prices,
-    spans: list[Span] | None = None,
+    drawing: Drawing | None = None,
     cycle: Cycle = _ONE_STEP,
     copies: Mapping[RegionId, LapCopies | None] = MappingProxyType({}),
 ) -> Played:
     """Return the seconds of a step of `actions`, pairs of verb and target, in steady state.
 
-    `run_s` holds the seconds of each region, and `copies` the copies of activations that run beside it. If `spans` is
-    given, the spans of all lanes are appended to it.
+    `run_s` holds the seconds of each region, and `copies` the copies of activations that run beside it. `drawing`
+    takes the spans of all lanes.
     """
-    lanes = Lanes(price=price, spans=spans)
+    lanes = Lanes(price=price, drawing=drawing)
     player = _Player(lanes, run_s, placements, cycle, copies)
     if cycle.update is Update.IN_BACKWARD:
         return _play_steadily(player, tuple(actions))
@@ -148,9 +149,11 @@ def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
 def _play_steadily(player: "_Player", actions: _Actions) -> Played:
     """Simulate steps until the lanes are in the same state after a step as before it."""
     lanes = player.lanes
-    spans, step_s, memory_s = lanes.spans, 0.0, 0.0
+    before, step_s, memory_s = [] if lanes.drawing is None else lanes.drawing.spans, 0.0, 0.0
     for _ in range(_MOST_CYCLES):
-        lanes.stalled_s, lanes.spans = 0.0, None if spans is None else []
+        lanes.stalled_s = 0.0
+        if lanes.drawing is not None:
+            lanes.drawing.spans = []
         found = _rounded(lanes)
         player.updated.clear()
         player.run(actions)
@@ -158,8 +161,8 @@ def _play_steadily(player: "_Player", actions: _Actions) -> Played:
         step_s = lanes.begin_again()
         if found == _rounded(lanes):
             break
-    if spans is not None:
-        spans += [_wrapped(span, step_s) for span in lanes.spans or ()]
+    if lanes.drawing is not None:
+        lanes.drawing.spans = [*before, *(_wrapped(span, step_s) for span in lanes.drawing.spans)]
     return _played(step_s, memory_s, lanes.stalled_s)
 
 
@@ -216,6 +219,8 @@ class _Player:
                 lanes.offload_gradient(target.bucket)
             elif verb is Verb.GATHER:
                 lanes.gather(target.bucket, placements[target.bucket])
+            elif verb is Verb.RELEASE:
+                lanes.mark(verb, target.bucket)
             elif verb is Verb.REDUCE:
                 lanes.reduce(target.bucket)
                 self._reduced.append(target.bucket)
@@ -257,11 +262,7 @@ class _Player:
         if lanes.updating_s or lanes.arriving:
             for bucket in self._cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
-        copies = self._copies.get(region)
-        if copies is None:
-            lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[region])
-        else:
-            lanes.run_lap(region, self._run_s[region], copies)
+        lanes.run(region, self._run_s[region], self._copies.get(region))
 
     def _update(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket after the backward; updates by the host do not wait for updates by the device."""

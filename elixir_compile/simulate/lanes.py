@@ -6,14 +6,18 @@ device, take their link in the order in which their updates end, between the oth
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elixir_compile.ir.bucket import Placement
-from elixir_compile.ir.kinds import BucketId, GroupId, Lane, Tier
-from elixir_compile.ir.record import Span
-from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, Target
+from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, RegionId, Tier, Verb
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, StateRef, Target, label
+from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.prices import LapCopies, Prices
+
+Ref = Callable[[Any], Target | StateRef]
+"""The class of a target, which makes it of the name of a region, bucket or group."""
 
 
 class Arrival(NamedTuple):
@@ -33,7 +37,8 @@ class Lanes:
     """
 
     price: Prices
-    spans: list[Span] | None
+    drawing: Drawing | None = None
+    """Takes the spans of all lanes; None if nobody needs them."""
     free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     """When each lane is free."""
     gathered_s: dict[BucketId, float] = field(default_factory=dict)
@@ -51,15 +56,42 @@ class Lanes:
     stalled_s: float = 0.0
     """Seconds in which compute waited for updates by the host."""
 
-    def occupy(self, lane: Lane, label: str, after_s: float, seconds: float) -> float:
-        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end."""
+    def occupy(
+        self,
+        lane: Lane,
+        verb: Verb | InnerVerb,
+        of: Ref,
+        name: str,
+        after_s: float,
+        seconds: float,
+        *,
+        in_update: bool = False,
+        piece: int = 0,
+    ) -> float:
+        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end.
+
+        The work is `verb` on the target `name` of class `of`; it belongs to no graph if it is `in_update`.
+        """
         resource = self.price.lane_of[lane]
         start_s = max(self.free_s[resource], after_s)
         end_s = start_s + seconds
         self.free_s[resource] = end_s
-        if self.spans is not None:
-            self.spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
+        if self.drawing is not None:
+            self.drawing.add(lane, label(verb, of(name)), start_s, end_s, in_update=in_update, piece=piece)
         return end_s
+
+    def mark(self, verb: Verb, bucket: BucketId) -> None:
+        """Note an action of compute on `bucket` that takes no time."""
+        if self.drawing is not None:
+            at_s = self.free_s[Lane.COMPUTE]
+            self.drawing.add(Lane.COMPUTE, label(verb, BucketRef(bucket)), at_s, at_s)
+
+    def run(self, region: RegionId, seconds: float, copies: LapCopies | None) -> None:
+        """Run a region of `seconds`, beside the `copies` of the lap that it is."""
+        if copies is None:
+            self.occupy(Lane.COMPUTE, Verb.RUN, RegionRef, region, 0.0, seconds)
+        else:
+            self._run_lap(region, seconds, copies)
 
     def gather(self, bucket: BucketId, placement: Placement) -> None:
         """Issue a gather: a copy from the host after the update, if the bucket is there, and an all-gather if it is
@@ -73,9 +105,10 @@ class Lanes:
         ready_s = self.free_s[Lane.COMPUTE]
         if is_copied:
             self._copy(bucket)
-            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
+            ready_s = self._to_device(Verb.GATHER, BucketRef, bucket, ready_s, self.price.h2d_s[bucket])
         if self.price.gather_s[bucket]:
-            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.gather_s[bucket])
+            gather_s = self.price.gather_s[bucket]
+            ready_s = self.occupy(Lane.GATHER, Verb.GATHER, BucketRef, bucket, ready_s, gather_s)
         self.gathered_s[bucket] = ready_s
 
     def reduce(self, bucket: BucketId) -> None:
@@ -85,41 +118,41 @@ class Lanes:
         """
         price, ends_s = self.price, self.free_s[Lane.COMPUTE]
         if price.reduce_s[bucket]:
-            ends_s = self.occupy(Lane.REDUCE, f"reduce {bucket}", ends_s, price.reduce_s[bucket])
+            ends_s = self.occupy(Lane.REDUCE, Verb.REDUCE, BucketRef, bucket, ends_s, price.reduce_s[bucket])
         if price.average_s.get(bucket):
-            ends_s = self.occupy(Lane.REDUCE, f"average {bucket}", ends_s, price.average_s[bucket])
+            average_s = price.average_s[bucket]
+            ends_s = self.occupy(Lane.REDUCE, InnerVerb.AVERAGE, BucketRef, bucket, ends_s, average_s)
         if price.gather_s[bucket]:
             self.gradient_s[bucket] = ends_s
         else:
             self._hold_compute(ends_s)
+            self.mark(Verb.REDUCE, bucket)
 
     def offload_gradient(self, bucket: BucketId) -> None:
         """Issue the copy of a gradient to the host, after its reduce."""
-        self.gradient_s[bucket] = self._to_host(
-            f"offload {GradientRef(bucket)}", bucket, self.gradient_s.get(bucket, 0.0)
-        )
+        self.gradient_s[bucket] = self._to_host(GradientRef, bucket, self.gradient_s.get(bucket, 0.0))
 
     def offload_group(self, group: GroupId) -> None:
         """Issue the copy of activations to the host."""
-        self.group_s[group] = self._to_host(f"offload {group}", group, self.group_s.get(group, 0.0))
+        self.group_s[group] = self._to_host(GroupRef, group, self.group_s.get(group, 0.0))
 
     def add_gradient(self, bucket: BucketId, placement: Placement) -> None:
         """Add the gradients of a bucket to their sums at the end of the backward; compute waits for it."""
         seconds = self.price.add_s.get((bucket, placement.param), 0.0)
         if placement.param is Tier.DEVICE:
-            self.occupy(Lane.COMPUTE, f"add {GradientRef(bucket)}", 0.0, seconds)
+            self.occupy(Lane.COMPUTE, InnerVerb.ADD, GradientRef, bucket, 0.0, seconds)
         else:
             self.memory_s += self.price.memory.add_s.get(bucket, 0.0)
             since_s = self.free_s[Lane.COMPUTE]
-            self._hold_compute(self.occupy(Lane.HOST, f"add {GradientRef(bucket)}", since_s, seconds))
+            self._hold_compute(self.occupy(Lane.HOST, InnerVerb.ADD, GradientRef, bucket, since_s, seconds))
 
     def prefetch(self, group: GroupId) -> None:
         """Issue the copy of activations to the device, after their offload."""
         after_s = max(self.free_s[Lane.COMPUTE], self.group_s.get(group, 0.0))
         self._copy(group)
-        self.group_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
+        self.group_s[group] = self._to_device(Verb.PREFETCH, GroupRef, group, after_s, self.price.h2d_s[group])
 
-    def run_lap(self, label: str, seconds: float, copies: LapCopies) -> None:
+    def _run_lap(self, region: RegionId, seconds: float, copies: LapCopies) -> None:
         """Run a lap of `seconds` beside `copies`, the slices of activations that it reads and makes.
 
         Its last micro-batch waits for the last slice to arrive. The first slice leaves when the first micro-batch is
@@ -128,10 +161,12 @@ class Lanes:
         start_s = self.free_s[Lane.COMPUTE]
         part_s, until_s = seconds / copies.micro_batches, 0.0
         for group, copied_s in copies.arriving:
-            until_s = max(until_s, self._to_device(f"prefetch {group}", start_s, copied_s) + part_s)
-        self.occupy(Lane.COMPUTE, label, 0.0, seconds)
+            ends_s = self._to_device(Verb.PREFETCH, GroupRef, group, start_s, copied_s, piece=1)
+            until_s = max(until_s, ends_s + part_s)
+        self.occupy(Lane.COMPUTE, Verb.RUN, RegionRef, region, 0.0, seconds)
         for group, copied_s in copies.leaving:
-            until_s = max(until_s, self.occupy(Lane.D2H, f"offload {group}", start_s + part_s, copied_s))
+            ends_s = self.occupy(Lane.D2H, Verb.OFFLOAD, GroupRef, group, start_s + part_s, copied_s, piece=1)
+            until_s = max(until_s, ends_s)
         self._hold_compute(until_s)
 
     def wait(self, target: Target) -> None:
@@ -151,7 +186,7 @@ class Lanes:
 
     def update_on_device(self, bucket: BucketId) -> None:
         """Update a bucket with its state on the device."""
-        self.occupy(Lane.COMPUTE, f"update {bucket}", 0.0, self.price.device_update_s[bucket])
+        self._update(Lane.COMPUTE, bucket, 0.0, self.price.device_update_s[bucket])
 
     def stream(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket on the device with state from the host, and copy the state back.
@@ -160,23 +195,28 @@ class Lanes:
         """
         there_s, back_s = self.price.stream_s[bucket, placement.param]
         self.memory_s += self.price.memory.stream_s.get((bucket, placement.param), 0.0)
-        ends_s = self.occupy(Lane.H2D, f"gather {bucket}.state", self.free_s[Lane.COMPUTE], there_s)
-        ends_s = self.occupy(Lane.COMPUTE, f"update {bucket}", ends_s, self.price.device_update_s[bucket])
-        self._hold_compute(self.occupy(Lane.D2H, f"offload {bucket}.state", ends_s, back_s))
+        begin_s = self.free_s[Lane.COMPUTE]
+        ends_s = self.occupy(Lane.H2D, Verb.GATHER, StateRef, bucket, begin_s, there_s, in_update=True)
+        ends_s = self._update(Lane.COMPUTE, bucket, ends_s, self.price.device_update_s[bucket])
+        self._hold_compute(self.occupy(Lane.D2H, Verb.OFFLOAD, StateRef, bucket, ends_s, back_s, in_update=True))
 
     def update_on_host(self, bucket: BucketId, placement: Placement, after_s: float) -> None:
         """Update a bucket on the host from `after_s` on, after the copy of its gradient if parameters are on the
         device."""
         if self.is_staged(placement):
             self._copy(bucket)
-            after_s = self.occupy(Lane.D2H, f"offload {GradientRef(bucket)}", after_s, self.price.d2h_s[bucket])
+            leave_s = self.price.d2h_s[bucket]
+            after_s = self.occupy(Lane.D2H, Verb.OFFLOAD, GradientRef, bucket, after_s, leave_s, in_update=True)
         update_s = self.price.off_device_update_s(bucket, placement.optim)
         self.memory_s += self.price.memory.update_s.get(bucket, 0.0)
-        ends_s = self.occupy(Lane.HOST, f"update {bucket}", after_s, update_s)
+        ends_s = self._update(Lane.HOST, bucket, after_s, update_s)
         if self.is_staged(placement):
             insort(self.arriving, Arrival(ends_s, bucket, False))
         else:
             self.updating_s[bucket] = ends_s
+
+    def _update(self, lane: Lane, bucket: BucketId, after_s: float, seconds: float) -> float:
+        return self.occupy(lane, Verb.UPDATE, BucketRef, bucket, after_s, seconds, in_update=True)
 
     def is_staged(self, placement: Placement) -> bool:
         """Return whether an update by the host copies the gradient to the host and the parameters back."""
@@ -218,14 +258,15 @@ class Lanes:
         self.stalled_s += max(0.0, until_s - self.free_s[Lane.COMPUTE])
         self._hold_compute(until_s)
 
-    def _to_host(self, label: str, owner: BucketId | GroupId, after_s: float) -> float:
+    def _to_host(self, of: Ref, owner: BucketId | GroupId, after_s: float) -> float:
         self._copy(owner)
-        return self.occupy(Lane.D2H, label, max(self.free_s[Lane.COMPUTE], after_s), self.price.d2h_s[owner])
+        after_s = max(self.free_s[Lane.COMPUTE], after_s)
+        return self.occupy(Lane.D2H, Verb.OFFLOAD, of, owner, after_s, self.price.d2h_s[owner])
 
-    def _to_device(self, label: str, after_s: float, seconds: float) -> float:
+    def _to_device(self, verb: Verb, of: Ref, owner: str, after_s: float, seconds: float, piece: int = 0) -> float:
         while self.arriving and self.arriving[0].since_s <= after_s:
             self._land()
-        return self.occupy(Lane.H2D, label, after_s, seconds)
+        return self.occupy(Lane.H2D, verb, of, owner, after_s, seconds, piece=piece)
 
     def _land_up_to(self, bucket: BucketId) -> float:
         """Run the waiting copies up to that of `bucket`. Return the end of its update, or 0 if it has no waiting
@@ -238,7 +279,8 @@ class Lanes:
     def _land(self) -> float:
         since_s, bucket, is_gathered = self.arriving.pop(0)
         self._copy(bucket)
-        ends_s = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
+        copied_s, in_update = self.price.h2d_s[bucket], not is_gathered
+        ends_s = self.occupy(Lane.H2D, Verb.GATHER, BucketRef, bucket, since_s, copied_s, in_update=in_update)
         if is_gathered:
             self.gathered_s[bucket] = ends_s
         else:

@@ -91,3 +91,10 @@ def test_fused_regions_have_fewer_storages_and_the_same_parameters() -> None:
     assert len(fused.ops) == len(record.graph.ops)
     assert bytes_of(fused, Kind.TEMP) <= bytes_of(record.graph, Kind.TEMP)
     assert bytes_of(fused, Kind.PARAM) == bytes_of(record.graph, Kind.PARAM)
+
+
+def test_modules_of_a_container_of_torch_have_the_names_of_their_parameters() -> None:
+    """Dynamo calls such a model through a function of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 1)), nn.Flatten(0))
+    graph = record_of(model, torch.randn(1, 4)).graph
+    assert {"0", "1.0", "1.1"} <= {op.module for op in graph.ops} <= {name for name, _ in model.named_modules()}

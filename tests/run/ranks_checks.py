@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ir import Bucket, Tier
+from elixir_compile.ir import Bucket, Lane, Tier, Verb, verb_of
 from elixir_compile.measure.step import Resident
 from elixir_compile.ops.shards import is_sharded, own_grad
 from elixir_compile.optim import clipping
@@ -116,16 +116,15 @@ def runs_the_collectives_of_the_plan(rank: int, world_size: int, *shape: int) ->
     times, nbytes = Counter(ledger.times) - times, Counter(ledger.bytes) - nbytes
     record = elixir.compilations(pair.model)[-1]
     expected = collectives(record.graph, record.plan)
-    groups = {group.id for group in record.plan.activations}
-    nbytes = Counter({label: own for label, own in nbytes.items() if label.partition(" ")[2] not in groups})
-    own = {label: count for label, count in times.items() if label in nbytes}
-    assert own == {label: len(steps[1:]) * traffic.times for label, traffic in expected.items()}
-    assert nbytes == {label: len(steps[1:]) * traffic.nbytes for label, traffic in expected.items()}
+    nbytes = Counter({work: own for work, own in nbytes.items() if work[0] in (Lane.GATHER, Lane.REDUCE)})
+    own = {work: times[work[1]] for work in nbytes}
+    assert own == {work: len(steps[1:]) * traffic.times for work, traffic in expected.items()}
+    assert nbytes == {work: len(steps[1:]) * traffic.nbytes for work, traffic in expected.items()}
     whole = sum(own_bytes(bucket) * shape[-1] for bucket in record.plan.buckets if bucket.is_sharded)
-    assert sum(traffic.nbytes for label, traffic in expected.items() if label.startswith("reduce ")) == whole
+    assert sum(traffic.nbytes for (_, name), traffic in expected.items() if verb_of(name) == Verb.REDUCE) == whole
     assert max(max(step.values()) for step in found) < CLOSE
     assert pair.apart() < CLOSE
-    verbs = sorted({label.split()[0] for label in own})
+    verbs = sorted({verb_of(name) for _, name in own})
     return {"times": sum(own.values()), "verbs": verbs, "copies": record.plan.num_copies, **homes(pair.model)}
 
 

@@ -22,7 +22,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ir.kinds import Lane
+from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
+from elixir_compile.ir.schedule import BucketRef, label
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.platforms import platform_of
@@ -41,14 +42,14 @@ it to 16 bits would be off by 0.2 %."""
 
 
 class _Counted(NamedTuple):
-    """The ledger for the counts of collectives, and the bucket name in their labels."""
+    """The ledger for the counts of collectives, and the bucket in their labels."""
 
     ledger: Ledger
-    name: str
+    bucket: BucketRef
 
-    def span(self, verb: str, nbytes: int) -> AbstractContextManager[object]:
-        """Count a collective of `nbytes`."""
-        return self.ledger.span(Lane.REDUCE, f"{verb} {self.name}", nbytes)
+    def span(self, verb: Verb | InnerVerb, nbytes: int) -> AbstractContextManager[object]:
+        """Count a collective of `nbytes`; its `reduce` is counted with the sum on compute."""
+        return self.ledger.span(Lane.REDUCE, label(verb, self.bucket), nbytes, times=int(verb is not Verb.REDUCE))
 
 
 class Collective:
@@ -279,7 +280,10 @@ class Ranks:
         for piece, tensor in zip(pieces, tensors, strict=True):
             piece.copy_(tensor.reshape(-1))
         scale_by_weight(flat, self.weight)
-        axes = (("all-reduce", self._shard_group, self.num_shards), ("average", self._copy_group, self.num_copies))
+        axes = (
+            (Verb.REDUCE, self._shard_group, self.num_shards),
+            (InnerVerb.AVERAGE, self._copy_group, self.num_copies),
+        )
         for verb, group, num_ranks in axes:
             if group is not None and num_ranks > 1:
                 with nullcontext() if counted is None else counted.span(verb, flat.nbytes):
@@ -299,18 +303,18 @@ class Ranks:
         grads: Sequence[torch.Tensor],
         dtype: torch.dtype,
         ledger: Ledger,
-        name: str,
+        bucket: BucketRef,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Return the distinct `positions` in ascending order, and for each the mean over all ranks of its gradient sum.
 
         Gradient i of `grads` belongs to the parameter at `positions[i]` of a bucket. Sums are made and sorted first,
         because ranks with different graphs have the gradients in another order and number. The means have `dtype`;
-        `ledger` counts the collectives under the bucket's `name`.
+        `ledger` counts the collectives as those of `bucket`.
         """
         sums: dict[int, torch.Tensor] = {}
         for position, grad in sorted(zip(positions, grads, strict=True), key=lambda pair: pair[0]):
             sums[position] = sums[position] + grad if position in sums else grad
-        return list(sums), self.means(list(sums.values()), dtype, _Counted(ledger, name))
+        return list(sums), self.means(list(sums.values()), dtype, _Counted(ledger, bucket))
 
     def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.

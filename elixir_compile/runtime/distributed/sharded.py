@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elixir_compile.ir import Bucket, Lane, Placement
+from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Verb, label
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import RunningBucket
@@ -176,26 +176,26 @@ class ShardGather(Transfer):
     __slots__ = ("_bucket", "_lanes", "_rows", "_versions", "_work")
 
     def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
-        label = f"gather {bucket.spec.id}"
+        name = label(Verb.GATHER, BucketRef(bucket.spec.id))
         own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
         self._lanes, h2d = lanes, lanes.h2d
         lanes.touches((), (self._rows,))  # compute allocates it
         if bucket.is_on_host:
             there = torch.empty_like(own, device=lanes.device)
             lanes.touches((), (there,))
-            with h2d.behind_compute(), ledger.span(Lane.H2D, label):
+            with h2d.behind_compute(), ledger.span(Lane.H2D, name, own.nbytes, times=0):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
-        rows, name = self._rows, bucket.spec.id
+        rows, of = self._rows, bucket.spec.id
         with h2d.behind_compute():
             work = ledger.started(
                 Lane.GATHER,
-                f"all-gather {name}",
+                name,
                 rows.nbytes,
-                lambda: bucket.ranks.all_gather(rows, own, f"parameters of {name}"),
+                lambda: bucket.ranks.all_gather(rows, own, f"parameters of {of}"),
             )
             self._work = lanes.collective(work, (own,), (self._rows,))
-        super().__init__(label, None, sources=(own,))
+        super().__init__(name, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
 
     def ensure_issued(self) -> None:
@@ -231,19 +231,22 @@ class ShardReduce(Transfer):
         rows = bucket.to_rows(positions, grads)
         grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
-        ranks, name, own = bucket.ranks, bucket.spec.id, self._own
+        ranks, of, own = bucket.ranks, BucketRef(bucket.spec.id), self._own
         reduced = work = ledger.started(
-            Lane.REDUCE, f"reduce {name}", rows.nbytes, lambda: ranks.reduce_scatter(own, rows, f"gradients of {name}")
+            Lane.REDUCE,
+            label(Verb.REDUCE, of),
+            rows.nbytes,
+            lambda: ranks.reduce_scatter(own, rows, f"gradients of {of}"),
         )
         if ranks.num_copies > 1:
             work = ledger.started(
                 Lane.REDUCE,
-                f"average {name}",
+                label(InnerVerb.AVERAGE, of),
                 own.nbytes,
                 lambda: ranks.average_copies(own, reduced, lanes.collectives),
             )
         self._work = lanes.collective(work, (rows,), (self._own,))
-        super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
+        super().__init__(label(Verb.REDUCE, of), None, sources=(rows,))
 
     @property
     def bucket(self) -> ShardedBucket:

@@ -2,10 +2,10 @@
 
     measured steps -> corrected prices -> plan simulated again -> off by more than 10 % -> new search -> better by 1 %
 
-    run fwd.0     ->  a stretch of ops with its seconds
-    gather b1     ->  the rate of the link to the device
-    offload b1    ->  the rate of the link to the host
-    update b1     ->  the update rate of the memory, device or host, in which the state of b1 lives
+    run fwd.0         ->  a stretch of ops with its seconds
+    gather b1         ->  the rate of the link to the device
+    offload b1.grad   ->  the rate of the link to the host
+    update b1         ->  the update rate of the memory, device or host, in which the state of b1 lives
 
 A rate is divided by the ratio of all measured seconds to all predicted seconds. A link without transfers gets the ratio
 of the other link. A processor without updates keeps its rate, unless device and host are the same cores.
@@ -23,7 +23,22 @@ from dataclasses import dataclass, replace
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
-from elixir_compile.ir import Bucket, Placement, Plan, Saving, Span, Tier, Verb
+from elixir_compile.ir import (
+    BucketId,
+    BucketRef,
+    GradientRef,
+    GroupRef,
+    Lane,
+    Placement,
+    Plan,
+    Region,
+    RegionRef,
+    Saving,
+    Span,
+    Tier,
+    Verb,
+    label,
+)
 from elixir_compile.search.problem import Problem
 from elixir_compile.simulate import Prices, prediction_of, prices, simulate
 from elixir_compile.units import format_bytes, format_s
@@ -32,6 +47,8 @@ TOLERANCE = 0.10
 """Share by which a prediction may be wrong before it is corrected."""
 _MAX_RATIO = 1e4
 """Largest ratio by which a rate is corrected: the clock is too coarse for larger ones."""
+_Work = tuple[Lane, str]
+"""A lane and a label."""
 _GAIN = 0.01
 """Share of the step that a new plan must save before it is worth compiling."""
 
@@ -70,12 +87,12 @@ class Correction:
 def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
     """Return the corrected machine of `problem` by `stats` of steps under `plan`; None if a region has no span."""
     seconds = _seconds(plan, stats.spans)
-    labels = [f"run {region.id}" for region in plan.regions]
-    if any(label not in seconds for label in labels):
+    runs = [_run_of(region) for region in plan.regions]
+    if any(run not in seconds for run in runs):
         return None
     stretches = tuple(
-        Stretch(first=region.first, last=region.last, run_s=seconds[label])
-        for region, label in zip(plan.regions, labels, strict=True)
+        Stretch(first=region.first, last=region.last, run_s=seconds[run])
+        for region, run in zip(plan.regions, runs, strict=True)
     )
     cluster = _with_links(problem, plan, seconds)
     return Correction(
@@ -85,18 +102,27 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
     )
 
 
-def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[str, float]:
-    """Return the median seconds of the spans of each label, by label.
+def _run_of(region: Region) -> _Work:
+    return Lane.COMPUTE, label(Verb.RUN, RegionRef(region.id))
+
+
+def _update_of(bucket: BucketId, tier: Tier) -> _Work:
+    return Lane.COMPUTE if tier is Tier.DEVICE else Lane.HOST, label(Verb.UPDATE, BucketRef(bucket))
+
+
+def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[_Work, float]:
+    """Return the median seconds of the spans of each lane and label.
 
     Seconds of an update are per step: a bucket shared by several parameter groups has several updates in each step.
     """
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    found: defaultdict[_Work, list[float]] = defaultdict(list)
     for span in spans:
-        found[span.label].append(span.end_s - span.start_s)
-    median_s = {label: statistics.median(seconds) for label, seconds in found.items()}
-    num_steps = max(1, *(len(found.get(f"run {region.id}", ())) for region in plan.regions))
-    for label in {f"update {bucket.id}" for bucket in plan.buckets} & median_s.keys():
-        median_s[label] *= max(1.0, len(found[label]) / num_steps)
+        found[span.lane, span.label].append(span.end_s - span.start_s)
+    median_s = {work: statistics.median(seconds) for work, seconds in found.items()}
+    num_steps = max(1, *(len(found.get(_run_of(region), ())) for region in plan.regions))
+    updates = {_update_of(bucket.id, tier) for bucket in plan.buckets for tier in (Tier.DEVICE, Tier.HOST)}
+    for work in updates & median_s.keys():
+        median_s[work] *= max(1.0, len(found[work]) / num_steps)
     return median_s
 
 
@@ -114,13 +140,16 @@ def _excess_bytes(plan: Plan, stats: StepStats) -> int:
     return 0 if peak_bytes <= allowed_bytes else peak_bytes - planned_bytes
 
 
-def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+def _with_links(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
     price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
-    groups = {group.id for group in plan.activations}
-    h2d = _ratio(
-        seconds, {f"{'prefetch' if name in groups else 'gather'} {name}": s for name, s in price.h2d_s.items()}
-    )
-    d2h = _ratio(seconds, {f"offload {name}": s for name, s in price.d2h_s.items()})
+    groups = {str(group.id): GroupRef(group.id) for group in plan.activations}
+    buckets = {str(bucket.id): BucketRef(bucket.id) for bucket in plan.buckets}
+    arriving = {name: label(Verb.GATHER, ref) for name, ref in buckets.items()}
+    arriving |= {name: label(Verb.PREFETCH, ref) for name, ref in groups.items()}
+    leaving = {name: label(Verb.OFFLOAD, GradientRef(ref.bucket)) for name, ref in buckets.items()}
+    leaving |= {name: label(Verb.OFFLOAD, ref) for name, ref in groups.items()}
+    h2d = _ratio(seconds, {(Lane.H2D, arriving[name]): own_s for name, own_s in price.h2d_s.items()})
+    d2h = _ratio(seconds, {(Lane.D2H, leaving[name]): own_s for name, own_s in price.d2h_s.items()})
     nodes = tuple(
         replace(node, h2d=_slowed_link(node.h2d, h2d or d2h), d2h=_slowed_link(node.d2h, d2h or h2d))
         for node in problem.cluster.nodes
@@ -128,12 +157,12 @@ def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> C
     return replace(problem.cluster, nodes=nodes)
 
 
-def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
     """Return the cluster of `problem`, whose links are corrected already, with corrected update rates."""
     cluster = problem.cluster
     price = prices(problem.graph, plan.buckets, cluster)
-    device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
-    host = _ratio(_updates(plan, price, seconds, Tier.HOST), _labelled(price.host_update_s))
+    device = _ratio(seconds, _update_prices(plan, price, Tier.DEVICE))
+    host = _ratio(seconds, _update_prices(plan, price, Tier.HOST))
     if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
         device, host = device or host, host or device
     nodes = tuple(
@@ -143,35 +172,23 @@ def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) ->
     return replace(cluster, nodes=nodes)
 
 
-def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier) -> Mapping[str, float]:
-    """Return the measured seconds of the updates on `tier`, by label, without the copies of their parameters.
+def _update_prices(plan: Plan, price: Prices, tier: Tier) -> Mapping[_Work, float]:
+    """Return the predicted seconds of the updates of state on `tier`.
 
-    If updates on the host include some without copies, only these count.
+    A streamed update consists of copies for the most part, so it says nothing about the update rates.
     """
-    # A streamed update consists of copies for the most part, so it says nothing about the update rates.
-    own = [pair for pair in _placed(plan, seconds) if not pair[1].streamed]
-    there = [(bucket, placed) for bucket, placed in own if placed.optim is tier]
-    if tier is Tier.DEVICE:
-        return {f"update {bucket.id}": seconds[f"update {bucket.id}"] for bucket, _ in there}
-    plain = {f"update {b.id}": seconds[f"update {b.id}"] for b, placed in there if placed.param is Tier.HOST}
-    copies_s = {f"update {b.id}": price.h2d_s[b.id] + price.d2h_s[b.id] for b, _ in there}
-    return plain or {label: max(seconds[label] - copy_s, 0.0) for label, copy_s in copies_s.items()}
+    of_tier = price.device_update_s if tier is Tier.DEVICE else price.host_update_s
+    return {
+        _update_of(placed.bucket, tier): of_tier[placed.bucket]
+        for placed in plan.placements
+        if placed.optim is tier and not placed.streamed
+    }
 
 
-def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Placement]]:
-    """Return the buckets whose update was measured, with their placements."""
-    pairs = zip(plan.buckets, plan.placements, strict=True)
-    return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
-
-
-def _labelled(update_s: Mapping[str, float]) -> Mapping[str, float]:
-    return {f"update {name}": seconds for name, seconds in update_s.items()}
-
-
-def _ratio(seconds: Mapping[str, float], price_s: Mapping[str, float]) -> float | None:
-    """Return measured over predicted seconds of all labels in `price_s` together; None if none was measured."""
-    measured_s = {label: seconds[label] for label in price_s if label in seconds}
-    priced_s = sum(price_s[label] for label in measured_s)
+def _ratio(seconds: Mapping[_Work, float], price_s: Mapping[_Work, float]) -> float | None:
+    """Return measured over predicted seconds of all works in `price_s` together; None if none was measured."""
+    measured_s = {work: seconds[work] for work in price_s if work in seconds}
+    priced_s = sum(price_s[work] for work in measured_s)
     if priced_s == 0:
         return None
     return min(max(sum(measured_s.values()) / priced_s, 1 / _MAX_RATIO), _MAX_RATIO)

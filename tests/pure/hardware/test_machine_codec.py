@@ -107,7 +107,7 @@ H2D, DEVICE, HOST = ["nodes", 0, "h2d"], ["nodes", 0, "device"], ["nodes", 0, "h
     ("path", "value", "message"),
     [
         (["elixir"], "plan", "elixir: expected 'machine', got 'plan'"),
-        (["format"], 2, "format: expected 1, got 2"),
+        (["format"], 2, "format: expected 1 (a later elixir_compile wrote the machine; that version reads it), got 2"),
         ([*H2D, "bytes_per_s"], ..., "nodes[0].h2d.bytes_per_s: expected a value, got 'nothing"),
         ([*H2D, "bytes_per_s"], -1, "nodes[0].h2d.bytes_per_s: expected a positive finite number, got -1.0"),
         ([*H2D, "bytes_per_s"], 0, "nodes[0].h2d.bytes_per_s: expected a positive finite number, got 0.0"),

@@ -10,18 +10,34 @@ from hypothesis import strategies as st
 
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import (
+    BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
+    InnerVerb,
+    Kept,
     Lane,
     Origin,
     Plan,
     Record,
+    RegionId,
+    RegionRef,
     Span,
+    StateRef,
     StepGraph,
+    Tally,
+    Verb,
     graph_from_json,
     graph_to_json,
+    label,
     plan_from_json,
     plan_to_json,
     record_from_json,
     record_to_json,
+    tallies,
+    verb_of,
+    what_of,
 )
 from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
 from tests.pure.strategies import Layer, chain
@@ -34,7 +50,11 @@ RECORD = Record(
     step_s=0.25,
     device_peak_bytes=7,
     host_peak_bytes=0,
-    spans=(Span(lane=Lane.H2D, label="gather b0", start_s=0.0, end_s=0.1),),
+    spans=(
+        Span(lane=Lane.H2D, label="gather b0", start_s=0.0, end_s=0.1, graph="GPT", nbytes=40, issued_s=-0.01, piece=1),
+        Span(lane=Lane.CALLER, label="wait b0", start_s=0.0, end_s=0.1),
+        Span(lane=Lane.DISK, label="read b0.state", start_s=0.0, end_s=0.1, nbytes=80),
+    ),
     counts={"gather": 3, "release": 3},
 )
 
@@ -59,6 +79,60 @@ def test_a_plan_without_micro_batches_has_the_text_of_before_they_existed() -> N
 
 def test_records_read_back() -> None:
     assert record_from_json(record_to_json(RECORD)) == RECORD
+
+
+def test_a_record_of_format_1_is_read_with_the_labels_of_today() -> None:
+    former = [
+        ("compute", "fwd.0", "run fwd.0"),
+        ("compute", "run bwd.0", "run bwd.0"),
+        ("compute", "update b0", "update b0"),
+        ("gather", "all-gather b0", "gather b0"),
+        ("reduce", "all-reduce b0", "reduce b0"),
+        ("d2h", "offload b12", "offload b12.grad"),
+        ("d2h", "offload h.0.matmul", "offload h.0.matmul"),
+        ("d2h", "offload b12.grad", "offload b12.grad"),
+    ]
+    spans = [{"lane": lane, "label": before, "start_s": 0.0, "end_s": 1.0} for lane, before, _ in former]
+    data = json.loads(record_to_json(RECORD)) | {"format": 1, "spans": spans}
+    read = record_from_json(json.dumps(data))
+    assert [(span.lane, span.label) for span in read.spans] == [(lane, after) for lane, _, after in former]
+    assert {(span.graph, span.nbytes, span.issued_s, span.piece) for span in read.spans} == {("", 0, None, 0)}
+
+
+def test_a_record_of_a_later_format_is_refused_with_a_reason() -> None:
+    text = record_to_json(RECORD).replace('"format": 2', '"format": 3')
+    with pytest.raises(PlanFileError, match=r"expected 2 or 1 .a later elixir_compile wrote the record"):
+        record_from_json(text)
+    for other in ("0", '"2"', "true", "null"):
+        with pytest.raises(PlanFileError, match="expected 2 or 1, got"):
+            record_from_json(text.replace('"format": 3', f'"format": {other}'))
+
+
+def test_pieces_count_once_and_waits_of_the_caller_not_at_all() -> None:
+    """One gather in two pieces of 40 and 2 bytes, a second gather, and the same label on another lane."""
+    first, wait, _ = RECORD.spans
+    more = [dataclasses.replace(first, piece=0, nbytes=2), dataclasses.replace(first, piece=0, nbytes=40)]
+    other = dataclasses.replace(first, lane=Lane.GATHER, piece=0, nbytes=7)
+    assert tallies([first, wait, *more, other]) == {
+        (Lane.H2D, "gather b0"): Tally(2, 82),
+        (Lane.GATHER, "gather b0"): Tally(1, 7),
+    }
+
+
+def test_labels_are_a_verb_and_a_name() -> None:
+    bucket = BucketId("b1")
+    named = {
+        label(Verb.RUN, RegionRef(RegionId("fwd.0"))): "run fwd.0",
+        label(Verb.GATHER, BucketRef(bucket)): "gather b1",
+        label(Verb.OFFLOAD, GradientRef(bucket)): "offload b1.grad",
+        label(Verb.OFFLOAD, StateRef(bucket)): "offload b1.state",
+        label(Verb.PREFETCH, GroupRef(GroupId("h.1.matmul"))): "prefetch h.1.matmul",
+        label(InnerVerb.READ, StateRef(bucket)): "read b1.state",
+        label(Verb.OFFLOAD, Kept.OUTSTANDING): "offload outstanding",
+    }
+    for made, text in named.items():
+        assert made == text
+        assert f"{verb_of(made)} {what_of(made)}" == text
 
 
 @given(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.none() | st.floats(0, 1e300))
@@ -150,10 +224,10 @@ def test_text_other_than_a_plan_is_refused(text: str) -> None:
 
 def test_records_and_graphs_have_a_format_too() -> None:
     for text, read, version in (
-        (record_to_json(RECORD), record_from_json, 1),
+        (record_to_json(RECORD), record_from_json, 2),
         (graph_to_json(GRAPH), graph_from_json, 3),
     ):
-        with pytest.raises(PlanFileError, match=f"format: expected {version}, got 7"):
+        with pytest.raises(PlanFileError, match=f"format: expected {version}.* got 7"):
             read(text.replace(f'"format": {version}', '"format": 7'))
     with pytest.raises(PlanFileError, match=r"counts\.gather: expected a whole number"):
         record_from_json(record_to_json(RECORD).replace('"gather": 3', '"gather": "3"'))

@@ -87,6 +87,8 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: dataclasses.replace(PLAN, placements=()), "one placement per bucket"),
         (lambda: dataclasses.replace(PLAN, bound_s=float("nan")), "a bound of nan s"),
         (lambda: Span(lane=Lane.H2D, label="x", start_s=2.0, end_s=1.0), "span x on h2d lasts from 2.0 s to 1.0 s"),
+        (lambda: Span(lane=Lane.H2D, label="x", start_s=0.0, end_s=1.0, nbytes=-1), "span x on h2d has -1 bytes"),
+        (lambda: Span(lane=Lane.H2D, label="x", start_s=0.0, end_s=1.0, piece=-1), "is piece -1"),
         (
             lambda: Record(origin=Origin.MEASURED, step_s=-1.0, device_peak_bytes=0, host_peak_bytes=0),
             r"the step took -1\.0 s",

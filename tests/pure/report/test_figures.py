@@ -50,7 +50,7 @@ def test_the_update_is_drawn_where_compute_has_no_region() -> None:
 
 def many_spans(count: int) -> Record:
     """Return a record with `count` spans on each of two lanes, one after another without and with gaps."""
-    compute = [Span(lane=Lane.COMPUTE, label=f"fwd.{i}", start_s=i, end_s=i + 1.0) for i in range(count)]
+    compute = [Span(lane=Lane.COMPUTE, label=f"run fwd.{i}", start_s=i, end_s=i + 1.0) for i in range(count)]
     copies = [Span(lane=Lane.H2D, label=f"gather b{i}", start_s=i + 0.5, end_s=i + 0.6) for i in range(count)]
     return Record(
         origin=Origin.SIMULATED, step_s=count, device_peak_bytes=1, host_peak_bytes=1, spans=(*copies, *compute)

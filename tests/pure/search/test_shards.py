@@ -16,6 +16,7 @@ from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
     Bucket,
     Kind,
+    Lane,
     Plan,
     RegionId,
     Saving,
@@ -302,12 +303,14 @@ def test_two_copies_of_each_part_cost_an_all_reduce_of_it() -> None:
     )
     assert made.bound_s is not None
     assert made.bound_s <= made.prediction.step_s
-    found = {label: (traffic.times, traffic.nbytes) for label, traffic in collectives(problem.graph, made).items()}
+    found = {work: (traffic.times, traffic.nbytes) for work, traffic in collectives(problem.graph, made).items()}
     own = {
-        f"{verb} {bucket.id}": nbytes for bucket in made.buckets for verb, nbytes in (("reduce", 72), ("average", 24))
+        (Lane.REDUCE, f"{verb} {bucket.id}"): nbytes
+        for bucket in made.buckets
+        for verb, nbytes in (("reduce", 72), ("average", 24))
     }
-    assert found == {label: (1, nbytes) for label, nbytes in own.items()} | {
-        f"all-gather {bucket.id}": (1, 72) for bucket in made.buckets
+    assert found == {work: (1, nbytes) for work, nbytes in own.items()} | {
+        (Lane.GATHER, f"gather {bucket.id}"): (1, 72) for bucket in made.buckets
     }
     with pytest.raises(InvalidPlan, match="6 ranks cannot have 4 copies"):
         replace(problem, num_copies=4)

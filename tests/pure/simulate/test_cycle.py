@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_timeline
 from elixir_compile.hardware import profile_for
-from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, Span, StepGraph, Tier, Update, Verb
+from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, StepGraph, Tier, Update, Verb
 from elixir_compile.search import plan as search
-from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate
+from elixir_compile.simulate import Cycle, Drawing, Prices, hidden_update_share, play, simulate
 from elixir_compile.units import GIB
 from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import mixed_plans, planned_graphs, typed
@@ -36,7 +36,7 @@ def step_s(
     homes: Sequence[tuple[Tier, Tier, bool]],
     cycle: Cycle,
     price: Prices = PRICE,
-    spans: list[Span] | None = None,
+    drawn: Drawing | None = None,
 ) -> float:
     placements = {
         BucketId(f"b{i}"): Placement(
@@ -44,7 +44,7 @@ def step_s(
         )
         for i, (param, optim, streamed) in enumerate(homes)
     }
-    return play(typed(actions), RUN_S, placements, price, spans, cycle).step_s
+    return play(typed(actions), RUN_S, placements, price, drawn, cycle).step_s
 
 
 ACROSS = Cycle(update=Update.ACROSS_STEPS, reads=READS)
@@ -55,9 +55,9 @@ STREAMED = (Tier.HOST, Tier.HOST, True)
 def test_a_gather_waits_for_the_update_of_its_bucket_only() -> None:
     """Host: b0 0-7, b1 7-15. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1 27-37, bwd.0 37-47, its gradient
     47-52 under bwd.1 47-57, that of b0 57-60. After the backward instead: 45 and then 15 more."""
-    spans: list[Span] = []
-    assert step_s(ON_HOST, (HOST, HOST), ACROSS, spans=spans) == 60
-    assert [(s.start_s, s.end_s) for s in spans if s.lane is Lane.HOST] == [(0, 7), (7, 15)]
+    drawn = Drawing()
+    assert step_s(ON_HOST, (HOST, HOST), ACROSS, drawn=drawn) == 60
+    assert [(s.start_s, s.end_s) for s in drawn.spans if s.lane is Lane.HOST] == [(0, 7), (7, 15)]
     assert step_s(ON_HOST, (HOST, HOST), Cycle()) == 4 + 10 + 6 + 10 + 10 + 10 + 3 + 15
 
 
@@ -66,17 +66,17 @@ EARLY = [(G, "b0"), (G, "b1"), (W, "b0"), (R, F0), (L, "b0"), (W, "b1"), (R, F1)
 
 def test_an_early_gather_waits_for_its_update_and_compute_does_not() -> None:
     """gather b0 7-11, b1, issued at 0 and updated at 15, 15-21: fwd.0 11-21 and fwd.1 21-31, not 27-37."""
-    spans: list[Span] = []
-    assert step_s(EARLY, (HOST, HOST), ACROSS, spans=spans) == 31 + 10 + 10 + 3
-    copies = {span.label: (span.start_s, span.end_s) for span in spans if span.lane is Lane.H2D}
+    drawn = Drawing()
+    assert step_s(EARLY, (HOST, HOST), ACROSS, drawn=drawn) == 31 + 10 + 10 + 3
+    copies = {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is Lane.H2D}
     assert copies == {"gather b0": (7, 11), "gather b1": (15, 21)}
 
 
 def test_a_late_gather_lets_ready_copies_take_the_link() -> None:
     """Updates in the other order: b1 0-8, b0 8-15. The copy of b1 goes first though it is issued second."""
-    spans: list[Span] = []
-    step_s([*EARLY[:-2], (U, "b1"), (U, "b0")], (HOST, HOST), ACROSS, spans=spans)
-    copies = [(span.label, span.start_s) for span in spans if span.lane is Lane.H2D]
+    drawn = Drawing()
+    step_s([*EARLY[:-2], (U, "b1"), (U, "b0")], (HOST, HOST), ACROSS, drawn=drawn)
+    copies = [(span.label, span.start_s) for span in drawn.spans if span.lane is Lane.H2D]
     assert copies == [("gather b1", 8), ("gather b0", 15)]
 
 
@@ -86,10 +86,10 @@ def test_a_gather_waits_at_its_issue_if_sharded_or_copied_by_compute() -> None:
     shared = replace(PRICE, gather_s=dict.fromkeys(PRICE.gather_s, 2.0), reduce_s=dict.fromkeys(PRICE.reduce_s, 2.0))
     copying = replace(PRICE, lane_of={**PRICE.lane_of, Lane.H2D: Lane.COMPUTE})
     for price, lane, ends_s, starts_s in ((shared, Lane.GATHER, [13, 23], 15), (copying, Lane.H2D, [11, 21], 21)):
-        spans: list[Span] = []
-        step_s(EARLY, (HOST, HOST), ACROSS, price, spans)
-        assert [span.end_s for span in spans if span.lane is lane] == ends_s
-        assert next(span.start_s for span in spans if span.label == F0) == starts_s
+        drawn = Drawing()
+        step_s(EARLY, (HOST, HOST), ACROSS, price, drawn)
+        assert [span.end_s for span in drawn.spans if span.lane is lane] == ends_s
+        assert next(span.start_s for span in drawn.spans if span.label == f"run {F0}") == starts_s
 
 
 def test_compute_is_stalled_by_updates_and_not_by_copies() -> None:
@@ -123,10 +123,10 @@ def test_an_early_update_begins_when_its_gradient_is_complete() -> None:
     """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1
     27-37, bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
     cycle = Cycle(update=Update.IN_BACKWARD, reads=READS, closing={BucketId("b0"): OFF, BucketId("b1"): OFF})
-    spans: list[Span] = []
-    assert step_s(ON_HOST, (HOST, HOST), cycle, spans=spans) == 60
+    drawn = Drawing()
+    assert step_s(ON_HOST, (HOST, HOST), cycle, drawn=drawn) == 60
     host = sorted(
-        (span.label, span.start_s % 60, span.end_s - span.start_s) for span in spans if span.lane is Lane.HOST
+        (span.label, span.start_s % 60, span.end_s - span.start_s) for span in drawn.spans if span.lane is Lane.HOST
     )
     assert host == [("update b0", 0, 7), ("update b1", 52, 8)]
 

@@ -24,6 +24,7 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.simulate import (
+    Drawing,
     Prices,
     critical_path,
     exposed_by_lane,
@@ -173,7 +174,7 @@ def test_simulated_records_obey_lanes_and_bounds(planned: tuple[StepGraph, Plan]
     for device_type in ("cpu", "cuda"):
         cluster = profile_for(device_type, GIB, GIB, device_type)
         made = simulate(graph, plan, cluster)
-        runs = [span for span in made.spans if span.label in {region.id for region in plan.regions}]
+        runs = [span for span in made.spans if span.label in {f"run {region.id}" for region in plan.regions}]
         assert [span.lane for span in runs] == [Lane.COMPUTE] * len(plan.regions)
         away = [group.id for group in plan.activations if group.saving is Saving.OFFLOAD]
         carried = Counter((span.lane, span.label) for span in made.spans)
@@ -192,12 +193,14 @@ def test_simulated_records_obey_lanes_and_bounds(planned: tuple[StepGraph, Plan]
 
 def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
     """A gather of 4 s is waited for, then 10 s of compute, then nothing: what is hidden is not on the path."""
-    spans: list[Span] = []
+    drawn = Drawing()
     homes = {b: Placement(bucket=b, param=Tier.HOST, optim=Tier.HOST, resident=False) for b in (B0, B1)}
     actions = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
-    step_s = play(typed(actions, GROUPS), RUN_S, homes, PRICES, spans).step_s
-    record = Record(origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
+    step_s = play(typed(actions, GROUPS), RUN_S, homes, PRICES, drawn).step_s
+    record = Record(
+        origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(drawn.spans)
+    )
     path = critical_path(record)
-    assert [span.label for span in path] == ["gather b0", R0]
+    assert [span.label for span in path] == ["gather b0", "run fwd.0"]
     assert sum(span.end_s - span.start_s for span in path) == step_s == 14
     assert exposed_by_lane(record) == {Lane.H2D: 4.0}

@@ -51,14 +51,13 @@ def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes
     seconds = {
         **{f"run {r.id}": (Lane.COMPUTE, price.run_s(index[r.first], index[r.last])) for r in plan.regions},
         **{f"gather {name}": (Lane.H2D, own_s) for name, own_s in price.h2d_s.items()},
-        **{f"offload {name}": (Lane.D2H, own_s) for name, own_s in price.d2h_s.items()},
+        **{f"offload {name}.grad": (Lane.D2H, own_s) for name, own_s in price.d2h_s.items()},
     }
     for bucket, home in zip(plan.buckets, plan.placements, strict=True):
         if home.optim is Tier.DEVICE:
             seconds[f"update {bucket.id}"] = (Lane.COMPUTE, price.device_update_s[bucket.id])
         else:
-            staged_s = price.h2d_s[bucket.id] + price.d2h_s[bucket.id] if home.param is Tier.DEVICE else 0.0
-            seconds[f"update {bucket.id}"] = (Lane.HOST, price.host_update_s[bucket.id] + staged_s)
+            seconds[f"update {bucket.id}"] = (Lane.HOST, price.host_update_s[bucket.id])
     spans = [
         Span(lane=lane, label=label, start_s=step, end_s=step + own_s)
         for step in (0.0, 1000.0)

@@ -18,6 +18,7 @@ from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
 from elixir_compile.ir import Plan, plan_from_json, plan_to_json
 from elixir_compile.search.joint import loss
 from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.testing import MemorySchedules
 from elixir_compile.units import MIB
 
 NUM_TOKENS, NUM_CLASSES, WIDTH = 1024, 8192, 32
@@ -153,11 +154,12 @@ def test_a_capture_with_a_chunked_loss_replaces_the_first_capture(
     assert [line for line in caplog.messages if line.endswith(record.plan.name)]
 
 
-def test_planning_without_training_takes_the_same_decision() -> None:
-    options = {**OPTIONS, "device_memory": LOGITS_BYTES * 3 // 2}
-    plan = elixir.plan(Head(), inputs(), options=options)
-    assert plan.loss_chunks > 1
-    assert elixir.plan(Head(), inputs(), options=OPTIONS).loss_chunks == 1
+def test_planning_without_training_takes_the_same_decision(memory_schedule: MemorySchedules) -> None:
+    budget_bytes = LOGITS_BYTES * 3 // 2
+    chunked = memory_schedule(Head(), inputs(), **{**OPTIONS, "device_memory": budget_bytes})
+    assert chunked.plan.loss_chunks > 1
+    chunked.assert_peak_below(budget_bytes)
+    assert memory_schedule(Head(), inputs(), **OPTIONS).plan.loss_chunks == 1
 
 
 def test_activations_keep_refuses_a_budget_that_needs_chunks() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
+from elixir_compile.testing import MemorySchedules
 from tests.run.micro_batches.stepping import OPTIONS, Rows, batch_of, divided_regions, gradients, loop
 
 BATCH = batch_of(64)
@@ -83,12 +84,13 @@ def test_the_error_names_the_number_that_needs_the_fewest_bytes_and_so_many_are_
     assert max(divided_regions(step)) == number
 
 
-def test_a_plan_made_without_training_is_divided_alike(whole_bytes: int):
+def test_a_plan_made_without_training_is_divided_alike(whole_bytes: int, memory_schedule: MemorySchedules):
     options = {**OPTIONS, "device_memory": int(0.8 * whole_bytes)}
-    plan = elixir.plan(Rows(), BATCH, options=options)
-    assert max(region.micro_batches for region in plan.regions) > 1
+    found = memory_schedule(Rows(), BATCH, **options)
+    assert max(region.micro_batches for region in found.plan.regions) > 1
+    found.assert_peak_below(options["device_memory"])
     with pytest.raises(elixir.NoFeasiblePlan):
-        elixir.plan(Rows(), BATCH, options={**options, "micro_batches": 1})
+        memory_schedule(Rows(), BATCH, **{**options, "micro_batches": 1})
 
 
 def test_activations_of_outstanding_forwards_leave_before_the_batch_is_divided(whole_bytes: int):

@@ -8,7 +8,7 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ir import Plan, Saving
+from elixir_compile.ir import Lane, Plan, Saving
 from elixir_compile.runtime import micro_batches as runtime
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import live_slab_bytes
@@ -46,9 +46,9 @@ def test_gradients_and_counts_are_those_of_wholes_and_the_peak_is_the_planned(
     record = elixir.measure_step(lambda: step(*batch).backward())
     times, nbytes = Counter(ledger.times) - times, Counter(ledger.bytes) - nbytes
     away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]
-    for verb in ("offload", "prefetch"):
+    for lane, verb in ((Lane.D2H, "offload"), (Lane.H2D, "prefetch")):
         assert {f"{verb} {group.id}": 1 for group in away} == {k: n for k, n in times.items() if k.startswith(verb)}
-        assert all(nbytes[f"{verb} {group.id}"] == group.nbytes for group in away)
+        assert all(nbytes[lane, f"{verb} {group.id}"] == group.nbytes for group in away)
     # The plan counts the state of an optimizer, which this step does not have.
     planned_bytes = plan.prediction.device_peak_bytes - plan.buckets[0].state_nbytes
     assert record.device_peak_bytes == pytest.approx(planned_bytes, rel=1e-3)

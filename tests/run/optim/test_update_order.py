@@ -32,7 +32,7 @@ def order_of(spans: Iterable[Span], plan: Plan) -> list[str]:
 
     Of two at once, what ends is first: the other one waited for it.
     """
-    regions = [region.id for region in plan.regions if region.phase == "forward"]
+    regions = [f"run {region.id}" for region in plan.regions if region.phase == "forward"]
     issued = [f"gather {action.target}" for action in plan.schedules[0].actions if action.verb is Verb.GATHER]
     found = [(span.end_s, 0, f"{span.label} ends") for span in spans if span.lane is Lane.HOST]
     found += [(span.start_s, 1, span.label) for span in spans if span.label in (*regions, *issued)]
@@ -57,10 +57,9 @@ def test_measured_order_equals_the_simulated_order(home: str) -> None:
                 plain_step(run.compiled, run.optimizer, batch)
 
         measured = elixir.measure_step(two_steps)
-    spans = [replace(span, label=span.label.removeprefix("run ")) for span in measured.spans]
     # Updates that the first step queued, and the forward of the second.
-    begun_s = next(span.start_s for span in spans if span.lane is Lane.HOST)
-    got = order_of([span for span in spans if span.start_s >= begun_s], plan)
+    begun_s = next(span.start_s for span in measured.spans if span.lane is Lane.HOST)
+    got = order_of([span for span in measured.spans if span.start_s >= begun_s], plan)
     assert got == order_of(simulate(graph, plan, slow_host(plan)).spans, plan)
     ends = [label.endswith("ends") for label in got]
     assert ends.count(True) == len(plan.buckets)

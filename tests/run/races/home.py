@@ -1,6 +1,8 @@
 """One bucket of an executor without a model, and what programs and updates do with it."""
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,13 +64,14 @@ class Home(nn.Module):
         with torch.DisableTorchFunctionSubclass():
             return [param.detach() for param in self.own]
 
-    def queue(self, *, fails: bool = False) -> QueuedUpdate:
+    def queue(self, grads: Sequence[torch.Tensor] = (), *, fails: bool = False) -> QueuedUpdate:
+        """Queue an update that reads `grads`."""
         weights, lanes, read = self.values, self.lanes, self.bucket.home_read
 
         def work() -> None:
             assert self.gate.wait(LONG_S)
             lanes.host_waits(read)
-            lanes.touches((), weights)
+            lanes.touches(grads, weights)
             for weight in weights:
                 weight.add_(1)
             if fails:
@@ -82,15 +85,16 @@ class Home(nn.Module):
         """Raise a race that a free has shown."""
         self.lanes.touches((self.lanes.empty(8),))
 
-    def backward(self, num_graphs: int, *, waits: bool) -> None:
+    def backward(self, num_graphs: int = 1, *, waits: bool, reads: bool = True, has_gate: bool = False) -> None:
         """Run a backward of so many graphs, each of which makes a gradient of ones and offloads it.
 
         `waits`: whether the program of a graph waits for the copy, or leaves that to the end of the backward.
+        `reads`: whether it reads the parameters. `has_gate`: whether autograd asks for the gradients behind the graphs.
         """
-        gradients = self.executor.gradients
-        _Graphs.apply(gradients.sentinel, self, num_graphs, waits).backward()
+        program = _Program(self, num_graphs, waits, reads, has_gate)
+        _Graphs.apply(self.executor.gradients.sentinel, program).backward()
 
-    def graph(self, waits: bool) -> None:
+    def graph(self, *, waits: bool, reads: bool) -> None:
         """Do what the program of a graph does with the gradients."""
         lanes, device = self.lanes, self.executor.device
         grads = [torch.ones(param.shape, device=device) for param in self.own]
@@ -101,22 +105,50 @@ class Home(nn.Module):
         if waits:
             self.executor.wait(transfer)
         del transfer
-        self.executor.wait(self.executor.gather(B0))  # as for another layer that reads the bucket
-        self.executor.release(B0)
+        if reads:  # as for another layer that reads the bucket
+            self.executor.wait(self.executor.gather(B0))
+            self.executor.release(B0)
+
+    def accumulate(self) -> None:
+        """Add the gradients that are handed over to those of the parameters, as autograd does, which looks at no
+        `__torch_function__`."""
+        handed = self.executor.gradients.hand_over(self.slots)
+        with torch.DisableTorchFunctionSubclass(), torch.no_grad():
+            for param, grad in zip(self.own, handed, strict=True):
+                if grad is not None:
+                    assert param.grad is not None, "an earlier backward has made a gradient"
+                    self.lanes.touches((grad,), (param.grad,))
+                    param.grad.add_(grad)
 
     def close_after(self, update: Update, verb: Verb | None) -> None:
         """Let gradients be final after `verb`, for updates at this moment."""
         self.bucket.update, self.bucket.closes = update, verb
 
 
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What a backward does; see `Home.backward`."""
+
+    home: Home
+    num_graphs: int
+    waits: bool
+    reads: bool
+    has_gate: bool
+
+    def run(self) -> None:
+        for _ in range(self.num_graphs):
+            self.home.graph(waits=self.waits, reads=self.reads)
+        if self.has_gate:
+            self.home.accumulate()
+
+
 class _Graphs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sentinel: torch.Tensor, home: Home, num_graphs: int, waits: bool) -> torch.Tensor:
-        ctx.home, ctx.num_graphs, ctx.waits = home, num_graphs, waits
+    def forward(ctx: Any, sentinel: torch.Tensor, program: _Program) -> torch.Tensor:
+        ctx.program = program
         return sentinel.sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
-        for _ in range(ctx.num_graphs):
-            ctx.home.graph(ctx.waits)
-        return grads[0].reshape(1), None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        ctx.program.run()
+        return grads[0].reshape(1), None

@@ -204,12 +204,18 @@ class Claims:
 
 
 def claims_of(graph: StepGraph, plan: Plan) -> Claims:
-    """Return what the rules say of two steps of `plan`."""
+    """Return what the rules say of the second and the third of three steps of `plan`.
+
+    Not of the first, in which no update is queued: the program itself issues all its gathers, in their order. In a run,
+    the two steps that are compared follow another, whose updates may be late: then the thread of the updates issues
+    some of the gathers, at moments of its own.
+    """
     works = Works()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane_updates, "_by_copies", _in_one_memory)
+        patch.setattr(BucketLanes, "await_update", _await_in_one_memory)
         patch.setattr(BucketLanes, "is_departing", False)  # so no copy reads gradients of the device
-        issue_steps(works, plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan))
+        issue_steps(works, plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan), num_steps=3)
     by_label: dict[tuple[str, str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     names = _names(plan.schedules[0].actions)
     for number, work in enumerate(works.found):
@@ -219,8 +225,9 @@ def claims_of(graph: StepGraph, plan: Plan) -> Claims:
         label = _label(names[work.place.at], work)
         by_label[label, work.actor, work.place.step][work.place.at].append(number)
     groups = {
-        Key(label, actor, step, index): numbers
+        Key(label, actor, step - 1, index): numbers
         for (label, actor, step), places in by_label.items()
+        if step > 0
         for index, (_, numbers) in enumerate(sorted(places.items()))
     }
     return Claims(works.found, groups)
@@ -267,8 +274,7 @@ def _names(actions: Sequence[Action]) -> list[str]:
     found: list[str] = []
     started: dict[object, str] = {}
     for action in actions:
-        target = action.target.bucket if isinstance(action.target, GradientRef) else str(action.target)
-        name = f"{action.verb} {target}"
+        name = f"{action.verb} {action.target}"
         if action.verb is Verb.WAIT:
             name = f"wait {started[action.target]}"
         elif isinstance(action.target, BucketRef) and action.verb is Verb.REDUCE:
@@ -293,6 +299,15 @@ def _in_one_memory(works: Works, bucket: BucketLanes) -> None:
         return
     landed = works.apart(works.compute, thread.over | works.compute.over, reads, writes)
     bucket.queued = Queued(done=works.issue(thread, writes=(bucket.state,)), landed=landed, by_thread=True)
+
+
+def _await_in_one_memory(bucket: BucketLanes) -> None:
+    """Wait for an update as on a CPU: its results are work of compute, so further copies to the device need not be
+    behind them."""
+    works, queued, bucket.queued = bucket._works, bucket.queued, None
+    if queued is not None:
+        works.wait(works.program, queued.done)
+        works.wait(works.compute, queued.landed)
 
 
 def _label(name: str, work: Work) -> str:

@@ -147,6 +147,31 @@ def test_users_read_and_write_gradients_and_parameters_after_a_backward(
     home.race_free()
 
 
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_a_backward_adds_to_gradients_behind_the_update_that_reads_them(has_hooks: bool, home: Home) -> None:
+    home.backward(waits=True)
+    grads = [param.grad for param in home.own]
+    if has_hooks:  # so that autograd adds the gradients
+        for param in home.own:
+            param.register_hook(lambda grad: grad)
+    home.queue([grad for grad in grads if grad is not None])
+    open_soon(home)
+    # As if the loss is of a subclass of torch.Tensor: no read of a parameter waits by its `__torch_function__`.
+    with torch.DisableTorchFunctionSubclass():
+        home.backward(waits=True, reads=False, has_gate=has_hooks)
+    home.line.wait()
+    assert [grad.unique().tolist() for grad in grads if grad is not None] == [[2.0]] * 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_autograd_takes_gradients_that_are_on_the_host(waits: bool, home: Home) -> None:
+    home.backward(waits=True)
+    for param in home.own:
+        param.register_hook(lambda grad: grad)
+    home.backward(waits=waits, has_gate=True)
+    assert [param.grad.unique().tolist() for param in home.own if param.grad is not None] == [[2.0]] * 2
+
+
 def test_users_write_parameters_after_the_program(home: Home) -> None:
     home.executor.wait(home.executor.gather(B0))
     home.executor.end()
@@ -258,6 +283,23 @@ def test_slabs_are_unmapped_behind_their_copies(leaves: bool, monkeypatch: pytes
         executor.saved.drop_free_slabs()
     executor.wait(transfer)
     executor.lanes.synchronize()  # copies whose memory is gone fail at the latest here
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h"])
+def test_parameters_move_behind_the_copies_from_and_to_their_old_memory(
+    lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elixir_compile.runtime.executor.lanes_for", lambda device: Simulated(device, "late"))
+    home, updated = Home(), torch.full((3,), 2.0)
+    if lane == "h2d":
+        home.executor.wait(home.executor.gather(B0))
+    else:  # as a streamed update does
+        home.lanes.d2h.copy(home.values[0], updated)
+    other = home.lanes.d2h if lane == "h2d" else home.lanes.h2d
+    monkeypatch.setattr(other, "synchronize", lambda: None)  # which does all compute here, and what it waits for
+    home.adopt(Tier.DEVICE, for_training=True)
+    assert home.values[0].tolist() == [1.0 if lane == "h2d" else 2.0] * 3
+    home.lanes.synchronize()  # a copy whose memory is gone fails at the latest here
 
 
 def test_a_forward_that_is_dropped_with_copies_in_flight_keeps_its_memory_until_the_next() -> None:

@@ -135,20 +135,20 @@ class Clocked(Plain):
 def test_the_span_of_a_collective_ends_when_it_does_and_not_when_it_is_issued() -> None:
     lanes = Clocked()
     ledger = Ledger(lanes)
-    assert ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes) is lanes
+    assert ledger.started(Lane.GATHER, "gather b0", 64, lambda: lanes) is lanes
     assert lanes.now_ms == 0, "without a recording, nothing waits"
     recording = ledger.start_recording()
-    ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes)
+    ledger.started(Lane.GATHER, "gather b0", 64, lambda: lanes)
     (span,) = recording.stop()
     assert span.end_s - span.start_s == pytest.approx(0.04)
-    assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (2, 128)
+    assert (ledger.times["gather b0"], ledger.bytes[Lane.GATHER, "gather b0"]) == (2, 128)
 
 
 def test_checked_lanes_time_collectives_to_their_end_too() -> None:
     lanes = Clocked()
     ledger = ledger_for(Checked(lanes))
     recording = ledger.start_recording()
-    ledger.started(Lane.GATHER, "all-gather b0", 64, lambda: lanes)
+    ledger.started(Lane.GATHER, "gather b0", 64, lambda: lanes)
     (span,) = recording.stop()
     assert span.end_s - span.start_s == pytest.approx(0.04)
-    assert (ledger.times["all-gather b0"], ledger.bytes["all-gather b0"]) == (1, 64)
+    assert (ledger.times["gather b0"], ledger.bytes[Lane.GATHER, "gather b0"]) == (1, 64)
