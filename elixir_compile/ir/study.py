@@ -43,6 +43,8 @@ class StudyRow:
     memory: FullStep | None = None
     """A step with the bytes on the device over it. It is another one, because the events of an allocator slow a step
     down."""
+    peak_bytes: int | None = None
+    """The most bytes on the device in a step, as its allocator tells, or as planned; None if that is not known."""
     plan: Plan | None = None
     """None for a row without a plan of ours, `inductor`."""
 
@@ -50,11 +52,6 @@ class StudyRow:
     def period_s(self) -> float | None:
         """The median seconds from one step to the next; None if the row was not run."""
         return statistics.median(each.period_s for each in self.timed) if self.timed else None
-
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most bytes on the device, as the allocator tells; None if that is not known."""
-        return None if self.memory is None or self.memory.live is None else self.memory.live.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,9 +114,7 @@ def bound_update(seen: Observed) -> Finding | None:
     bound = (
         "it is bound by memory, more threads do not help" if rate_share > MEMORY_SHARE else "it is bound by the cores"
     )
-    text = (
-        f"updates of the host take {share:.0%} of the step and run at {rate_share:.0%} of what host memory carries: {bound}"
-    )
+    text = f"updates of the host take {share:.0%} of the step and run at {rate_share:.0%} of what host memory carries: {bound}"
     return _finding("F2", text, share, "share of the step", UPDATE_SHARE, spans)
 
 
@@ -276,10 +274,12 @@ def _unwaited_s(steps: Sequence[StepSummary]) -> float:
 
 def _slow_phase(seen: Observed, rank: int) -> str:
     """Return the phase in which `rank` exceeds the median of all ranks by the most seconds."""
+
     def seconds_s(steps: Sequence[StepSummary], phase: str) -> float:
         return statistics.median(each.seconds_s.get(phase, 0.0) for each in steps)
 
     phases = dict.fromkeys(phase for steps in seen.other_ranks.values() for each in steps for phase in each.seconds_s)
+
     def excess_s(phase: str) -> float:
         everyone = statistics.median(seconds_s(steps, phase) for steps in seen.other_ranks.values())
         return seconds_s(seen.other_ranks[rank], phase) - everyone
@@ -287,9 +287,7 @@ def _slow_phase(seen: Observed, rank: int) -> str:
     return max(phases, key=excess_s)
 
 
-def _finding(
-    code: str, text: str, value: float, unit: str, limit: float, spans: Sequence[Span] = ()
-) -> Finding:
+def _finding(code: str, text: str, value: float, unit: str, limit: float, spans: Sequence[Span] = ()) -> Finding:
     labels = tuple(dict.fromkeys(span.label for span in spans))[:_MOST_EVIDENCE]
     return Finding(code=code, text=text, value=value, unit=unit, limit=limit, evidence=labels)
 

@@ -158,6 +158,6 @@ def _extremes(memory: FullStep | None, phase: str) -> tuple[int | None, int | No
     seen = [
         total
         for start_s, end_s, total in zip(live.at_s, ends_s, live.totals_bytes, strict=True)
-        if any(start_s < last_s and first_s < end_s or first_s <= start_s < last_s for first_s, last_s in own)
+        if any((start_s < last_s and first_s < end_s) or first_s <= start_s < last_s for first_s, last_s in own)
     ]
     return (max(seen), min(seen)) if seen else (None, None)
