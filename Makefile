@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: venv demo test test-slow races mutants fuzz lint docs format bench clean
+.PHONY: venv demo test test-slow races mutants fuzz lint docs pictures format bench clean
 
 venv: $(INSTALLED)
 
@@ -74,6 +74,17 @@ $(DOCS_INSTALLED): $(INSTALLED)
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+# The pictures of README and docs, of the stored plan that trains GPT-2 124M in 2 GiB of a 24 GB card.
+PICTURE = $(BIN)/elixir-compile report docs/img/gpt2-124m.json
+
+pictures: venv
+	$(PICTURE) --figure memory -o docs/img/memory-light.svg
+	$(PICTURE) --figure memory --dark -o docs/img/memory-dark.svg
+	$(PICTURE) --figure lanes -o docs/img/lanes-light.svg
+	$(PICTURE) --figure lanes --dark -o docs/img/lanes-dark.svg
+	$(PICTURE) --curve 9 --figure curve -o docs/img/curve-light.svg
+	$(PICTURE) --curve 9 --figure curve --dark -o docs/img/curve-dark.svg
 
 format: venv
 	$(BIN)/ruff format .

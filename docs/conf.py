@@ -24,6 +24,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"elixir-compile {__version__}"
 html_show_copyright = html_show_sphinx = False
+html_static_path = ["img"]
 myst_heading_anchors = 4
 smartquotes = False
 autodoc_typehints = "description"
@@ -63,11 +64,12 @@ def _use_markup(_app: Sphinx, _what: str, _name: str, _documented: object, _opti
 
 
 def _change_source(_app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill the pages that are made, and of links to files that are no pages keep the text only."""
+    """Fill the pages that are made, keep only the text of links to files that are no pages, and find pictures."""
     if page == "commands":
         source[0] = commands_page()
     elif page == "readme":
         source[0] = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    source[0] = re.sub(r'"(?:docs/)?img/', '"_static/', source[0])
     source[0] = _LINK_OUT.sub(r"\1", source[0].replace("](../README.md", "](readme.md"))
 
 

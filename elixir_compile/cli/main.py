@@ -107,6 +107,7 @@ def report(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
+    dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
     curve: Annotated[
         int | None, typer.Option(min=2, max=50, help="Search plans under so many device budgets, and draw their steps.")
     ] = None,
@@ -119,7 +120,15 @@ def report(
     from elixir_compile.cli.report import run_report
 
     raise typer.Exit(
-        code=run_report(plan=plan, others=others or (), output=output, figure=figure, curve=curve, as_json=as_json)
+        code=run_report(
+            plan=plan,
+            others=others or (),
+            output=output,
+            figure=figure,
+            is_dark=dark,
+            curve=curve,
+            as_json=as_json,
+        )
     )
 
 

@@ -21,17 +21,25 @@ FIGURES = ("memory", "lanes", "step", "curve")
 
 
 def run_report(
-    *, plan: Path, others: Sequence[Path], output: Path | None, figure: str | None, curve: int | None, as_json: bool
+    *,
+    plan: Path,
+    others: Sequence[Path],
+    output: Path | None,
+    figure: str | None,
+    is_dark: bool,
+    curve: int | None,
+    as_json: bool,
 ) -> int:
     """Write the page of `plan`, or its `figure` as SVG, and return the exit code: 1 if a file is at fault.
 
+    A figure has the colours of a light or, if it `is_dark`, of a dark ground; the page has both.
     `others` may hold the record of a measured step and a second plan. `curve` is the number of budgets under which the
     question is asked again. Without `output` the page is written beside the plan. If `as_json`, stdout gets the data of
     the page and no file is written.
     """
     try:
         sheet = _sheet(plan, others, curve)
-        text = _figure(sheet, figure) if figure is not None else "" if as_json else page(sheet)
+        text = _figure(sheet, figure, is_dark=is_dark) if figure is not None else "" if as_json else page(sheet)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     if as_json:
@@ -83,7 +91,7 @@ def _answered(path: Path) -> tuple[Plan, Question]:
     return made, asked
 
 
-def _figure(sheet: PlanSheet, figure: str) -> str:
+def _figure(sheet: PlanSheet, figure: str, *, is_dark: bool) -> str:
     if figure not in FIGURES:
         raise InvalidOption("figure", figure, "one of " + ", ".join(FIGURES))
     if figure == "curve" and not sheet.curve:
@@ -98,4 +106,4 @@ def _figure(sheet: PlanSheet, figure: str) -> str:
         "curve": lambda: charts.curve_chart(sheet.curve),
         "step": lambda: charts.step_chart(rows, bars, budget_bytes, second, is_static=True),
     }
-    return charts.svg(specs[figure]())
+    return charts.picture(specs[figure](), is_dark=is_dark)

@@ -26,6 +26,11 @@ _COLOURS = {
     "forward": "#56B4E9", "backward": "#0072B2", "caller": "#8C8C8C", "other": "#444444",
 }  # fmt: skip
 """Colours of Okabe and Ito, which colour-blind people can tell apart, and greys."""
+_DARK = {
+    "ink": "#ececec", "rule": "#4a4a4a", "param": "#4a9fd4", "moment": "#2fc79a", "grad": "#ee8245",
+    "offload": "#4a9fd4", "update": "#2fc79a", "reduce": "#ee8245", "step": "#4a9fd4",
+}  # fmt: skip
+"""Colours on a dark ground, where they differ."""
 _INK, _RULE = "var(--ink, #222222)", "var(--rule, #d9d9d9)"
 _WIDTH, _HEIGHT, _LANE_HEIGHT = 1040, 280, 26
 """Pixels."""
@@ -271,7 +276,14 @@ def _finished(chart: Any, datasets: Mapping[str, Any] | None = None) -> dict[str
     return spec if datasets is None else spec | {"datasets": dict(datasets)}
 
 
+def dark_style() -> str:
+    """Return the style sheet that gives the charts of a page the colours of a dark theme."""
+    variables = " ".join(f"--{name}: {value};" for name, value in _DARK.items())
+    return f"@media (prefers-color-scheme: dark) {{ :root {{ {variables} }} }}"
+
+
 _CLIP = re.compile(r"clip\d+")
+_VARIABLE = re.compile(r"var\(--([a-z]+), (#[0-9a-f]+)\)", re.IGNORECASE)
 _DIGITS = re.compile(r"(\.\d\d)\d+")
 """A number with more than two decimals: a hundredth of a pixel cannot be seen."""
 _REPEATED = re.compile(r"(L[^LMZ\"]+)\1+")
@@ -286,6 +298,15 @@ def svg(spec: Mapping[str, Any]) -> str:
     # The library numbers clip paths over all pictures of a process.
     drawn = _CLIP.sub(lambda found: names.setdefault(found[0], f"clip-{next(numbers)}"), drawn)
     return _REPEATED.sub(r"\1", _DIGITS.sub(r"\1", drawn))
+
+
+def picture(spec: Mapping[str, Any], *, is_dark: bool = False) -> str:
+    """Return `spec` as SVG for a file of its own, with the colours of the light or of the dark theme."""
+
+    def literal(variable: re.Match[str]) -> str:
+        return _DARK.get(variable[1], variable[2]) if is_dark else variable[2]
+
+    return _VARIABLE.sub(literal, svg(spec))
 
 
 def library() -> str:
