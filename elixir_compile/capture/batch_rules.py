@@ -166,6 +166,8 @@ _SCATTERS = {
     "aten._unsafe_masked_index_put_accumulate.default": 3,
 }
 """Ops that put values at places which all micro-batches share, with the place of the values among the arguments."""
+_INTO_BASE = frozenset(_SCATTERS) - {"aten.embedding_dense_backward.default"}
+"""Those of them that write the values into a copy of their first argument, which must be zeros."""
 _SCALES = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default")
 
 
@@ -194,7 +196,11 @@ def is_linear_in_sum(node: fx.Node, states: dict[fx.Node, State]) -> bool:
     if target in _ADDS:
         return all(sums) and len(sums) == 2
     if target in _SCATTERS:
-        return sum(sums) == 1 and sums[operands.index(as_node(node.args[_SCATTERS[target]]))]
+        is_of_values = sum(sums) == 1 and sums[operands.index(as_node(node.args[_SCATTERS[target]]))]
+        return is_of_values and (target not in _INTO_BASE or shapes.starts_at_zeros(node.args[0]))
+    if target == "aten.where.self":  # so torch 2.11 drops the gradients of padding before `index_put`
+        others = [operand for operand, is_sum in zip(operands, sums, strict=True) if not is_sum]
+        return len(others) == 2 and others[0] is node.args[0] and shapes.is_zeros(others[1])
     if target in _SCALES:
         return sum(sums) == 1
     return target == "aten.div.Tensor" and sums[0] and sum(sums) == 1 and operands[0] is node.args[0]

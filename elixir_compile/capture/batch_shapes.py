@@ -242,18 +242,31 @@ def _sum_into(base: object, *, is_sum: bool) -> States:
     """Return SUM for an op that adds EACH values into `base`, which must be zeros."""
     if not is_sum:
         raise Mixes("it writes rows of the batch into places that other rows may write too")
-    if not (isinstance(base, fx.Node) and _is_zeros(base)):
+    if not starts_at_zeros(base):
         raise Mixes("it adds rows of the batch to a value other than zeros")
-    base.meta[ZEROS] = True
     return SUM
 
 
+def starts_at_zeros(base: object) -> bool:
+    """Return whether `base`, to which an op adds a part per micro-batch, is zeros; if so, mark it for later regions."""
+    if not (isinstance(base, fx.Node) and is_zeros(base)):
+        return False
+    base.meta[ZEROS] = True
+    return True
+
+
 _ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
-_FILLS = {"aten.full.default": 1, "aten.full_like.default": 1, "aten.new_full.default": 2}
+_FILLS = {
+    "aten.full.default": 1,
+    "aten.full_like.default": 1,
+    "aten.new_full.default": 2,
+    "aten.scalar_tensor.default": 0,
+}
 """Ops that make a tensor of one value, with the place of the value among the arguments."""
 
 
-def _is_zeros(node: fx.Node) -> bool:
+def is_zeros(node: fx.Node) -> bool:
+    """Return whether `node` makes a tensor of zeros, or is an input that an earlier region made so."""
     target = str(node.target)
     return (
         node.meta.get(ZEROS, False)

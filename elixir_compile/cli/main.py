@@ -136,6 +136,22 @@ app.command()(study)
 
 
 @app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(help="The folder of an observed run.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file; else trace.json.gz in the folder.")
+    ] = None,
+) -> None:
+    """Write the recorded steps of an observed run as a file for Perfetto, the planned step beside the measured ones.
+
+    The folder is that of `elixir_compile.observe(model, folder)`, or of the option `trace`.
+    """
+    from elixir_compile.cli.trace import run_trace
+
+    raise typer.Exit(code=run_trace(folder=folder, output=output))
+
+
+@app.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
     second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],

@@ -34,7 +34,7 @@ def outside_captures() -> Iterator[None]:
     object stays the same, because Dynamo recognises it by identity. A lock instead could deadlock a capture with an
     update that needs Dynamo.
 
-    `torch.compiler._is_compiling_flag`: checked on torch 2.13. Gone: AttributeError at the first step of
+    `torch.compiler._is_compiling_flag`: checked on torch 2.11 and 2.13. Gone: AttributeError at the first step of
     `hybrid(cls)`.
     """
     _let_threads_differ()
@@ -68,7 +68,7 @@ def no_names_of_lines() -> Iterator[None]:
     `TORCH_LOGS=trace_call` nothing is changed.
 
     `torch._dynamo.symbolic_convert.get_funcname`, which returns None for a line outside of functions: checked on torch
-    2.13. Gone: nothing is changed.
+    2.11 and 2.13. Gone: nothing is changed.
     """
     from torch._dynamo import symbolic_convert
     from torch._logging import _internal
@@ -90,8 +90,8 @@ def templates_when_used() -> Iterator[None]:
 
     A capture uses no template, and compiling all of them takes 0.15 CPU seconds.
 
-    `KernelTemplate._template_from_string`, of whose result Inductor uses only `render`: checked on torch 2.13. Gone:
-    nothing is changed.
+    `KernelTemplate._template_from_string`, of whose result Inductor uses only `render`: checked on torch 2.11 and 2.13.
+    Gone: nothing is changed.
     """
     if "torch._inductor.compile_fx" in sys.modules or importlib.util.find_spec("jinja2") is None:
         yield

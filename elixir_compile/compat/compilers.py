@@ -264,8 +264,7 @@ def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]
 
     Each input comes with its position. Inputs of a backward graph have no position.
 
-    `node.meta["desc"]`, `PlainAOTInput.idx`: checked on torch 2.13, there since 2.9. Gone: ImportError at the first
-    capture.
+    `node.meta["desc"]`, `PlainAOTInput.idx`: checked on torch 2.11 and 2.13. Gone: ImportError at the first capture.
     """
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
@@ -282,8 +281,8 @@ def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
 
     Each index comes with the position of the input.
 
-    `node.meta["desc"]` of the output, `GradAOTOutput.grad_of`: checked on torch 2.13, there since 2.9. Gone:
-    ImportError or KeyError at the first capture.
+    `node.meta["desc"]` of the output, `GradAOTOutput.grad_of`: checked on torch 2.11 and 2.13. Gone: ImportError or
+    KeyError at the first capture.
     """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
@@ -303,8 +302,8 @@ def inputs_that_must_be_real() -> set[int]:
     The compiled code reads these inputs themselves, so the caller cannot pass other tensors in their place. Called
     while AOTAutograd compiles.
 
-    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`: checked on torch 2.13, in 2.11 by their
-    names. Gone: ImportError or AttributeError at the first capture.
+    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`: checked on torch 2.11 and 2.13. Gone:
+    ImportError or AttributeError at the first capture.
     """
     from torch._functorch._aot_autograd.schemas import OutputType
     from torch._guards import TracingContext

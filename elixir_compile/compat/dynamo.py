@@ -17,10 +17,20 @@ class _PastLogging(set[Callable[..., Any]]):
     transformers adds the method to the class on import, which may be after the import of the backend.
     """
 
+    def __init__(self, functions: Collection[Callable[..., Any]]) -> None:
+        super().__init__(functions)
+        self._added: set[Callable[..., Any]] = set()
+
     def _add_warning_once(self) -> None:
         once = getattr(logging.Logger, "warning_once", None)
         if once is not None:
             self.add(once)
+            self._added.add(once)
+
+    def __deepcopy__(self, memo: object) -> set[Callable[..., Any]]:
+        # After each compilation, Dynamo writes a deep copy of its settings as JSON, which has no form for functions.
+        # torch 2.13 leaves this setting out; torch 2.11 keeps it and prints a traceback.
+        return set(super().__iter__()) - self._added
 
     def __contains__(self, function: object) -> bool:
         self._add_warning_once()
@@ -49,8 +59,8 @@ def trace_again(reason: str) -> NoReturn:
 
     Called by the backend.
 
-    `torch._dynamo.exc.TensorifyScalarRestartAnalysis`, `.UnspecializeRestartAnalysis`: checked on torch 2.13. Gone:
-    AttributeError when the parameters of a compiled model are replaced.
+    `torch._dynamo.exc.TensorifyScalarRestartAnalysis`, `.UnspecializeRestartAnalysis`: checked on torch 2.11 and 2.13.
+    Gone: AttributeError when the parameters of a compiled model are replaced.
     """
     from torch._dynamo import exc
 
@@ -86,7 +96,7 @@ def no_collection_at_end() -> AbstractContextManager[None]:
 
     The collection would free little, as the plan keeps the captured graph.
 
-    `torch._dynamo.config.run_gc_after_compile`: checked on torch 2.13. Gone: nothing is changed.
+    `torch._dynamo.config.run_gc_after_compile`: checked on torch 2.11 and 2.13. Gone: nothing is changed.
     """
     config = torch._dynamo.config
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
@@ -100,6 +110,16 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
     from torch._dynamo import OptimizedModule
 
     return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add `text()` as the artifact `name` to torch's structured trace, which tlparse reads, if the trace is on.
+
+    `torch._logging._internal.trace_structured`: torch 2.11 to 2.13. Gone: ImportError when a step is planned.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False)
 
 
 def uncompiled_name(name: str) -> str:
@@ -168,8 +188,8 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
 
     `inputs` are placeholders of Dynamo's graph. Called while Dynamo waits for the compiled form of that graph.
 
-    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.13; earlier
-    versions have methods in place of some properties. Gone: such a guard fails with a KeyError at the first call.
+    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.11 and 2.13.
+    Gone: such a guard fails with a KeyError at the first call.
     """
     from torch._guards import TracingContext
 
@@ -177,17 +197,17 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     if context is None:
         return False
     sources = [getattr(node, "_dynamo_source", None) for node in inputs]
-    modules = {_name_of(source).partition("._parameters[")[0] for source in sources if source is not None}
-    return any(_names_class_of(_name_of(guard), modules) for guard in context.guards_context.dynamo_guards)
+    modules = {source.name.partition("._parameters[")[0] for source in sources if source is not None}
+    return any(_names_class_of(guard.name, modules) for guard in context.guards_context.dynamo_guards)
 
 
 def belongs_to_module(node: fx.Node) -> bool:
     """Return whether the input `node` of Dynamo's graph is a tensor of an `nn.Module`, such as a buffer.
 
-    `node._dynamo_source`, `Source.guard_source`, a method before torch 2.12: torch 2.11 to 2.13. Gone: False.
+    `node._dynamo_source`, `Source.guard_source`: torch 2.11 to 2.13. Gone: False.
     """
     found = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
-    return "MODULE" in getattr(found() if callable(found) else found, "name", "")
+    return "MODULE" in getattr(found, "name", "")
 
 
 def _names_class_of(name: str, modules: Collection[str]) -> bool:
@@ -198,10 +218,6 @@ def _names_class_of(name: str, modules: Collection[str]) -> bool:
     _, *behind = name.split("type(")
     ends = ((rest, at) for rest in behind for at in range(len(rest)) if rest.startswith(").", at))
     return any(rest[:at] in modules for rest, at in ends)
-
-
-def _name_of(named: Any) -> str:
-    return str(named.name() if callable(named.name) else named.name)
 
 
 def before_each_capture(call: Callable[[], None]) -> None:

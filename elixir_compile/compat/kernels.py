@@ -91,7 +91,7 @@ class Kernels:
 
         Kernels of other threads are collected too.
 
-        `AsyncCompile.cpp_pybinding`, `.wait`: checked on torch 2.13. Gone: AttributeError at the first region.
+        `AsyncCompile.cpp_pybinding`, `.wait`: checked on torch 2.11 and 2.13. Gone: AttributeError at the first region.
         """
         from torch._inductor.async_compile import AsyncCompile
 
@@ -137,8 +137,8 @@ class Kernels:
 def _begin(waiting: Sequence[Kernel]) -> None:
     """Load the kernels `waiting` from the cache of code, and begin to compile the others in units.
 
-    `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.13. Gone: ImportError or AttributeError at the
-    first program.
+    `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.11 and 2.13. Gone: ImportError or AttributeError at
+    the first program.
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
@@ -175,8 +175,8 @@ class _Unit:
     def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
         """Begin to compile `kernels` by `submit`, which runs a function in another thread; at a first call if None.
 
-        `CppPythonBindingsCodeCache.load_async`: checked on torch 2.13. Gone: ImportError or TypeError at the first
-        program.
+        `CppPythonBindingsCodeCache.load_async`: checked on torch 2.11 and 2.13. Gone: ImportError or TypeError at the
+        first program.
         """
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -189,7 +189,7 @@ class _Unit:
     def finish(self) -> None:
         """Wait until the kernels are compiled, and install them.
 
-        `CppCompileError`: checked on torch 2.13. Gone: ImportError at the first call.
+        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
         """
         with self._lock:
             if not self._kernels:
@@ -202,7 +202,7 @@ class _Unit:
 
         If they do not compile together, each is compiled alone.
 
-        `CppCompileError`: checked on torch 2.13. Gone: ImportError at the first call.
+        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
         """
         from torch._inductor.exc import CppCompileError
 
@@ -222,8 +222,8 @@ class _Unit:
 def _alone(kernel: Kernel) -> Callable[..., Any]:
     """Return the function of `kernel`, compiled in a unit of its own, as Inductor does.
 
-    `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.13. Gone: AttributeError if kernels do not compile
-    in one unit.
+    `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.11 and 2.13. Gone: AttributeError if kernels do not
+    compile in one unit.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -249,8 +249,8 @@ def _text_of(unit: Sequence[Kernel]) -> str:
 def _binding_of(kernel: Kernel, index: int) -> str:
     """Return Inductor's own binding of `kernel`, as the Python module `entry_of(index)`.
 
-    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: checked on torch 2.13. Gone: AttributeError at
-    the first program.
+    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: checked on torch 2.11 and 2.13. Gone:
+    AttributeError at the first program.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 

@@ -22,7 +22,7 @@ def best_instructions_only() -> Iterator[None]:
     same set. If the user names a set by `ATEN_CPU_CAPABILITY` or `config.cpp.simdlen`, nothing is changed.
 
     `cpu_vec_isa.valid_vec_isa_list`, which only `pick_vec_isa` reads, `.supported_vec_isa_list`, `.x86_isa_checker`:
-    checked on torch 2.13. Gone: AttributeError at the first region.
+    checked on torch 2.11 and 2.13. Gone: AttributeError at the first region.
     """
     from torch._inductor import config, cpu_vec_isa
 
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
     """Return a key of the kernel and its `command_line`.
 
-    `torch._inductor.codecache.get_hash`: checked on torch 2.13. Gone: ImportError at the first program.
+    `torch._inductor.codecache.get_hash`: checked on torch 2.11 and 2.13. Gone: ImportError at the first program.
     """
     from torch._inductor.codecache import get_hash
 
@@ -72,7 +72,7 @@ def command_line() -> str:
     """Return the g++ command line of a kernel, with `i` and `o` for the input and output files.
 
     `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: checked on
-    torch 2.13. Gone: ImportError, TypeError or AttributeError at the first program.
+    torch 2.11 and 2.13. Gone: ImportError, TypeError or AttributeError at the first program.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -102,7 +102,8 @@ def note_place(key: str, place: Place) -> None:
 def _path(key: str) -> Path:
     """Return the file with the place of the kernel `key`, in the same cache folder as the libraries.
 
-    `torch._inductor.runtime.cache_dir_utils.cache_dir`: checked on torch 2.13. Gone: ImportError at the first program.
+    `torch._inductor.runtime.cache_dir_utils.cache_dir`: checked on torch 2.11 and 2.13. Gone: ImportError at the first
+    program.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -112,8 +113,8 @@ def _path(key: str) -> Path:
 def function_at(place: Place) -> Callable[..., Any]:
     """Return the function at `place`.
 
-    `CppPythonBindingsCodeCache._load_library`, which sets up the library for its bindings: checked on torch 2.13. Gone:
-    AttributeError at the first call of a kernel.
+    `CppPythonBindingsCodeCache._load_library`, which sets up the library for its bindings: checked on torch 2.11 and
+    2.13. Gone: AttributeError at the first call of a kernel.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 

@@ -18,7 +18,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def num_holders(storage: torch.UntypedStorage) -> int:
     """Return how many tensors or other objects hold the memory of `storage`, the caller's `storage` not counted.
 
-    `torch._C._storage_Use_Count`: checked on torch 2.13. Gone: AttributeError if parameters share memory.
+    `torch._C._storage_Use_Count`: checked on torch 2.11 and 2.13. Gone: AttributeError if parameters share memory.
     """
     return torch._C._storage_Use_Count(storage._cdata) - 1
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -75,6 +75,15 @@ class Record:
     spans: tuple[Span, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     """Number of executed actions by verb: `gather`, `release`, `offload`, `reduce`."""
+
+    def of_graph(self, name: str) -> "Record":
+        """Return the record with the spans of the graph `name` alone, and of updates, which belong to no graph.
+
+        If no span is of the graph, as in a file of format 1 or under another name, the record itself is returned.
+        """
+        if not any(span.graph == name for span in self.spans):
+            return self
+        return replace(self, spans=tuple(span for span in self.spans if span.graph in (name, "")))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s) and self.step_s >= 0):

@@ -75,7 +75,11 @@ class Kept(StrEnum):
     OUTSTANDING = "outstanding"
     """The activations of an outstanding forward that leave the device to make room, and come back."""
     GRADIENTS = "gradients"
-    """All gradients of a backward."""
+    """The gradients of a backward on their way to the host, and those of parameters in no bucket."""
+    PARAMETERS = "parameters"
+    """The parameters that copies of a forward still read on the host."""
+    UPDATES = "updates"
+    """The results of streamed updates on their way to the host."""
 
 
 def label(verb: Verb | InnerVerb, what: Target | StateRef | Kept) -> str:

@@ -4,6 +4,7 @@
   forward    OutOfMemoryError -> cache emptied -> plan with the excess in `base_bytes` -> the forward runs again
   backward   OutOfMemoryError raised; the next forward is planned with the excess in `base_bytes`
   again      OutOfDeviceMemory, with the largest tensors at the peak of the plan
+  later      OutOfMemoryError raised, with a note that names these tensors
 ```
 
 A backward does not run again, because gradients and updates of a part of it may be in place already. Nor does a forward
@@ -13,7 +14,7 @@ wait in a collective.
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, own_bytes
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.platforms import platform_of
+from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.units import format_bytes, parse_bytes
 
@@ -108,7 +110,8 @@ class EarlyShortage:
         self.wants_plan = False
         self._num_forwards += 1
         if not self._is_early:
-            return graph.run_forward(args)
+            with self._explaining(lambda: graph.active):
+                return graph.run_forward(args)
         # Programs free their inputs after the last use: only the caller may keep them longer.
         kept = [TensorWeakRef(value) if isinstance(value, torch.Tensor) else value for value in args]
         try:
@@ -116,6 +119,7 @@ class EarlyShortage:
         except torch.OutOfMemoryError as error:
             self._note(graph.active, error)
             if changes_outside(graph.active.graph):
+                explain_shortage(graph.active, error)
                 raise
             text = str(error)
         # Outside of the handler: the error's traceback holds the tensors of the failed forward.
@@ -133,8 +137,10 @@ class EarlyShortage:
     def note_backward(self, active: ActivePlan, error: BaseException) -> None:
         """Let the next forward be planned again if `error` says that the device is full in an early backward under
         `active`; raise OutOfDeviceMemory if it was planned again before."""
-        if isinstance(error, torch.OutOfMemoryError) and self._is_early:
-            self._note(active, error)
+        if isinstance(error, torch.OutOfMemoryError):
+            explain_shortage(active, error)
+            if self._is_early:
+                self._note(active, error)
 
     @contextmanager
     def planning(self, active: ActivePlan, args: Sequence[Any]) -> Iterator[None]:
@@ -151,6 +157,15 @@ class EarlyShortage:
             if not self.wants_plan:
                 raise
             raise self._explained(active) from error
+
+    @contextmanager
+    def _explaining(self, active: Callable[[], ActivePlan]) -> Iterator[None]:
+        """Add a note with the largest tensors to an OutOfMemoryError that passes the block."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            explain_shortage(active(), error)
+            raise
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
         """Let the graph be planned with the excess. Raises OutOfDeviceMemory if it was before, and `error` if no plan
@@ -226,6 +241,16 @@ def largest_tensors(active: ActivePlan) -> dict[str, int]:
     ]
     largest = sorted(live, key=lambda storage: -storage.nbytes)[:_NUM_LARGEST]
     return {str(storage.id): storage.nbytes for storage in largest}
+
+
+def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError) -> None:
+    """Add a note to `error`: the plan in use, and the largest tensors at its peak, whose names begin with modules."""
+    plan = active.plan
+    largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest_tensors(active).items())
+    error.add_note(
+        f"elixir: {plan_line(plan)}   {plan.name}\nelixir: the largest tensors at the peak of the plan, at "
+        f"{plan.prediction.device_peak_at}: {largest}"
+    )
 
 
 def _requested_bytes(error: torch.OutOfMemoryError) -> int:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.ir import Phase, Plan
 from elixir_compile.platforms import platform_of
 from elixir_compile.problem.machine import library_bytes
@@ -153,7 +154,11 @@ class Progress:
         self._began_s = None
 
     def planned(self, plan: Plan) -> None:
-        """Log the planned line, and once for each number of micro-batches that the planner chooses, the reason."""
+        """Log the planned line, and once for each number of micro-batches that the planner chooses, the reason.
+
+        The plan goes to torch's structured trace too.
+        """
+        compat.trace_artifact("elixir_plan", lambda: str(plan))
         self.say(f"{plan_line(plan)}   {plan.name}")
         decision = chosen_number(plan)
         if decision is not None and decision.choice != self._micro_batches:

@@ -13,12 +13,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile.compat import cpu_allocations
-from elixir_compile.ir.kinds import Kind
+from elixir_compile.ir.kinds import Kind, Lane
 from elixir_compile.ir.observed import Interval, Live
 from elixir_compile.ir.record import Span
 from elixir_compile.measure.lifetimes import OTHER, live_by_kind
 from elixir_compile.measure.step import Resident
 from elixir_compile.ops.shards import own_part
+from elixir_compile.runtime.recording import Place
+
+_CLOCKS_APART_S = 1e-4
+"""How far the profiler's times of allocations may be from the clock of the host: it converts them from a counter of the
+processor. Two gathers are further apart."""
 
 
 class CpuMemory:
@@ -41,7 +46,9 @@ class CpuMemory:
         self._profiler.stop()
         self._resident.close()
 
-    def live(self, began_s: float, intervals: Sequence[Interval], spans: Sequence[Span]) -> Live:
+    def live(
+        self, began_s: float, intervals: Sequence[Interval], spans: Sequence[Span], places: Iterable[Place]
+    ) -> Live:
         """Return the bytes by kind over the step, which began at `began_s` of `time.perf_counter`."""
         resident = {
             address: (nbytes, self._kinds.get(address, OTHER)) for address, nbytes in self._resident.nbytes_at.items()
@@ -49,8 +56,21 @@ class CpuMemory:
         freed = sorted((at_ns, address, 0) for at_ns, address in self._resident.freed)
         merged = heapq.merge(freed, cpu_allocations(self._profiler), key=lambda event: event[0])
         offset_s = self._began_s - began_s
-        events = [((at_ns - self._began_ns) / 1e9 + offset_s, address, nbytes) for at_ns, address, nbytes in merged]
-        return live_by_kind(resident, events, intervals, spans)
+
+        def since_began_s(at_ns: int) -> float:
+            return (at_ns - self._began_ns) / 1e9 + offset_s
+
+        events = [(since_began_s(at_ns), address, nbytes) for at_ns, address, nbytes in merged]
+        placed = [
+            Span(
+                lane=Lane.COMPUTE,
+                label=place.label,
+                start_s=since_began_s(place.start_ns) - _CLOCKS_APART_S,
+                end_s=since_began_s(place.end_ns) + _CLOCKS_APART_S,
+            )
+            for place in places
+        ]
+        return live_by_kind(resident, events, intervals, spans, placed)
 
 
 def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, str]:

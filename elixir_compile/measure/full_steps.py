@@ -57,6 +57,8 @@ class FullSteps:
         self._memory_events = memory_events
         self._optimizers = optimizers
         self._running: _Recorded | None = None
+        self._last_profiled = -2
+        """The number of the last step of which memory was recorded."""
         self._ended: dict[int, _Recorded] = {}
         """By number, the steps that have ended and were not handed over yet."""
 
@@ -66,9 +68,13 @@ class FullSteps:
             return False
         known = list(executors)
         model, memory = self._model(), None
-        # torch.profiler tells the blocks of a CPU, and cannot be started while it runs.
+        # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
+        # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
+        # stopped one has freed, and torch 2.13 then writes to freed memory.
         on_cpu = all(not platform_of(each.lanes.device).has_own_memory for each in known)
-        if self._memory_events and on_cpu and model is not None and not is_profiling():
+        may_start = number > self._last_profiled + 1 and not is_profiling()
+        if self._memory_events and on_cpu and model is not None and may_start:
+            self._last_profiled = number
             memory = CpuMemory(kinds_of(model, self._optimizers()))
         counts: Counter[str] = Counter()
         for each in known:
@@ -121,7 +127,9 @@ class FullSteps:
 def _full_step(recorded: _Recorded, summary: StepSummary) -> FullStep:
     spans = [span for _, recording in recorded.recordings for span in recording.spans()]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
-    live = None if recorded.memory is None else recorded.memory.live(recorded.began_s, recorded.intervals, spans)
+    places = [place for _, recording in recorded.recordings for place in recording.places]
+    memory = recorded.memory
+    live = None if memory is None else memory.live(recorded.began_s, recorded.intervals, spans, places)
     record = Record(
         origin=Origin.MEASURED,
         step_s=summary.period_s,

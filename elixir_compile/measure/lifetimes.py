@@ -4,15 +4,16 @@
   there before the step          param, master, moment, buffer, grad, gathered by address, else other
   taken under a gather           gathered              taken in the forward, freed within it            temp
   taken under a prefetch         saved                 taken in the forward, alive at its end           saved
-  taken in the backward, freed   grad                  in the backward, freed under other work          temp
-    under a reduce or an offload,
-    or alive at its end
+  taken in the backward, freed   grad                  in the backward, else                            temp
+    between a reduce or an offload
+    and the next work, or alive at
+    its end
   taken in the update, freed     temp                  in the update, alive at its end                  moment
     within it                                          in no phase of ours                              other
 ```
 
 Nothing is read from a plan. The order of the allocator's events is exact; labels refine what phase and lifetime tell,
-because ops between two regions run under no label.
+because ops between two regions run under no label. The gradient of a copy that is waited for later counts as temp.
 """
 
 import bisect
@@ -45,15 +46,17 @@ def live_by_kind(
     events: Iterable[tuple[float, int, int]],
     intervals: Sequence[Interval],
     spans: Sequence[Span],
+    places: Sequence[Span] = (),
 ) -> Live:
     """Return the bytes by kind over a step.
 
     `resident` has bytes and kind of the blocks before the step, by address. `events` are (seconds since the step began,
-    address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed.
+    address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed. `places` are the
+    stretches in which memory was allocated for an action, before its span.
     """
     before = [_Block(nbytes, 0.0, kind) for nbytes, kind in resident.values()]
     blocks, changes = _blocks(dict(zip(resident, before, strict=True)), events)
-    running = _Running(spans)
+    running = _Running(spans, places)
     for block in blocks:
         block.kind = _kind_of(block, intervals, running)
     return _summed(before, changes)
@@ -93,13 +96,17 @@ def _blocks(alive: dict[int, _Block], events: Iterable[tuple[float, int, int]]) 
 class _Running:
     """Which work the thread of the step was doing at a time."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
         own = sorted((span for span in spans if span.lane in _UNTHREADED), key=lambda span: span.start_s)
         self._starts_s = [span.start_s for span in own]
         self._spans = own
+        self._places = sorted(places, key=lambda place: place.start_s)
 
     def verb_at(self, time_s: float) -> str:
-        """Return the verb of the innermost span around `time_s`; empty if there is none."""
+        """Return the verb of the place or else of the innermost span around `time_s`; empty if there is neither."""
+        before = bisect.bisect_right(self._places, time_s, key=lambda place: place.start_s) - 1
+        if before >= 0 and self._places[before].end_s >= time_s:
+            return _verb(self._places[before])
         for place in range(bisect.bisect_right(self._starts_s, time_s) - 1, -1, -1):
             span = self._spans[place]
             if span.end_s >= time_s:

@@ -108,6 +108,6 @@ def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.d
             return platform.peak_bytes(device) - before_bytes
     if compat.is_profiling():
         return None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         compiled.run(box)
     return peak_bytes({}, (), compat.cpu_allocations(profiler))

@@ -23,10 +23,13 @@ from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ops.shards import own_part
 from elixir_compile.platforms import accelerator, platform_of
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
+from elixir_compile.runtime.recording import StepClock
 from elixir_compile.runtime.slab import is_slab_memory, peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.updates import finish_updates
 
 _measuring = threading.Lock()
+_PATIENCE_S = 60.0
+"""Seconds to wait for writes to the disk that the step has started. The next step would wait for them too."""
 
 
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
@@ -95,7 +98,7 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
 
 def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:
     with Resident() as resident:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             began_s = time.perf_counter()
             fn()
             step_s = time.perf_counter() - began_s
@@ -119,12 +122,14 @@ def _observed_ledgers() -> Iterator[_Seen]:
     """Record on all ledgers. A ledger that is made during the step, by a first compilation, has counts but no spans."""
     seen = _Seen()
     counts_before = {ledger: ledger.counts for ledger in all_ledgers()}
-    recordings = [ledger.start_recording() for ledger in counts_before]
+    clock = StepClock(ledger.lanes for ledger in counts_before)
+    recordings = [ledger.start_recording(clock) for ledger in counts_before]
     try:
         yield seen
     finally:
+        clock.end()
         for recording in recordings:
-            seen.spans.extend(recording.stop())
+            seen.spans.extend(recording.stop(_PATIENCE_S))
         for ledger in {*counts_before, *all_ledgers()}:
             seen.add(ledger, counts_before.get(ledger, {}))
         seen.counts = Counter({verb: times for verb, times in seen.counts.items() if times})

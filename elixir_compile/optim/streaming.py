@@ -15,6 +15,7 @@ more than steps. Step counters stay on the host: each piece gets the number of t
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.lanes import Event, Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import flat
+
+_Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,8 @@ class Stream:
         if any(update.must_reorder_gradients for update in updates):
             self._lanes.host_waits(arrived)  # the host reads them here
         rows = [[[*rows_of(part, update.rule, is_away=update.is_away)] for part in update.parts] for update in updates]
-        self._allocate(rows)
+        with self._ledger.place(label(Verb.GATHER, StateRef(updates[0].bucket))) if updates else nullcontext():
+            self._allocate(rows)
         with self._lanes.h2d.beside_compute(arrived):  # all copies of the lane from now on are behind it
             pass
         try:
@@ -111,29 +115,31 @@ class Stream:
 
     def _pass(self, segments: "Sequence[Segment]", update: Streamed, part: GroupSlice, piece: int) -> None:
         """Issue the copies in, the update and the copies out of the piece number `piece` of the bucket."""
-        lanes, ledger, state = self._lanes, self._ledger, StateRef(update.bucket)
+        lanes, state = self._lanes, StateRef(update.bucket)
         at = self._num_pieces % len(self._rooms)
         self._num_pieces += 1
         cut(self._rooms[at], segments)
+        arriving = [pair for segment in segments for pair in segment.arriving()]
         with (
             lanes.h2d.beside_compute(self._left[at]),
-            ledger.span(Lane.H2D, label(Verb.GATHER, state), times=0, piece=piece, graph=""),
+            self._span(Lane.H2D, label(Verb.GATHER, state), piece, arriving),
         ):
-            for segment in segments:
-                for here, home in segment.arriving():
-                    lanes.h2d.copy(here, home)
+            for here, home in arriving:
+                lanes.h2d.copy(here, home)
         lanes.compute_waits(lanes.h2d.mark())
-        name, times = label(Verb.UPDATE, BucketRef(update.bucket)), int(piece == 0)
-        with ledger.span(Lane.COMPUTE, name, times=times, piece=piece, graph=""):
+        name = label(Verb.UPDATE, BucketRef(update.bucket))
+        with self._ledger.span(Lane.COMPUTE, name, times=int(piece == 0), piece=piece, graph=""):
             _update(segments, update.rule, part, lanes)
-        with (
-            lanes.d2h.behind_compute(),
-            ledger.span(Lane.D2H, label(Verb.OFFLOAD, state), times=0, piece=piece, graph=""),
-        ):
-            for segment in segments:
-                for home, here in segment.leaving():
-                    lanes.d2h.copy(home, here)
+        leaving = [pair for segment in segments for pair in segment.leaving()]
+        with lanes.d2h.behind_compute(), self._span(Lane.D2H, label(Verb.OFFLOAD, state), piece, leaving):
+            for home, here in leaving:
+                lanes.d2h.copy(home, here)
         self._mark_left(at)
+
+    def _span(self, lane: Lane, name: str, piece: int, pairs: _Pairs) -> AbstractContextManager[object]:
+        """Return the span of the copies of `pairs`, target and source."""
+        nbytes = sum(target.nbytes for target, _ in pairs)
+        return self._ledger.span(lane, name, nbytes, times=0, piece=piece, graph="")
 
     def _mark_left(self, at: int) -> None:
         self._left[at] = self._lanes.d2h.mark()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.ir import BucketRef, Lane, Tier, Update, Verb, label
+from elixir_compile.ir import BucketRef, GradientRef, Kept, Lane, Tier, Update, Verb, label
 from elixir_compile.measure.machine.update_threads import at_least_threads
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
@@ -99,7 +99,8 @@ class Updater:
             for bucket in buckets:
                 bucket.queued.wait()
                 if (landing := self._landing.pop(bucket, None)) is not None:
-                    landing.wait()
+                    with found[bucket].ledger.waits(label(Verb.WAIT, BucketRef(bucket.spec.id))):
+                        landing.wait()
             if isinstance(rule, AdamWRule):
                 require_dense(unplanned)
             unplanned_by_group.append((unplanned, group))
@@ -116,7 +117,9 @@ class Updater:
                 rule=rule,
                 buffers=self.placer.buffers,
                 parts=tuple(parts[bucket]),
-                disk=self.placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
+                disk=self.placer.disk.prepare(
+                    bucket, (state for part in parts[bucket] for state in part.states), executor.ledger
+                ),
             )
             for executor in dict.fromkeys(executors.values())
             for bucket in executor.buckets.in_use_order(b for b in parts if executors[b] is executor)
@@ -137,7 +140,8 @@ class Updater:
             own = [update for update in updates if update.executor is executor]
             landed, on_host = Stream(executor.lanes, executor.ledger).issue([each.streamed() for each in own], arrived)
             if any(update.bucket.update is Update.AFTER_BACKWARD for update in own):
-                executor.lanes.host_waits(landed)
+                with executor.ledger.waits(label(Verb.WAIT, Kept.UPDATES)):
+                    executor.lanes.host_waits(landed)
             elif landed is not None:
                 for update, memory in zip(own, on_host, strict=True):
                     self._land_later(update, landed, memory)
@@ -227,7 +231,7 @@ class BucketUpdate:
 
         Copies of tensors from the device to the host start before this returns.
         """
-        parts = [self._on_host(part) for part in self.parts]
+        parts = [self._on_host(part, number) for number, part in enumerate(self.parts)]
         copied_back = [
             (home, updated)
             for part, host_part in zip(self.parts, parts, strict=True)
@@ -240,6 +244,10 @@ class BucketUpdate:
         # alive, and the executor of a model that is gone. The next gather of the bucket waits for this update.
         last_read = self.bucket.home_read
         rule, disk, ledger, name = self.rule, self.disk, self.executor.ledger, self.label
+        back, back_bytes = (
+            label(Verb.GATHER, BucketRef(self.bucket.spec.id)),
+            sum(home.nbytes for home, _ in copied_back),
+        )
         guard = GradientGuard(self.params, self.grads)
 
         def work() -> Event | None:
@@ -258,25 +266,32 @@ class BucketUpdate:
             guard.check()
             if not copied_back:
                 return None
-            with lanes.h2d.beside_compute():
+            with lanes.h2d.beside_compute(), ledger.span(Lane.H2D, back, back_bytes, times=0, graph=""):
                 for home, updated in copied_back:
                     lanes.h2d.copy(home, updated)
             return lanes.h2d.mark()
 
         return work
 
-    def _on_host(self, part: GroupSlice) -> GroupSlice:
-        """Return `part` with weights and gradients on the host; copies from the device start before this returns."""
+    def _on_host(self, part: GroupSlice, number: int) -> GroupSlice:
+        """Return `part`, number `number` of the bucket, with weights and gradients on the host; copies from the device
+        start before this returns."""
         part = replace(part, group={name: on_host(value) for name, value in part.group.items()})
         if part.weights[0].device.type == "cpu":
             return part
-        d2h = self.executor.lanes.d2h
-        with d2h.behind_compute():
-            weights, grads = (
-                self.buffers.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)), d2h)
-                for kind, values in (("landed param", part.weights), ("landed grad", part.grads))
-            )
+        of = self.bucket.spec.id
+        weights = self._landing("landed param", part.params, part.weights, label(Verb.OFFLOAD, BucketRef(of)), number)
+        grads = self._landing("landed grad", part.params, part.grads, label(Verb.OFFLOAD, GradientRef(of)), number)
         return replace(part, weights=tuple(weights), grads=tuple(grads))
+
+    def _landing(
+        self, kind: str, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], name: str, number: int
+    ) -> list[torch.Tensor]:
+        """Start copies of `values`, one for each of `params`, to the host, as piece `number` of the span `name`."""
+        d2h, nbytes = self.executor.lanes.d2h, sum(value.nbytes for value in values)
+        ledger = self.executor.ledger
+        with d2h.behind_compute(), ledger.span(Lane.D2H, name, nbytes, times=0, piece=number, graph=""):
+            return self.buffers.copies(self.bucket, kind, dict(zip(params, values, strict=True)), d2h)
 
 
 def _store_results(states: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:

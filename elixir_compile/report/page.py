@@ -85,6 +85,7 @@ def plan_sheet(
     held = survey.held
     assert held is not None
     planned = simulate(graph, plan, cluster, priced)
+    measured = None if measured is None else measured.of_graph(plan.name)
     records = {figures.PLANNED: planned} | ({} if measured is None else {figures.MEASURED: measured})
     op_seconds = OpSeconds(graph, cluster, priced).of(plan.activations, laps_of(plan))
     return PlanSheet(
@@ -111,7 +112,7 @@ def page(sheet: PlanSheet) -> str:
         *_layers_section(sheet),
         *certificate(sheet.plan),
         *(curve_section(sheet.curve, can_draw=can_draw) if sheet.curve else ()),
-        *([] if sheet.measured is None else measured_section(sheet.plan, sheet.measured)),
+        *([] if sheet.measured is None else measured_section(sheet.plan, sheet.planned, sheet.measured)),
         *([] if sheet.second is None else second_section(sheet.plan, sheet.second.plan)),
         *machine(sheet.cluster),
         "</main>",

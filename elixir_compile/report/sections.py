@@ -11,6 +11,7 @@ from elixir_compile.report.answer import plan_answer
 from elixir_compile.report.diff import Comparison, change_rows, plan_diff, run_diff
 from elixir_compile.report.figures import CurvePoint
 from elixir_compile.report.markup import Cell, bytes_cell, definitions, seconds_cell, table
+from elixir_compile.report.work_table import WorkRow, work_rows
 from elixir_compile.units import format_bytes, format_s
 
 
@@ -42,12 +43,29 @@ def certificate(plan: Plan) -> Iterator[str]:
     yield "</section>"
 
 
-def measured_section(plan: Plan, record: Record) -> Iterator[str]:
-    """Yield the figures of a plan beside those of a measured step."""
+def measured_section(plan: Plan, planned: Record, record: Record) -> Iterator[str]:
+    """Yield the figures of a plan, and what it does on each lane as `planned` has it, beside those of a measured
+    step."""
     rows = [_figure_cells(pair) for pair in run_diff(plan, record).comparisons]
     yield '<section aria-labelledby="measured"><h2 id="measured">Planned and measured</h2>'
     yield from table(("figure", "planned", "measured", "ratio", ""), rows)
+    heads = ("lane", "action", "times planned", "times", "bytes planned", "bytes", "planned", "measured", "")
+    yield from table(heads, [_work_cells(row) for row in work_rows(planned, record)])
     yield "</section>"
+
+
+def _work_cells(row: WorkRow) -> list["str | Cell"]:
+    return [
+        str(row.lane),
+        row.verb,
+        str(row.planned.times),
+        str(row.measured.times),
+        bytes_cell(row.planned.nbytes),
+        bytes_cell(row.measured.nbytes),
+        seconds_cell(row.planned_s),
+        seconds_cell(row.measured_s),
+        "off" if row.is_off else "",
+    ]
 
 
 def curve_section(points: Sequence[CurvePoint], *, can_draw: bool) -> Iterator[str]:

@@ -18,6 +18,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, SupportsIndex
 
 import torch
@@ -114,8 +115,6 @@ def await_update(param: torch.Tensor) -> None:
     try:
         for update in vars(param).get(_UPDATES, ()):
             update.wait()
-            if update.let_compute_wait is not None:
-                update.let_compute_wait()
     finally:
         end_update(param)
 
@@ -137,6 +136,8 @@ class QueuedUpdates:
         """`slots` are the slots of the bucket."""
         self._slots = slots
         self._updates: tuple[PendingUpdate, ...] = ()
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Makes a block in which the calling thread waits, so that a ledger can time it."""
         self._let_compute_wait: Callable[[], None] | None = None
         """Makes compute of the calling thread wait for the copies of the last update to the device; None if it made
         none. Kept after the first wait, because other readers compute on other streams."""
@@ -175,7 +176,8 @@ class QueuedUpdates:
         while updates := self._updates:
             try:
                 for update in updates:
-                    update.wait()
+                    with nullcontext() if update.is_done else self.waiting():
+                        update.wait()
             finally:
                 with _queued_lock:
                     # Another thread may have ended this wait already, and the next step may have queued more updates.

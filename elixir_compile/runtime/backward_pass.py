@@ -1,5 +1,6 @@
 """One backward pass of autograd: the gradients that its graphs have made so far, and who takes them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,11 @@ class BackwardPass:
     """The last reduce of each sharded bucket."""
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
+
+    def made_on(self, device: torch.device, slots: Iterable[Slot]) -> list[torch.Tensor]:
+        """Return the gradients of `slots` that graphs have made so far and that are on `device`."""
+        found = (self.pending.get(slot.key) for slot in slots)
+        return [made[1] for made in found if made is not None and made[1].device == device]
 
     def asks_for(self, slot: Slot) -> compat.Asked:
         """Return how the backward uses the gradient of the slot's parameter."""

@@ -12,7 +12,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
-from elixir_compile.ir import BucketId, BucketRef, Lane, Verb, label
+from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.rewrite.divided_graph import Layout
@@ -54,7 +54,7 @@ class Executor:
         self._departing: list[torch.Tensor] = []
         self.saved = SavedActivations(self.lanes, self.ledger)
         """The activations of outstanding forwards."""
-        self.buckets = PlacedBuckets(self.lanes, ranks, self.slots, self.sites, self.saved)
+        self.buckets = PlacedBuckets(self.lanes, ranks, self.slots, self.sites, self.saved, self.ledger)
         self.gradients = GradientAccumulator(
             name,
             self.lanes,
@@ -127,7 +127,8 @@ class Executor:
         """
         if self.ranks is not None:
             self.ranks.unfinished.wait_for(self.lanes.h2d.mark(), "parameters of a forward")
-        self.lanes.h2d.synchronize()
+        with self.ledger.waits(label(Verb.WAIT, Kept.PARAMETERS)):
+            self.lanes.h2d.synchronize()
 
     # The verbs of a program.
 

@@ -67,7 +67,11 @@ class Gather(Transfer):
 
     def _copy(self) -> None:
         h2d = self.lanes.h2d
-        with h2d.beside_compute(self.allocated), self.ledger.span(Lane.H2D, self.label, graph=self.graph):
+        nbytes = self.bucket.spec.nbytes
+        with (
+            h2d.beside_compute(self.allocated),
+            self.ledger.span(Lane.H2D, self.label, nbytes, graph=self.graph),
+        ):
             h2d.copy(self.flat, self.bucket.flat_home())
         self.event, self._versions = h2d.mark(), self.bucket.versions()
         self.bucket.home_read = self.event
@@ -93,7 +97,8 @@ class Gathers:
         if copy is not None:
             return Transfer(name, None, copy)
         # Compute uses and frees it. The program waits for the copy before both.
-        flat = self._lanes.empty(bucket.flat_home().numel())
+        with self._ledger.place(name):
+            flat = self._lanes.empty(bucket.flat_home().numel())
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
         allocated = self._lanes.mark_compute()

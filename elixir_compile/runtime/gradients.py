@@ -13,13 +13,14 @@ gradients.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedBackward
-from elixir_compile.ir import BucketRef, GradientRef, Lane, Update, Verb, label
+from elixir_compile.ir import BucketRef, GradientRef, InnerVerb, Kept, Lane, Update, Verb, label
 from elixir_compile.ops.optimizers import let_update
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, own_part
@@ -155,8 +156,14 @@ class GradientAccumulator:
         else:
             # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
             self._lanes.compute_waits(self._lanes.d2h.mark())
-            total = grad.add_(total.to(grad.device, non_blocking=True))
+            with self._ledger.span(Lane.H2D, self._named(Verb.PREFETCH, slot), total.nbytes, times=0):
+                total = grad.add_(total.to(grad.device, non_blocking=True))
         backward.pending[slot.key] = (slot, total)
+
+    def _named(self, verb: Verb | InnerVerb, slot: Slot) -> str:
+        """Return the label of `verb` on the gradient of the bucket of `slot`."""
+        bucket = self._buckets.of(slot)
+        return label(verb, Kept.GRADIENTS if bucket is None else GradientRef(bucket.spec.id))
 
     # Offload, early publishing, and hand-over to autograd.
 
@@ -175,8 +182,10 @@ class GradientAccumulator:
         moved: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
         buffers = bucket.gradient_buffers()
         d2h = self._lanes.d2h
-        with d2h.behind_compute(), self._ledger.span(Lane.D2H, name):
-            reducing = backward.reducing.pop(bucket.spec.id, None)
+        reducing = backward.reducing.pop(bucket.spec.id, None)
+        nbytes = sum(grad.nbytes for grad in backward.made_on(self._lanes.device, bucket.slots))
+        nbytes += 0 if reducing is None else reducing.landing_nbytes
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, name, nbytes):
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
                 reducing.ensure_issued()
@@ -262,7 +271,8 @@ class GradientAccumulator:
         """Wait until gradients are on the host. Raises PeerFailed if a collective before them has failed."""
         if self._ranks is not None:
             self._ranks.unfinished.wait_for(self._lanes.d2h.mark())
-        self._lanes.d2h.synchronize()
+        with self._ledger.waits(label(Verb.WAIT, Kept.GRADIENTS)):
+            self._lanes.d2h.synchronize()
 
     # The end of a backward.
 
@@ -291,12 +301,19 @@ class GradientAccumulator:
         self.norm_cache.drop()
 
     def _publish(self, backward: BackwardPass, slots: Iterable[Slot]) -> None:
+        sums: Counter[str] = Counter()
         for slot in slots:
             self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
-            if slot.param.grad is not None:
+            if slot.param.grad is None:
+                publish(slot.param, grad, self._new_fp32_sum(slot))
+            else:
                 self._lanes.touches((grad,), (own_part(slot.param.grad),))
-            publish(slot.param, grad, self._new_fp32_sum(slot))
+                name, bucket = self._named(InnerVerb.ADD, slot), self._buckets.of(slot)
+                lane = Lane.HOST if bucket is not None and bucket.is_on_host else Lane.COMPUTE
+                with self._ledger.span(lane, name, times=0, piece=sums[name]):
+                    publish(slot.param, grad, self._new_fp32_sum(slot))
+                sums[name] += 1
             self.norm_cache.store(slot)
 
     def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":

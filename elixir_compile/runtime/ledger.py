@@ -1,5 +1,6 @@
 """Count the verbs of an executor, and record spans of its lanes while a recording is on."""
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -7,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
+import torch
+
+from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
 from elixir_compile.runtime.lanes import Lanes
@@ -16,6 +20,7 @@ from elixir_compile.runtime.recording import (
     DeviceSpan,
     HostSpan,
     OnStream,
+    Placing,
     Recording,
     StepClock,
     ThreadSeconds,
@@ -40,7 +45,8 @@ class Ledger:
     def __init__(self, lanes: Lanes) -> None:
         self.graph = ""
         """The name of the captured graph whose program runs now; empty outside of programs."""
-        self._lanes = lanes
+        self.lanes = lanes
+        """The lanes whose work is counted."""
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
@@ -99,7 +105,13 @@ class Ledger:
         `times` is 0 for a part of an action that is counted elsewhere, and `piece` the number of the piece if an action
         passes the lane in several. `graph` is the captured graph of the work, None for the graph that runs now.
         """
-        return self._timed(lane, label, nbytes, times, piece, graph)
+        timed = self._timed(lane, label, nbytes, times, piece, graph)
+        if not compat.is_profiling():
+            return timed
+        both = ExitStack()  # while torch's profiler is on, its trace has the label too
+        both.enter_context(torch.profiler.record_function(label))
+        both.enter_context(timed)
+        return both
 
     def _timed(
         self, lane: Lane, label: str, nbytes: int, times: int, piece: int = 0, graph: str | None = None
@@ -110,15 +122,35 @@ class Ledger:
             if nbytes:
                 self._bytes[lane, label] += nbytes
                 self._lane_bytes[lane.value] += nbytes
-        recordings: Sequence[Recording | ThreadSeconds] = self._recordings
-        if self._thread_seconds is not None and lane in ON_THREADS:
-            recordings = (*recordings, self._thread_seconds)
+        recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING
         work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
-        if self._lanes.has_clock and lane not in ON_THREADS:
-            return DeviceSpan(self._recordings, self._lanes, work)
+        if self.lanes.has_clock and lane not in ON_THREADS:
+            return DeviceSpan(self._recordings, self.lanes, work)
         return HostSpan(recordings, work)
+
+    def _recordings_on(self, lane: Lane) -> Sequence[Recording | ThreadSeconds]:
+        """Return what records work on `lane` now."""
+        if self._thread_seconds is not None and lane in ON_THREADS:
+            return (*self._recordings, self._thread_seconds)
+        return self._recordings
+
+    def begin(self, lane: Lane, label: str, nbytes: int, *, piece: int = 0) -> Callable[[], object]:
+        """Count `nbytes` of work that other threads do for no graph, and return the function that ends its span."""
+        span = self._timed(lane, label, nbytes, 0, piece, "")
+        span.__enter__()
+        return functools.partial(span.__exit__, None, None, None)
+
+    def waits(self, label: str) -> AbstractContextManager[object]:
+        """While recording, time the block, in which the calling thread waits for `label`."""
+        recordings = self._recordings_on(Lane.CALLER)
+        return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
+
+    def place(self, label: str) -> AbstractContextManager[object]:
+        """While recording, note that the calling thread allocates device memory for `label` in the block."""
+        recordings = self._recordings
+        return Placing(recordings, label, self.graph) if recordings else _NOTHING
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
@@ -137,7 +169,7 @@ class Ledger:
 
         Several can run at once.
         """
-        recording = Recording(StepClock([self._lanes]) if clock is None else clock, self._lanes, self._drop)
+        recording = Recording(StepClock([self.lanes]) if clock is None else clock, self.lanes, self._drop)
         with self._lock:
             self._recordings = (*self._recordings, recording)
         return recording

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elixir_compile.ir import Kept, Lane, Verb, label
 from elixir_compile.runtime.lanes import Event, Transfer
+from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.parts import InParts
 from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import LeavingStorage, View
@@ -47,29 +49,35 @@ class OutstandingForward:
     slab: Slab | None = None
     """The memory of the bytes in `emptied`; None if no storage is emptied."""
 
-    def empty(self, pool: SlabPool) -> bool:
-        """Move the storages to a slab of `pool` and free their device memory; return whether there were any."""
+    def empty(self, pool: SlabPool, ledger: Ledger) -> bool:
+        """Move the storages to a slab of `pool` and free their device memory; return whether there were any.
+
+        `ledger` times the copies.
+        """
         storages = [storage for reference in self.storages if (storage := reference()) is not None]
         storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
         if not storages:
             return False
         self.slab = pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages))
         start = 0
-        for storage in storages:
-            host = self.slab.tensor(torch.uint8, (storage.nbytes(),), start)
-            start = aligned_bytes(start + storage.nbytes())
-            # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
-            host.copy_(as_bytes(storage))
-            self.emptied.append((weakref.ref(storage), host))
-            storage.resize_(0)
+        with ledger.span(Lane.D2H, label(Verb.OFFLOAD, Kept.OUTSTANDING), sum(s.nbytes() for s in storages), times=0):
+            for storage in storages:
+                host = self.slab.tensor(torch.uint8, (storage.nbytes(),), start)
+                start = aligned_bytes(start + storage.nbytes())
+                # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
+                host.copy_(as_bytes(storage))
+                self.emptied.append((weakref.ref(storage), host))
+                storage.resize_(0)
         return True
 
-    def refill(self, pool: SlabPool) -> None:
-        """Copy the bytes of the emptied storages back to the device."""
-        for reference, host in self.emptied:
-            storage = reference()
-            if storage is not None:
-                storage.resize_(host.numel())
+    def refill(self, pool: SlabPool, ledger: Ledger) -> None:
+        """Copy the bytes of the emptied storages back to the device; `ledger` times the copies."""
+        back = [(storage, host) for reference, host in self.emptied if (storage := reference()) is not None]
+        name, nbytes = label(Verb.PREFETCH, Kept.OUTSTANDING), sum(host.numel() for _, host in back)
+        with ledger.span(Lane.H2D, name, nbytes, times=0):
+            for storage, host in back:
+                with ledger.place(name):
+                    storage.resize_(host.numel())
                 as_bytes(storage).copy_(host)
         self._free_emptied(pool)
 

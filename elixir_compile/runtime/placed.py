@@ -5,6 +5,7 @@ take_replaced     the user replaced a parameter: the slot takes the new one, and
 return_drifted    user code moved parameters: they go back home
 """
 
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from elixir_compile.capture.modules import retire
 from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel
-from elixir_compile.ir import Bucket, BucketId, Placement, Plan, Tier, Verb
+from elixir_compile.ir import Bucket, BucketId, BucketRef, Placement, Plan, Tier, Verb, label
 from elixir_compile.ops.aliases import aliases, held_by_others
 from elixir_compile.ops.optimizers import let_state_follow
 from elixir_compile.ops.reads import Sites
@@ -24,6 +25,7 @@ from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import new_bucket
 from elixir_compile.runtime.lanes import Lanes
+from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.saved import SavedActivations
 
 
@@ -37,9 +39,11 @@ class PlacedBuckets:
         slots: Mapping[str, Slot],
         sites: Sites,
         saved: SavedActivations,
+        ledger: Ledger,
     ) -> None:
         """`slots` holds all slots of the executor by name, and `sites` the places at which graphs find their
-        parameters. `ranks` share the parameters, None if this process trains alone."""
+        parameters. `ranks` share the parameters, None if this process trains alone. `ledger` times what waits for a
+        queued update."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state of an older generation are made again."""
         self.disk: tuple[Path, bool] | None = None
@@ -49,6 +53,7 @@ class PlacedBuckets:
         self._slots = slots
         self._sites = sites
         self._saved = saved
+        self._ledger = ledger
         self._serves_training = False
         self._by_id: dict[BucketId, RunningBucket] = {}
         self._by_slot: dict[int, RunningBucket] = {}
@@ -187,6 +192,7 @@ class PlacedBuckets:
         bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
         self._move_home(bucket)
         bucket.disk = self.disk
+        bucket.queued.waiting = functools.partial(self._ledger.waits, label(Verb.WAIT, BucketRef(spec.id)))
         self._by_id[spec.id] = bucket
         self._by_slot.update((slot.key, bucket) for slot in slots)
 

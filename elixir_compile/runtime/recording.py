@@ -2,6 +2,7 @@
 
 ```text
   clock = StepClock(lanes)         a moment on the clock of the host, of the allocators, and of each device
+  clock.at_s(time_ns)              where an event of an allocator is among the spans
   Recording(clock, lanes)          collects spans that begin before `end`; one that is still open then is added when it
                                    closes, so that the update of a worker thread is not lost
 ```
@@ -60,6 +61,24 @@ class StepClock:
             each.synchronize()
         self._events: dict[object, TimedEvent] = {device: each.timed_event() for device, each in clocked.items()}
         self.began = anchor()
+        self.ended: Anchor | None = None
+        """The end of the step, as `end` noted it."""
+
+    def end(self) -> None:
+        """Note the end of the step."""
+        self.ended = anchor()
+
+    def at_s(self, time_ns: int) -> float:
+        """Return the seconds from the origin to `time_ns` of `time.time_ns`.
+
+        Somebody may set this clock during the step, and it may run at another rate than `time.perf_counter`: after
+        `end`, moments between both anchors are shifted in proportion.
+        """
+        began, ended = self.began, self.ended
+        passed_s = (time_ns - began.time_ns) / 1e9
+        if ended is None or ended.time_ns <= began.time_ns:
+            return passed_s
+        return passed_s * (ended.perf_s - began.perf_s) / ((ended.time_ns - began.time_ns) / 1e9)
 
     def host_s(self, perf_s: float) -> float:
         """Return the seconds from the origin to `perf_s` of `time.perf_counter`."""
@@ -93,6 +112,18 @@ class Work(NamedTuple):
         )
 
 
+class Place(NamedTuple):
+    """A stretch in which a thread allocates device memory for an action."""
+
+    label: str
+    graph: str
+    thread: int
+    """As `threading.get_ident`."""
+    start_ns: int
+    """As `time.time_ns`, the clock of allocations."""
+    end_ns: int
+
+
 class Recording:
     """The spans of a ledger from `Ledger.start_recording` to `end`."""
 
@@ -101,10 +132,12 @@ class Recording:
         self.clock = clock
         self._lanes = lanes
         self._drop = drop
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._on_host: list[tuple[Work, float, float]] = []
         self._on_device: list[tuple[Work, float, TimedEvent, TimedEvent]] = []
         self._num_open = 0
+        self.places: list[Place] = []
+        """Where device memory was allocated for an action, in the order of their ends."""
 
     @property
     def num_open(self) -> int:
@@ -115,9 +148,14 @@ class Recording:
         """Let no further span begin; spans that are open are added when they end."""
         self._drop(self)
 
-    def stop(self) -> tuple[Span, ...]:
-        """End, and return the spans so far. A later call also returns those that were open in this one."""
+    def stop(self, patience_s: float = 0.0) -> tuple[Span, ...]:
+        """End, and return the spans; wait at most `patience_s` for those that are open.
+
+        A later call, or `spans`, also returns those that were open at the end of this one.
+        """
         self.end()
+        with self._lock:
+            self._lock.wait_for(lambda: self._num_open == 0, patience_s)
         return self.spans()
 
     def begin_span(self) -> None:
@@ -128,14 +166,19 @@ class Recording:
     def add_on_host(self, work: Work, start_s: float, end_s: float) -> None:
         """Add a span that ends, from `start_s` to `end_s` of `time.perf_counter`."""
         with self._lock:
-            self._num_open -= 1
             self._on_host.append((work, start_s, end_s))
+            self._close_one()
 
     def add_on_device(self, work: Work, issued_s: float, first: TimedEvent, last: TimedEvent) -> None:
         """Add a span between two events of the device, which Python issued at `issued_s` of `time.perf_counter`."""
         with self._lock:
-            self._num_open -= 1
             self._on_device.append((work, issued_s, first, last))
+            self._close_one()
+
+    def _close_one(self) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self._lock.notify_all()
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans that have ended, in order of their start; wait for the device first if it timed any."""
@@ -222,3 +265,23 @@ class DeviceSpan:
                 last = self._lanes.timed_event()
         for recording in self._recordings:
             recording.add_on_device(self._work, self._issued_s, self._first, last)
+
+
+class Placing:
+    """Notes the allocations of its block."""
+
+    __slots__ = ("_graph", "_label", "_recordings", "_start_ns")
+
+    def __init__(self, recordings: Sequence[Recording], label: str, graph: str) -> None:
+        self._recordings, self._label, self._graph = recordings, label, graph
+
+    def __enter__(self) -> Self:
+        self._start_ns = time.time_ns()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        place = Place(self._label, self._graph, threading.get_ident(), self._start_ns, time.time_ns())
+        for recording in self._recordings:
+            recording.places.append(place)

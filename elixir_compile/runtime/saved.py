@@ -146,11 +146,11 @@ class SavedActivations:
             0 if place in offloaded.not_moved else num_slices(place, host.numel(), offloaded.views, slices)
             for place, host in enumerate(offloaded.on_host)
         ]
-        # Compute uses and frees them. The program waits for the copy before both.
-        flats = {
-            place: self._lanes.empty(host.numel()) for place, host in enumerate(offloaded.on_host) if nums[place] == 1
-        }
         name, after, h2d = label(Verb.PREFETCH, GroupRef(GroupId(group))), offloaded.transfer.event, self._lanes.h2d
+        # Compute uses and frees them. The program waits for the copy before both.
+        whole = {place: host.numel() for place, host in enumerate(offloaded.on_host) if nums[place] == 1}
+        with self._ledger.place(name):
+            flats = {place: self._lanes.empty(nbytes) for place, nbytes in whole.items()}
         whole_bytes = sum(flat.numel() for flat in flats.values())
         with h2d.behind_compute(after), self._ledger.span(Lane.H2D, name, whole_bytes):
             for place, flat in flats.items():
@@ -263,7 +263,7 @@ class SavedActivations:
         """
         found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.storages]
         with compat.real_tensors():  # the call may come while a later graph is being traced
-            return sum(forward.empty(self._pool) for forward in found) > 0
+            return sum(forward.empty(self._pool, self._ledger) for forward in found) > 0
 
     @torch.no_grad()
     def restore(self, ticket: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ class SavedActivations:
         if forward is None or forward.slab is None:
             return
         self.offload_outstanding()
-        forward.refill(self._pool)
+        forward.refill(self._pool, self._ledger)
 
     def end(self) -> None:
         """Unmap slabs without recent use; called after each backward."""

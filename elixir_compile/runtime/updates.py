@@ -41,7 +41,7 @@ class PendingUpdate(Protocol):
 
     label: str
     let_compute_wait: Callable[[], None] | None
-    """Makes compute of the calling thread wait for the results, after `wait`; None if it need not."""
+    """Makes compute of another thread wait for the results, after a `wait`; None if it need not."""
 
     @property
     def is_done(self) -> bool:
@@ -53,7 +53,10 @@ class PendingUpdate(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until the update is done. Raises the exception of an update on the same line that failed."""
+        """Wait until the update is done, and make compute of the calling thread wait for its results on the device.
+
+        Raises the exception of an update on the same line that failed.
+        """
         ...
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Span
+from elixir_compile.simulate.traffic import Work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -13,8 +14,8 @@ class Drawing:
 
     graph: str = ""
     """The name of the graph that is simulated."""
-    nbytes: Mapping[tuple[Lane, str], int] = field(default_factory=dict)
-    """Bytes that an action moves on a lane, by lane and label."""
+    nbytes: Mapping[Work, int] = field(default_factory=dict)
+    """See `traffic`."""
     spans: list[Span] = field(default_factory=list)
 
     def add(
@@ -28,7 +29,7 @@ class Drawing:
                 start_s=start_s,
                 end_s=end_s,
                 graph="" if in_update else self.graph,
-                nbytes=self.nbytes.get((lane, label), 0),
+                nbytes=self.nbytes.get((lane, label, piece > 0), 0),
                 piece=piece,
             )
         )

@@ -53,6 +53,7 @@ from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionR
 from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.lanes import Lanes
 from elixir_compile.simulate.prices import LapCopies, Prices, prices
+from elixir_compile.simulate.traffic import traffic
 
 _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
@@ -97,7 +98,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
         reads={region.id: region.buckets for region in plan.regions},
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
     )
-    drawing = Drawing(graph=plan.name)
+    drawing = Drawing(graph=plan.name, nbytes=traffic(graph, plan))
     pairs = ((action.verb, action.target) for action in actions)
     played = play(pairs, run_s, placements, price, drawing, cycle, copies)
     timeline = plan_timeline(graph, plan)

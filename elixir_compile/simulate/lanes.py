@@ -86,6 +86,14 @@ class Lanes:
             at_s = self.free_s[Lane.COMPUTE]
             self.drawing.add(Lane.COMPUTE, label(verb, BucketRef(bucket)), at_s, at_s)
 
+    def _draw_disk(self, bucket: BucketId, ends_s: float) -> None:
+        """Draw the read and the write of the state of `bucket` beside its update, which ends at `ends_s`."""
+        if self.drawing is not None:
+            half_s = self.price.disk_s[bucket] / 2
+            read, write = (label(verb, StateRef(bucket)) for verb in (InnerVerb.READ, InnerVerb.WRITE))
+            self.drawing.add(Lane.DISK, read, ends_s - 2 * half_s, ends_s - half_s, in_update=True)
+            self.drawing.add(Lane.DISK, write, ends_s - half_s, ends_s, in_update=True)
+
     def run(self, region: RegionId, seconds: float, copies: LapCopies | None) -> None:
         """Run a region of `seconds`, beside the `copies` of the lap that it is."""
         if copies is None:
@@ -205,11 +213,17 @@ class Lanes:
         device."""
         if self.is_staged(placement):
             self._copy(bucket)
+            if self.drawing is not None:  # the parameters leave too; the price of the copy is that of the gradient
+                begin_s = max(after_s, self.free_s[self.price.lane_of[Lane.D2H]])
+                leave = label(Verb.OFFLOAD, BucketRef(bucket))
+                self.drawing.add(Lane.D2H, leave, begin_s, begin_s, in_update=True)
             leave_s = self.price.d2h_s[bucket]
             after_s = self.occupy(Lane.D2H, Verb.OFFLOAD, GradientRef, bucket, after_s, leave_s, in_update=True)
         update_s = self.price.off_device_update_s(bucket, placement.optim)
         self.memory_s += self.price.memory.update_s.get(bucket, 0.0)
         ends_s = self._update(Lane.HOST, bucket, after_s, update_s)
+        if placement.optim is Tier.DISK:
+            self._draw_disk(bucket, ends_s)
         if self.is_staged(placement):
             insort(self.arriving, Arrival(ends_s, bucket, False))
         else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ir import Update
+from elixir_compile.ir import Lane, Update
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes.checked import Checked
 from tests.device import fakegpu
@@ -48,8 +48,12 @@ def test_a_recording_starts_and_ends_with_an_idle_device() -> None:
 def test_the_gradients_of_two_graphs_add_up_behind_the_copy_of_the_first(kind: int) -> None:
     home = Home(device=DEVICE)
     with fakegpu.policy(kind):
+        recording = home.executor.ledger.start_recording()
         home.backward(2, waits=False)
+        found = {(span.lane, span.label): span.nbytes for span in recording.stop()}
     assert [param.grad.tolist() for param in home.own] == [[2.0] * 3, [2.0] * 5]
+    assert found[Lane.D2H, "offload b0.grad"] == 32
+    assert found[Lane.H2D, "prefetch b0.grad"] in (12, 20), "the last of two parameters that come back"
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import torch
 
+from elixir_compile.ir import Lane
 from elixir_compile.runtime.executor import Executor
 from tests.device import fakegpu
 
@@ -28,7 +29,11 @@ def test_offloading_an_outstanding_forward_leaves_its_tensors_on_the_host_alone(
     seed, values = torch.tensor(17), torch.arange(8.0, device=DEVICE)
     ticket = executor.ticket([])
     executor.saved.note(ticket, "owner", 32, 0, [values, seed])
+    recording = executor.ledger.start_recording()
     assert executor.saved.offload_outstanding()
     assert (values.untyped_storage().nbytes(), int(seed)) == (0, 17)
     executor.saved.restore(ticket)
     assert torch.equal(values.cpu(), torch.arange(8.0))
+    found = [(span.lane, span.label, span.nbytes) for span in recording.stop()]
+    assert found == [(Lane.D2H, "offload outstanding", 32), (Lane.H2D, "prefetch outstanding", 32)]
+    assert [place.label for place in recording.places] == ["prefetch outstanding"]

@@ -110,7 +110,8 @@ class Loss(nn.Module):
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_dtensor_places_the_values_of_a_step_as_the_rules_say(kind: str) -> None:
     """Two differences: the rule refuses the mean of the losses, for which DTensor has parts that are no sum; and what
-    all rows read in slices is here never whole, but DTensor makes it on every rank."""
+    all rows read in slices is here never whole, but DTensor makes it on every rank. With torch 2.11, BERT has another
+    mask that is made so, and the DTensor of 2.11 gathers slices to pad them."""
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
     captured = record_of(Loss(kind), ids, ids.clone()).active.captured
     states = step_states(captured)
@@ -118,6 +119,8 @@ def test_dtensor_places_the_values_of_a_step_as_the_rules_say(kind: str) -> None
         num_forward, forward = compare(captured.forward.graph, states.forward, mesh)
         num_backward, backward = compare(captured.backward_module.graph, states.backward, mesh)
     shared = {"gpt2": "aten.where.self", "bert": "aten.embedding.default"}[kind]
-    assert sorted(forward.values()) == sorted(["aten.nll_loss_forward.default", shared])
+    older = {"gpt2": "aten.constant_pad_nd.default", "bert": "aten.where.self"}[kind]
+    others = [shared, older] if torch.__version__ < (2, 12) else [shared]
+    assert sorted(forward.values()) == sorted(["aten.nll_loss_forward.default", *others])
     assert backward == {}
     assert min(num_forward, num_backward) > 50

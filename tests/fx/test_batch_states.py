@@ -209,6 +209,23 @@ def test_a_total_is_computed_behind_the_sums_and_may_not_meet_rows() -> None:
     assert (found.states[scaled], found.states[added]) == (each(0), each(0))
 
 
+def test_a_sum_stays_a_sum_where_zeros_are_chosen_or_filled() -> None:
+    """As in the gradient of an embedding, which drops that of padding. What is added to a value other than zeros would
+    count once per micro-batch."""
+
+    def table(x: torch.Tensor, index: torch.Tensor, base: torch.Tensor) -> Any:
+        total = x.sum(0)
+        kept, other = torch.where(index > 0, total, 0.0), torch.where(index > 0, total, base)
+        filled = torch.zeros(ROWS).index_put([index], kept, accumulate=True)
+        return kept, filled, other, base.index_put([index], total, accumulate=True)
+
+    inputs = torch.randn(ROWS, 3), torch.tensor([0, 2, 1]), torch.randn(3)
+    graph = traced(table, inputs)
+    found = walked(graph, [each(0), SAME, SAME], ROWS)
+    assert [found.states[node] for node in graph.output_node().args[0]] == [SUM, SUM, TOTAL, TOTAL]
+    assert not found.mixes
+
+
 def test_what_all_rows_read_in_slices_is_never_whole() -> None:
     """A mask of zeros and a value computed from it exist for one micro-batch at a time."""
 

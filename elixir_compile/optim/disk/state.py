@@ -41,6 +41,11 @@ class Extent:
         self.start = start
         self.end = start + param.numel()
 
+    def nbytes_in(self, piece: Piece, dtypes: Iterable[torch.dtype]) -> int:
+        """Return the bytes of the parameter's statistics of `dtypes` in `piece`."""
+        numel = min(self.end, piece.end) - max(self.start, piece.start)
+        return max(numel, 0) * sum(dtype.itemsize for dtype in dtypes)
+
     def shaped(self, elements: torch.Tensor) -> torch.Tensor:
         """Return the flat tensor `elements` as a view with the shape of the parameter."""
         return elements.as_strided(self.shape, self.strides)

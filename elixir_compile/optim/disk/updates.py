@@ -25,12 +25,14 @@ from torch import distributed, nn
 
 from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.errors import InvalidOption, UnforeseenState
+from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.disk.state import DiskHome, DiskState, Extent
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk.disk_store import DiskStore
 from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
+from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.updates import finish_updates
 
 _STAGING_BYTES = DISK_STAGING_BYTES
@@ -94,10 +96,11 @@ class DiskStates:
             states[param] = dict(before)
             self._leave(before, param)
 
-    def prepare(self, bucket: RunningBucket, states: Iterable[State]) -> "DiskUpdate | None":
+    def prepare(self, bucket: RunningBucket, states: Iterable[State], ledger: Ledger) -> "DiskUpdate | None":
         """Start to read `states`, all of `bucket`, for its next update; return None if they are in memory.
 
         `DiskUpdate.run` of the result does the update. Updates must be prepared in the order in which they run.
+        `ledger` times the reads and writes.
         """
         on_disk = [state for state in states if isinstance(state, DiskState)]
         if not on_disk:
@@ -108,6 +111,9 @@ class DiskStates:
             self._reads = None  # frees its staging buffers before larger ones are allocated
             self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
         pieces = home.pieces([state.param for state in on_disk], self._reads.nbytes)
+        for number, piece in enumerate(pieces):
+            nbytes = sum(home.extent(state.param).nbytes_in(piece, state.kinds.values()) for state in on_disk)
+            piece.begins = partial(_timed, ledger, StateRef(bucket.spec.id), nbytes, number)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)
 
@@ -151,6 +157,11 @@ class DiskStates:
             atexit.register(finish)
             weakref.finalize(self, atexit.unregister, finish).atexit = False
         return self._stores[disk]
+
+
+def _timed(ledger: Ledger, state: StateRef, nbytes: int, number: int, verb: InnerVerb) -> Callable[[], object]:
+    """Begin the span of a read or a write of piece `number`, and return the function that ends it."""
+    return ledger.begin(Lane.DISK, label(verb, state), nbytes, piece=number)
 
 
 def _is_at(home: DiskHome, state: object, names: Set[str]) -> bool:

@@ -16,12 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from elixir_compile.errors import DiskFailed
+from elixir_compile.ir import InnerVerb
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskRegion, StagingBuffer, StagingBuffers
 
 Done = Callable[[BaseException | None], object]
 """Called when a write is done, on a worker of the disk queue, with the exception of the write or None. It must not
 raise."""
+
+
+def _untimed(verb: InnerVerb) -> Callable[[], object]:
+    return _nothing
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Piece:
@@ -36,6 +45,8 @@ class Piece:
         self._stride = stride
         self.buffer: StagingBuffer | None = None
         self.reads: tuple[DiskTransfer, ...] = ()
+        self.begins: Callable[[InnerVerb], Callable[[], object]] = _untimed
+        """Begins to time a read or a write, and returns the function that ends it, which any thread may call."""
 
     def views(self, buffer: StagingBuffer) -> list[torch.Tensor]:
         """Return for each region its part of `buffer`, as uint8."""
@@ -114,12 +125,13 @@ class ReadAhead:
             if buffer is None:
                 raise ValueError("cannot write a piece that was not taken, or that was given back")
             self._num_writing += 1
+            end = piece.begins(InnerVerb.WRITE)
             try:
                 for region, view, start_bytes in piece.transfers(buffer):
                     writes.append(region.write_from(view, start_bytes))
             except BaseException as error:
                 failure = error
-        _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done))
+        _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done, end))
 
     def wait_for_writes(self) -> None:
         """Wait until no write is in flight."""
@@ -146,7 +158,10 @@ class ReadAhead:
         self._begin(piece, buffer)
         return buffer
 
-    def _wrote(self, buffer: StagingBuffer, failure: BaseException | None, done: Done) -> None:
+    def _wrote(
+        self, buffer: StagingBuffer, failure: BaseException | None, done: Done, end: Callable[[], object]
+    ) -> None:
+        end()
         done(failure)
         with self._changed:
             self._num_writing -= 1
@@ -185,12 +200,15 @@ class ReadAhead:
 
     def _begin(self, piece: Piece, buffer: StagingBuffer) -> None:
         reads: list[DiskTransfer] = []
+        end = piece.begins(InnerVerb.READ)
         try:
             for region, view, start_bytes in piece.transfers(buffer):
                 reads.append(region.read_into(view, start_bytes))
         except BaseException:
             _when_done(reads, lambda: self._free(buffer))
             raise
+        finally:
+            _when_done(reads, end)
         piece.buffer, piece.reads = buffer, tuple(reads)
 
     def _drop(self, piece: Piece) -> None:

@@ -228,14 +228,14 @@ class Ranks:
         Otherwise later collectives would receive their messages. If a wait fails, the error is logged and not raised,
         because the user must see the first exception.
         """
-        while self.under_way:
-            collective = next(iter(self.under_way))
+        for collective in tuple(self.under_way):
             try:
                 collective.wait()
             except PeerFailed as error:
                 log.warning("After an exception, %s did not arrive: %s", collective.what, error)
                 self.under_way.clear()
                 self.unfinished.clear()
+                return
 
     def reduce_scatter(self, own: torch.Tensor, rows: torch.Tensor, what: str) -> Collective:
         """Start filling `own` with this rank's row of the mean of `rows` over the ranks of the mesh's last axis.

@@ -177,11 +177,13 @@ class ShardGather(Transfer):
 
     def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
         name = label(Verb.GATHER, BucketRef(bucket.spec.id))
-        own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
+        with ledger.place(name):
+            own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
         self._lanes, h2d = lanes, lanes.h2d
         lanes.touches((), (self._rows,))  # compute allocates it
         if bucket.is_on_host:
-            there = torch.empty_like(own, device=lanes.device)
+            with ledger.place(name):
+                there = torch.empty_like(own, device=lanes.device)
             lanes.touches((), (there,))
             with h2d.behind_compute(), ledger.span(Lane.H2D, name, own.nbytes, times=0):
                 h2d.copy(there, own)
@@ -252,6 +254,12 @@ class ShardReduce(Transfer):
     def bucket(self) -> ShardedBucket:
         """The bucket whose gradients are reduced."""
         return self._bucket
+
+    @property
+    def landing_nbytes(self) -> int:
+        """The bytes of the gradients that `land` will get, without padding; 0 after the wait."""
+        parts = () if self._own is None else self._bucket.cut(self._own)
+        return sum(parts[position].nbytes for position in self._positions if parts)
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of the collective, read and written; empty after the wait."""

@@ -35,7 +35,10 @@ class Checker:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
-        self._lock = threading.RLock()  # a garbage collection inside a locked section may free a cell
+        # Re-entrant, because a garbage collection inside a locked section may free a cell. Sections that read tensors
+        # disable `__torch_function__`: a parameter whose update is queued would wait for the update, and the thread of
+        # the updates for this lock.
+        self._lock = threading.RLock()
         self._program = Actor("the program")
         self._threads: dict[str, Actor] = {}
         self._cells: dict[object, Cell] = {}
@@ -66,7 +69,7 @@ class Checker:
 
     def issue(self, lane: Actor, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Note that the calling thread issues work on `lane`. Raises Race if it is not ordered with earlier work."""
-        with self._lock:
+        with torch.DisableTorchFunctionSubclass(), self._lock:
             lane.learn(self.thread.clock)
             for verb, tensors in (("reads", reads), ("writes", writes)):
                 for tensor in tensors:
@@ -75,7 +78,7 @@ class Checker:
 
     def touch(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
         """Note accesses by the thread to host memory, and by the present lane to device memory. Raises Race."""
-        with self._lock:
+        with torch.DisableTorchFunctionSubclass(), self._lock:
             for verb, tensors in (("reads", reads), ("writes", writes)):
                 for tensor in tensors:
                     actor = self.thread

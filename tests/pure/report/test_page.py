@@ -12,6 +12,7 @@ from elixir_compile.ir import Lane, Origin, Record, Span
 from elixir_compile.report import charts, figures
 from elixir_compile.report.diff import change_rows, plan_diff
 from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
+from elixir_compile.report.work_table import work_rows
 from elixir_compile.search import plan
 from elixir_compile.units import format_bytes
 from tests.pure.report.pages import EVIL, evil, sheet_of, tight
@@ -116,7 +117,27 @@ def test_a_measured_step_is_shown_beside_the_plan(sheet: PlanSheet) -> None:
     record = Record(origin=Origin.MEASURED, step_s=9.0, device_peak_bytes=7, host_peak_bytes=0, spans=spans)
     both = plan_sheet(made, problem.graph, problem.cluster, problem.measured, record)
     assert {bar.of for bar in both.bars} == {figures.PLANNED, figures.MEASURED}
-    assert "Planned and measured" in Reader(page(both)).text
+    said = Reader(page(both)).text
+    assert "Planned and measured" in said
+    rows = work_rows(both.planned, record)
+    run = next(row for row in rows if row.verb == "run")
+    num_runs = len(made.regions)
+    assert (run.lane, run.planned, run.measured, run.measured_s) == (Lane.COMPUTE, (num_runs, 0), (1, 0), 0.5)
+    moved = sum(row.planned.nbytes for row in rows if row.lane is Lane.H2D)
+    assert moved == sum(span.nbytes for span in both.planned.spans if span.lane is Lane.H2D) > 0
+    assert all(row.is_off for row in rows)
+    assert not any(row.is_off for row in work_rows(both.planned, both.planned))
+
+
+def test_a_record_shows_one_graph_and_the_updates() -> None:
+    of = ("GPT", "GPT.1", "")
+    spans = tuple(Span(lane=Lane.COMPUTE, label="run fwd.0", start_s=0.0, end_s=0.5, graph=name) for name in of)
+    record = Record(origin=Origin.MEASURED, step_s=9.0, device_peak_bytes=7, host_peak_bytes=0, spans=spans)
+    assert [span.graph for span in record.of_graph("GPT.1").spans] == ["GPT.1", ""]
+    assert record.of_graph("Llama") is record
+
+
+def test_without_a_measured_step_a_page_shows_none(sheet: PlanSheet) -> None:
     assert "Planned and measured" not in Reader(page(sheet)).text
 
 

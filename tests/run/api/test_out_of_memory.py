@@ -211,3 +211,21 @@ def test_the_steps_are_measured_anew_after_a_new_plan(monkeypatch: pytest.Monkey
     assert not restarted
     run.train(vectors(1))
     assert len(restarted) == 1
+
+
+@pytest.mark.parametrize("verb", ["ticket", "check"])
+def test_a_shortage_in_a_later_step_names_the_plan_and_its_largest_tensors(
+    monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """`ticket` is called in the forward, `check` in the backward."""
+    run = by_elixir(seeded(Stack), **PLAIN, micro_batches=1).train(vectors(8))
+    fail(monkeypatch, verb, 0)
+    with pytest.raises(torch.OutOfMemoryError, match=r"64\.00 KiB") as raised:
+        run.train(vectors(1))
+    (note,) = raised.value.__notes__
+    compilation = elixir.compilations(run.model)[0]
+    assert compilation.plan is not None
+    assert compilation.plan.prediction.device_peak_at in note
+    assert "blocks." in note
+    assert "KiB" in note
+    run.train(vectors(1))

@@ -1,6 +1,8 @@
 """A library that adds methods to loggers after the backend was loaded, as transformers does when it is imported."""
 
+import copy
 import functools
+import json
 import logging
 
 import pytest
@@ -27,7 +29,10 @@ class Warns(nn.Module):
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_logger_gets_its_method_after_the_backend_was_loaded(monkeypatch: pytest.MonkeyPatch, is_reset: bool) -> None:
+def test_a_logger_gets_its_method_after_the_backend_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_reset: bool
+) -> None:
+    """Dynamo writes a copy of its settings as JSON after each compilation: torch 2.11 logs an error if that fails."""
     trace_past_logging()
 
     @functools.lru_cache(None)
@@ -42,3 +47,5 @@ def test_a_logger_gets_its_method_after_the_backend_was_loaded(monkeypatch: pyte
     run = torch.compile(model, backend="elixir", fullgraph=True, options={"inner": "aot_eager", "report": False})
     run(torch.randn(2, 4)).backward()
     assert len(elixir.compilations(model)) == 1
+    assert json.dumps(sorted(copy.deepcopy(torch._dynamo.config.ignore_logging_functions))) == "[]"
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -78,6 +78,8 @@ def test_freezing_needs_no_capture_and_thawing_needs_one() -> None:
         captures += [captures_of(run.model)] if run is runs[1] else []
         for param in run.model.parameters():
             param.requires_grad_(True)
+        if run is runs[0]:
+            torch._dynamo.reset()  # torch 2.11 alone goes on with the frozen graph: its weights are not those of eager
         run.train(batches[4:])
     assert_offloads(runs[1])
     assert_same(*runs)

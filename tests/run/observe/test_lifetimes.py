@@ -57,6 +57,13 @@ def test_phase_lifetime_and_label_tell_the_kind(born: float, died: float | None,
     assert live.at_peak() == {kind: 100}
 
 
+def test_memory_for_a_copy_is_taken_before_its_span() -> None:
+    events = [(0.5 * MS, 64, 100), (9 * MS, 64, -100)]
+    places = [span("gather b0", 0.4, 0.6)]
+    assert live_by_kind({}, events, PHASES, SPANS, places).at_peak() == {Kind.GATHERED: 100}
+    assert live_by_kind({}, events, PHASES, SPANS).at_peak() == {Kind.TEMP: 100}
+
+
 def test_a_block_ends_where_another_takes_its_address() -> None:
     resident = {1: (10, "param"), 2: (20, "buffer")}
     events = [(1 * MS, 3, 5), (2 * MS, 1, 7), (3 * MS, 1, 0), (4 * MS, 9, -4), (5 * MS, 2, 0), (6 * MS, 3, -5)]
@@ -99,9 +106,12 @@ def assert_most_as_planned(full: FullStep, model: torch.nn.Module, kinds: tuple[
         assert most_bytes == pytest.approx(max(planned.get(kind, (0,))), abs=MOST_APART_BYTES), kind
 
 
-@pytest.mark.parametrize("planner", ["keep_all", pytest.param("zero_offload", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("planner", ["keep_all", "zero3_offload", pytest.param("zero_offload", marks=pytest.mark.slow)])
 def test_the_kinds_add_up_to_the_allocators_peak_and_are_those_of_the_plan(planner: str) -> None:
     full, model, _, _ = recorded(planner)
+    if planner == "zero3_offload":  # gradients that leave later than the next region begins count as temp
+        assert_most_as_planned(full, model, tuple(kind for kind in KINDS if kind is not Kind.GRAD))
+        return
     assert_most_as_planned(full, model, KINDS)
     planned = elixir.compilations(model)[0].timeline.peak.by_kind
     assert full.live is not None

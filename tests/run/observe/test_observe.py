@@ -106,6 +106,7 @@ def test_a_closure_is_one_step_and_its_forward_is_no_update() -> None:
     assert all(each.seconds_s["forward"] > 0 and each.seconds_s["backward"] > 0 for each in study.summaries)
 
 
+@pytest.mark.slow  # a compilation: 1 s
 def test_two_optimizers_after_one_backward_are_one_step() -> None:
     trained = Trained()
     halves = [list(trained.model.blocks.parameters()), list(trained.model.head.parameters())]
@@ -176,7 +177,15 @@ def _fail(*_: object) -> Any:
     raise KeyError("mine")
 
 
-@pytest.mark.parametrize("fail", [fails_in_forward, fails_in_backward, fails_in_eager_backward, fails_in_update])
+@pytest.mark.parametrize(
+    "fail",
+    [
+        fails_in_forward,
+        pytest.param(fails_in_backward, marks=pytest.mark.slow),  # each 1 s
+        fails_in_eager_backward,
+        fails_in_update,
+    ],
+)
 def test_a_phase_that_an_exception_ends_is_closed(
     fail: Callable[[Trained, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,12 +261,12 @@ def test_bytes_are_those_that_the_ledger_counts(monkeypatch: pytest.MonkeyPatch)
         trained.step()
         before = ledger.bytes
         trained.step()
-        moved = {label: nbytes - before[label] for label, nbytes in ledger.bytes.items() if nbytes > before[label]}
-    gathered_bytes = sum(nbytes for label, nbytes in moved.items() if label.startswith("gather"))
+        moved = {key: nbytes - before[key] for key, nbytes in ledger.bytes.items() if nbytes > before[key]}
     assert study.latest is not None
     assert study.latest.moved_bytes.get("h2d", {}).keys() <= {"forward", "backward", "update"}
-    assert sum(study.latest.lane_bytes(lane) for lane in study.latest.moved_bytes) == sum(moved.values())
-    assert gathered_bytes <= study.latest.lane_bytes("h2d")
+    for lane in study.latest.moved_bytes:
+        assert study.latest.lane_bytes(lane) == sum(nbytes for (own, _), nbytes in moved.items() if own == lane)
+    assert study.latest.lane_bytes("h2d") > 0
 
 
 def test_a_second_observation_of_a_model_is_refused_until_the_first_stops() -> None:
@@ -283,6 +292,7 @@ def test_nothing_is_left_behind() -> None:
     assert len(study.summaries) == 1
 
 
+@pytest.mark.slow  # two compilations: 2 s
 def test_the_bits_of_the_losses_are_those_without_observation() -> None:
     losses = [trained.step().item() for trained in [Trained()] for _ in range(3)]
     watched = Trained()

@@ -61,6 +61,10 @@ def test_measured_order_equals_the_simulated_order(home: str) -> None:
     begun_s = next(span.start_s for span in measured.spans if span.lane is Lane.HOST)
     got = order_of([span for span in measured.spans if span.start_s >= begun_s], plan)
     assert got == order_of(simulate(graph, plan, slow_host(plan)).spans, plan)
+    waited = {
+        span.label for span in measured.spans if span.lane is Lane.CALLER and span.end_s - span.start_s > SLOW_S / 2
+    }
+    assert waited & {f"wait {bucket.id}" for bucket in plan.buckets}
     ends = [label.endswith("ends") for label in got]
     assert ends.count(True) == len(plan.buckets)
     # Parameters on the device are read by one region, which waits for all; gathers wait one by one.

@@ -15,9 +15,10 @@ from elixir_compile.ir import Update
 from elixir_compile.optim.rule import AdamWRule, GroupSlice, on_host
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime import executor, updates
-from elixir_compile.runtime.awaited import QueuedUpdates
+from elixir_compile.runtime.awaited import QueuedUpdates, begin_update
 from elixir_compile.runtime.landing import LandingUpdate
 from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes.checker import Checker
 from elixir_compile.runtime.lanes.plain import Plain
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.published import GradNormCache
@@ -150,6 +151,32 @@ def test_copies_to_the_host_outlive_model_and_optimizer(monkeypatch: pytest.Monk
     del got, kept
     gc.collect()
     assert not any(line.landings.memory for line in updates._lines)
+
+
+def test_memory_of_a_streamed_update_is_given_up_by_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    model, batches, kept = ladder(), rows(4), list[int]()
+    with hybrid_run(model, batches[0], home="split", update=Update.ACROSS_STEPS, share=1.0) as run:
+        optimizer: Any = run.optimizer
+        for batch in batches:
+            run.train([batch])
+            kept.append(len(optimizer._updater.line.landings.memory))
+    assert kept[-1] == kept[-2] > 0
+
+
+def test_the_check_of_races_waits_for_no_update() -> None:
+    line, checker, may_end = UpdateLine(), Checker(torch.device("cpu")), threading.Event()
+    param = torch.nn.Parameter(torch.ones(3))
+
+    def work() -> None:
+        assert may_end.wait(10)
+
+    update = line.queue(work, "update b0")
+    begin_update(param, (update,))
+    checker.touch((param,), ())
+    assert not update.is_done
+    may_end.set()
+    line.wait()
 
 
 def test_a_gradient_in_another_order_is_read_on_the_host_after_it_arrived() -> None:

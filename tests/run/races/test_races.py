@@ -60,7 +60,7 @@ def test_a_sum_with_an_earlier_gradient_waits_for_the_offloaded_gradient(monkeyp
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         assert_equal(expected, accumulate(run, batches, 2))
         ignore(monkeypatch, Checked, "host_waits")
-        with pytest.raises(Race, match=r"offload b\d, on d2h, writes the memory"):
+        with pytest.raises(Race, match=r"offload b\d.grad, on d2h, writes the memory"):
             accumulate(run, batches, 2)
 
 
@@ -95,7 +95,7 @@ def test_a_streamed_update_in_the_backward_waits_for_gradients_that_leave_the_de
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD, share=1.0) as run:
         run.train(batches[:2])
         monkeypatch.setattr(Stream, "issue", lambda stream, updates, arrived: issue(stream, updates, None))
-        with pytest.raises(Race, match=r"(?s)offload b\d, on d2h, writes.*gather b\d.state, on h2d, reads"):
+        with pytest.raises(Race, match=r"(?s)offload b\d.grad, on d2h, writes.*gather b\d.state, on h2d, reads"):
             run.train(batches[2:])
 
 

@@ -1,6 +1,7 @@
 """Steps of two ranks have no race. The process group is none: the values mean nothing, the order is that of a run."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -57,6 +58,27 @@ def test_a_collective_is_waited_for_and_an_exception_waits_for_all() -> None:
     Collective(Noted(said, "second"), "a tensor", ranks)
     ranks.drain()
     assert said[2:] == ["begin second", "wait second"]
+
+
+class NotedWork(distributed.Work):
+    """A collective of torch that counts its waits, each of which makes the current stream wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.num_waits += 1
+        return True
+
+
+def test_a_stream_that_is_held_for_a_collective_does_not_end_its_wait() -> None:
+    work, ranks = NotedWork(), ranks_of_two()
+    collective = Collective(work, "a tensor", ranks)
+    collective.hold_stream()
+    assert work.num_waits == 1
+    ranks.drain()
+    assert work.num_waits == 2
 
 
 @pytest.mark.parametrize("is_late", [True, False])

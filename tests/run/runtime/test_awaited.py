@@ -229,7 +229,7 @@ def test_the_next_forward_gathers_each_bucket_behind_its_own_update() -> None:
         name = bucket.spec.id
         updates = [span for span in spans if span.label == f"update {name}"]
         gathers = [span for span in spans if span.label == f"gather {name}"]
-        offloads = [span for span in spans if span.label == f"offload {name}"]
+        offloads = [span for span in spans if span.label == f"offload {name}.grad"]
         assert len(updates) == len(offloads) == 3
         for update, offload in zip(updates, offloads, strict=True):
             assert update.start_s >= offload.end_s

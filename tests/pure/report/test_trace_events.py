@@ -1,0 +1,92 @@
+"""The Chrome trace of recorded steps: events of a track nest, times are in order, everything has a name."""
+
+import json
+from collections import defaultdict
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.ir import Lane, Origin, Phase, Record, Span
+from elixir_compile.ir.observed import Counters, FullStep, Interval, Live, StepSummary
+from elixir_compile.report.trace_events import trace_events
+
+TIMES = st.floats(0, 2, allow_nan=False)
+SPANS = st.lists(
+    st.tuples(st.sampled_from(list(Lane)), TIMES, TIMES, st.integers(0, 1 << 40)).map(
+        lambda found: Span(
+            lane=found[0], label="run fwd.0", start_s=min(found[1:3]), end_s=max(found[1:3]), nbytes=found[3]
+        )
+    ),
+    max_size=30,
+)
+
+
+def full_step(spans: list[Span], *, step: int = 8, rank: int = 0) -> FullStep:
+    seconds_s = {"forward": 0.5, "caller": 1.5}
+    return FullStep(
+        summary=StepSummary(step=step, rank=rank, plans=("a",), period_s=2.0, seconds_s=seconds_s, notes={"loss": 1.0}),
+        intervals=(
+            Interval(phase=Phase.FORWARD, start_s=0.0, end_s=0.5),
+            Interval(phase=None, start_s=0.5, end_s=2.0),
+        ),
+        record=Record(
+            origin=Origin.MEASURED, step_s=2.0, device_peak_bytes=1, host_peak_bytes=0, spans=tuple(spans), counts={}
+        ),
+        live=Live(at_s=(0.0, 0.1), by_kind={"param": (1, 1), "temp": (0, 5)}),
+        counters=Counters(at_s=(0.2, 0.4), values={"device_power_w": (None, 300.0)}),
+    )
+
+
+def assert_nested(events: list[dict[str, Any]]) -> None:
+    """Fail unless the events of each track are nested or apart, in whole nanoseconds."""
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1000)
+            tracks[event["pid"], event["tid"]].append((start, start + round(event["dur"] * 1000)))
+    for track in tracks.values():
+        open_ends: list[int] = []
+        for start, end in sorted(track, key=lambda both: (both[0], -both[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+@given(SPANS, SPANS)
+def test_events_of_a_track_nest_and_all_spans_are_there(spans: list[Span], others: list[Span]) -> None:
+    planned = full_step(others).record
+    steps = [full_step(spans), full_step(spans, step=9), full_step(others, rank=1)]
+    trace = json.loads(json.dumps(trace_events(steps, {(0, 9): 2.0 + 1 / 3}, planned), allow_nan=False))
+    events = trace["traceEvents"]
+    assert_nested(events)
+    timed = [event for event in events if event["ph"] != "M"]
+    assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
+    shown = [event for event in timed if event["name"] == "run fwd.0"]
+    assert len(shown) == 2 * len(spans) + len(others) + 3 * len(others)
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in timed if event["ph"] == "X"} <= named
+
+
+def test_copies_at_the_same_time_get_a_second_track_and_rates() -> None:
+    spans = [
+        Span(lane=Lane.H2D, label="gather b0", start_s=0.0, end_s=1.0, nbytes=4_000_000, graph="GPT2", issued_s=0.0),
+        Span(lane=Lane.H2D, label="gather b1", start_s=0.5, end_s=1.5),
+        Span(lane=Lane.H2D, label="gather b2", start_s=0.6, end_s=0.7),
+    ]
+    events = trace_events([full_step(spans)], {(0, 8): 10.0})["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = {event["name"]: names[event["pid"], event["tid"]] for event in events if event["name"].startswith("gath")}
+    assert tracks == {"gather b0": "h2d", "gather b1": "h2d 2", "gather b2": "h2d"}
+    first = next(event for event in events if event["name"] == "gather b0")
+    assert (first["ts"], first["dur"]) == (10e6, 1e6)
+    assert first["args"] == {"graph": "GPT2", "bytes": 4_000_000, "bytes_per_s": 4_000_000, "issued_us": 10e6}
+    memory = [event for event in events if event["name"] == "memory"]
+    assert [event["args"] for event in memory] == [{"param": 1, "temp": 0}, {"param": 1, "temp": 5}]
+    power = [event for event in events if event["name"] == "device_power_w"]
+    assert [(event["ts"], event["args"]) for event in power] == [(10.4e6, {"device_power_w": 300.0})]
+    step = next(event for event in events if event["name"] == "step 8")
+    assert step["args"] == {"plan": "a", "loss": 1.0}
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == ["rank 0 measured"]
