@@ -30,8 +30,8 @@ def study(
 ) -> None:
     """Train a model under several placements of its state, and show their steps side by side.
 
-    Each row is a process of its own with the same seed and batches: everything on the device, state on the host with its
-    update at three times, state on disk, the plan of a search, and torch.compile alone.
+    Each row is a process of its own with the same seed and batches: everything on the device, state on the host with
+    its update at three times, state on disk, the plan of a search, and torch.compile alone.
     """
     from elixir_compile.cli.study import StudyRequest, run_study
 

@@ -125,7 +125,7 @@ def _memory_row(survey: Survey, start_s: float, region: str, ops: range, end_s: 
     timeline = held.timeline
     at = max(ops, key=lambda op: timeline.live_bytes[op])
     op = held.rows.step.ops[at]
-    live = {kind: live[at] for kind, live in timeline.live_bytes_by_kind.items()}
+    live: dict[str, int] = {kind: live[at] for kind, live in timeline.live_bytes_by_kind.items()}
     return MemoryRow(
         region=region, op=op.id, module=op.module, source=op.source, start_s=start_s, end_s=end_s, live_bytes=live
     )

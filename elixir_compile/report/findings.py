@@ -8,7 +8,7 @@ arXiv 2406.10728, asked of any placement.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elixir_compile.cost import host_memory_bytes_per_s, update_bytes
 from elixir_compile.hardware.cluster import Cluster
@@ -44,16 +44,18 @@ class Observed:
 
     full: FullStep
     cluster: Cluster
+    period_s: float
+    """Seconds of the step that was recorded in full."""
+    step_s: float
+    """Seconds from one step to the next: the median of the timed steps."""
     phases: Mapping[str, PhaseFigures]
     plan: Plan | None = None
     budget_bytes: int | None = None
+    peak_bytes: int | None = None
+    """The most bytes on the device, as its allocator tells."""
     timed: tuple[StepSummary, ...] = ()
-    other_ranks: Mapping[int, tuple[StepSummary, ...]] = field(default_factory=dict)
-
-    @property
-    def period_s(self) -> float:
-        """The seconds from this step to the next."""
-        return self.full.summary.period_s
+    ranks: Mapping[int, tuple[StepSummary, ...]] = field(default_factory=dict)
+    """The timed steps of every rank, if there are several."""
 
     def spans(self, lane: Lane) -> tuple[Span, ...]:
         """Return the spans of `lane` in order of their start."""
@@ -72,6 +74,9 @@ def observed_row(row: StudyRow, cluster: Cluster) -> Observed | None:
     return Observed(
         full=row.full,
         cluster=cluster,
+        period_s=row.full.summary.period_s,
+        step_s=row.full.summary.period_s if row.period_s is None else row.period_s,
+        peak_bytes=row.peak_bytes,
         phases={figures.phase: figures for figures in phase_figures(row, cluster)},
         plan=row.plan,
         budget_bytes=row.budget_bytes,
@@ -111,10 +116,9 @@ def bound_update(seen: Observed) -> Finding | None:
     if share <= UPDATE_SHARE or seen.plan is None:
         return None
     rate_share = host_update_bytes(seen.plan) / seconds_s / host_memory_bytes_per_s(seen.cluster)
-    bound = (
-        "it is bound by memory, more threads do not help" if rate_share > MEMORY_SHARE else "it is bound by the cores"
-    )
-    text = f"updates of the host take {share:.0%} of the step and run at {rate_share:.0%} of what host memory carries: {bound}"
+    bound = "memory, so more threads do not help" if rate_share > MEMORY_SHARE else "the cores"
+    rate = f"{rate_share:.0%} of what host memory carries: they are bound by {bound}"
+    text = f"updates of the host take {share:.0%} of the step and run at {rate}"
     return _finding("F2", text, share, "share of the step", UPDATE_SHARE, spans)
 
 
@@ -184,8 +188,8 @@ def waiting_device(seen: Observed) -> Finding | None:
     share = idle_s / seen.period_s if seen.period_s else 0.0
     if share <= PYTHON_SHARE:
         return None
-    return _finding("F6", f"the device waits for Python in {share:.0%} of the step", share, "share of the step",
-                    PYTHON_SHARE, late)  # fmt: skip
+    text = f"the device waits for Python in {share:.0%} of the step"
+    return _finding("F6", text, share, "share of the step", PYTHON_SHARE, late)
 
 
 def long_caller(seen: Observed) -> Finding | None:
@@ -201,20 +205,19 @@ def wrong_plan(seen: Observed) -> Finding | None:
     """F8: a measured figure differs from that of the plan."""
     if seen.plan is None or seen.full.record.origin is Origin.SIMULATED:
         return None
-    off = [pair for pair in run_diff(seen.plan, seen.full.record).comparisons if pair.is_off and pair.ratio is not None]
+    record = replace(seen.full.record, step_s=seen.step_s)
+    if seen.peak_bytes is not None:
+        record = replace(record, device_peak_bytes=seen.peak_bytes)
+    known = [
+        pair for pair in run_diff(seen.plan, record).comparisons if pair.measured or pair.what != "device_peak_bytes"
+    ]
+    off = {pair.what: pair.ratio for pair in known if pair.is_off and pair.ratio is not None}
     if not off:
         return None
-    worst = max(off, key=lambda pair: abs((pair.ratio or 1.0) - 1))
-    assert worst.ratio is not None
-    names = ", ".join(f"{pair.what} {pair.ratio:.2f}" for pair in off)
-    return Finding(
-        code="F8",
-        text=f"measured over planned: {names}",
-        value=worst.ratio,
-        unit="ratio",
-        limit=1 + TOLERANCE,
-        evidence=tuple(pair.what for pair in off),
-    )
+    worst = max(off.values(), key=lambda ratio: abs(ratio - 1))
+    names = ", ".join(f"{what} {ratio:.2f}" for what, ratio in off.items())
+    text = f"measured over planned: {names}"
+    return Finding(code="F8", text=text, value=worst, unit="ratio", limit=1 + TOLERANCE, evidence=tuple(off))
 
 
 def scattered_memory(seen: Observed) -> Finding | None:
@@ -231,8 +234,14 @@ def scattered_memory(seen: Observed) -> Finding | None:
         f"the allocator freed its cache {retries} times, and {format_bytes(unused_bytes)} are reserved and unused: "
         "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
-    return Finding(code="F9", text=text, value=float(retries) or share, unit="times" if retries else "share of the budget",
-                   limit=0.0 if retries else RESERVED_SHARE, evidence=("alloc_retries", "device_reserved_bytes"))  # fmt: skip
+    return Finding(
+        code="F9",
+        text=text,
+        value=float(retries) or share,
+        unit="times" if retries else "share of the budget",
+        limit=0.0 if retries else RESERVED_SHARE,
+        evidence=("alloc_retries", "device_reserved_bytes"),
+    )
 
 
 _CAPS = {0x04: "power", 0x08: "a hardware limit", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
@@ -248,23 +257,31 @@ def capped_clocks(seen: Observed) -> Finding | None:
         return None
     why = " and ".join(dict.fromkeys(name for bit, name in _CAPS.items() if any(sample & bit for sample in capped)))
     text = f"{why} lowered the clocks in {len(capped)} of {len(samples)} samples"
-    return Finding(code="F10", text=text, value=len(capped) / len(samples), unit="share of the samples", limit=0.0,
-                   evidence=("device_clock_reasons",))  # fmt: skip
+    share = len(capped) / len(samples)
+    return Finding(
+        code="F10", text=text, value=share, unit="share of the samples", limit=0.0, evidence=("device_clock_reasons",)
+    )
 
 
 def slow_rank(seen: Observed) -> Finding | None:
     """F11: one rank is slower than the others."""
-    if len(seen.other_ranks) < 2:
+    own_s = {rank: _unwaited_s(steps) for rank, steps in seen.ranks.items() if steps}
+    if len(own_s) < 2:
         return None
-    own_s = {rank: _unwaited_s(steps) for rank, steps in seen.other_ranks.items() if steps}
     middle_s = statistics.median(own_s.values())
     rank = max(own_s, key=own_s.__getitem__)
     excess = own_s[rank] / middle_s - 1 if middle_s else 0.0
     if excess <= RANK_SHARE:
         return None
     text = f"rank {rank} works {excess:.0%} longer than the median rank, most in its {_slow_phase(seen, rank)}"
-    return Finding(code="F11", text=text, value=excess, unit="share of the median", limit=RANK_SHARE,
-                   evidence=("period_s", "waited_s"))  # fmt: skip
+    return Finding(
+        code="F11",
+        text=text,
+        value=excess,
+        unit="share of the median",
+        limit=RANK_SHARE,
+        evidence=("period_s", "waited_s"),
+    )
 
 
 def _unwaited_s(steps: Sequence[StepSummary]) -> float:
@@ -278,11 +295,11 @@ def _slow_phase(seen: Observed, rank: int) -> str:
     def seconds_s(steps: Sequence[StepSummary], phase: str) -> float:
         return statistics.median(each.seconds_s.get(phase, 0.0) for each in steps)
 
-    phases = dict.fromkeys(phase for steps in seen.other_ranks.values() for each in steps for phase in each.seconds_s)
+    phases = dict.fromkeys(phase for steps in seen.ranks.values() for each in steps for phase in each.seconds_s)
 
     def excess_s(phase: str) -> float:
-        everyone = statistics.median(seconds_s(steps, phase) for steps in seen.other_ranks.values())
-        return seconds_s(seen.other_ranks[rank], phase) - everyone
+        everyone = statistics.median(seconds_s(steps, phase) for steps in seen.ranks.values())
+        return seconds_s(seen.ranks[rank], phase) - everyone
 
     return max(phases, key=excess_s)
 
@@ -293,6 +310,15 @@ def _finding(code: str, text: str, value: float, unit: str, limit: float, spans:
 
 
 FINDINGS: tuple[Callable[[Observed], Finding | None], ...] = (
-    idle_link, bound_update, unused_memory, late_copies, slow_copies, waiting_device, long_caller, wrong_plan,
-    scattered_memory, capped_clocks, slow_rank,
-)  # fmt: skip
+    idle_link,
+    bound_update,
+    unused_memory,
+    late_copies,
+    slow_copies,
+    waiting_device,
+    long_caller,
+    wrong_plan,
+    scattered_memory,
+    capped_clocks,
+    slow_rank,
+)

@@ -237,7 +237,7 @@ def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
     yield "</details></section>"
 
 
-def _region_cells(row: MemoryRow, names: Sequence[Kind]) -> list[str]:
+def _region_cells(row: MemoryRow, names: Sequence[str]) -> list[str]:
     held = [format_bytes(nbytes) for nbytes in (row.nbytes, *(row.live_bytes[kind] for kind in names))]
     return [row.region, row.op, row.module, row.source, format_s(row.start_s), *held]
 

@@ -54,7 +54,7 @@ def planned_intervals(plan: Plan, record: Record) -> Iterator[Interval]:
 
     The forward and the backward last from their first region to their last; what is before and after is the update.
     """
-    phase_of = {region.id: region.phase for region in plan.regions}
+    phase_of: dict[str, Phase] = {region.id: region.phase for region in plan.regions}
     starts: dict[Phase, float] = {}
     end_s = 0.0
     for span in record.spans:

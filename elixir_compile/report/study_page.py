@@ -81,4 +81,5 @@ def _losses(study: Study) -> Iterator[str]:
 
 def _figure(caption: str, picture: str) -> str:
     text = escape(caption)
-    return f'<figure><figcaption>{text}</figcaption><div class="chart" role="img" aria-label="{text}">{picture}</div></figure>'
+    drawn = f'<div class="chart" role="img" aria-label="{text}">{picture}</div>'
+    return f"<figure><figcaption>{text}</figcaption>{drawn}</figure>"

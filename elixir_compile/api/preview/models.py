@@ -129,9 +129,9 @@ def load_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.
 def find_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.Module | Configured, Inputs]:
     """Return the model called `name`, or its configuration, and example inputs for it.
 
-    `name` is the name of a shape, the path of a configuration or of its folder, or `FILE.py:FUNCTION`, whose model is made
-    on `device`. Raises
-    UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made from it.
+    `name` is the name of a shape, the path of a configuration or of its folder, or `FILE.py:FUNCTION`, whose model is
+    made on `device`. Raises UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made
+    from it.
     """
     path, _, function = name.rpartition(":")
     if path.endswith(".py"):
