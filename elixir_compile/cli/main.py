@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from elixir_compile.cli.study_command import study
 from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidOption
 
@@ -129,6 +130,9 @@ def report(
             as_json=as_json,
         )
     )
+
+
+app.command()(study)
 
 
 @app.command()

@@ -21,6 +21,8 @@ _SUMMARY = Form(what="step", version=SUMMARY_FORMAT, error=TraceFileError)
 _FULL_STEP = Form(what="full step", version=FULL_STEP_FORMAT, error=TraceFileError)
 CALLER = "caller"
 """The name of the time in no phase: data, logging, eager code, clipping."""
+OTHER = "other"
+"""The kind of bytes that no phase of ours took, such as a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
-from elixir_compile.ir.observed import Interval, Live
+from elixir_compile.ir.observed import OTHER, Interval, Live
 from elixir_compile.ir.record import Span
 
-OTHER = "other"
-"""The kind of bytes that no phase of ours took, such as a batch."""
 _UNTHREADED = frozenset({Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.H2D, Lane.D2H})
 """The lanes whose work the thread of the step issues."""
 _TAKING = (Verb.REDUCE, Verb.OFFLOAD)

@@ -24,6 +24,7 @@ _COLOURS = {
     "run": "#56B4E9", "update": "#009E73", "gather": "#CC79A7", "prefetch": "#E69F00", "offload": "#0072B2",
     "reduce": "#D55E00", "average": "#D55E00", "add": "#D55E00", "release": "#8C8C8C", "wait": "#B8B8B8",
     "read": "#E69F00", "write": "#0072B2", "step": "#0072B2", "bound": "#8C8C8C",
+    "forward": "#56B4E9", "backward": "#0072B2", "caller": "#8C8C8C", "other": "#444444",
 }  # fmt: skip
 """Colours of Okabe and Ito, which colour-blind people can tell apart, and greys."""
 _DARK = {
@@ -78,6 +79,48 @@ def step_chart(
 def memory_chart(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[MemoryRow] = ()) -> dict[str, Any]:
     """Return the specification of memory over the step alone, for a picture."""
     return _finished(_memory(rows, budget_bytes, second, is_static=True), tables(rows, (), second))
+
+
+def small_memory_chart(rows: Sequence[MemoryRow], most_bytes: int) -> dict[str, Any]:
+    """Return the specification of memory over a step up to `most_bytes`, which all charts of a study share."""
+    drawn = _memory(rows, most_bytes, (), is_static=True).properties(width=_WIDTH // 2, height=_HEIGHT // 2)
+    return _finished(drawn, tables(rows, ()))
+
+
+def phases_chart(names: Sequence[str], seconds_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the specification of a bar for each row of a study, of the seconds of its phases by name."""
+    alt = _library("altair")
+    phases = list(dict.fromkeys(phase for row in seconds_s for phase in row))
+    table = {
+        "row": [name for name, row in zip(names, seconds_s, strict=True) for _ in row],
+        "phase": [phase for row in seconds_s for phase in row],
+        "seconds": [value for row in seconds_s for value in row.values()],
+        "order": [phases.index(phase) for row in seconds_s for phase in row],
+    }
+    chart = _chart(alt, table).mark_bar(aria=False)
+    drawn = chart.encode(
+        x=alt.X("seconds:Q", title="seconds of a step", axis=alt.Axis(grid=False)),
+        y=alt.Y("row:N", sort=list(names), title=None),
+        color=_colours(alt, "phase:N", phases),
+        order="order:Q",
+    )
+    return _finished(drawn.properties(width=_WIDTH // 2, height=_LANE_HEIGHT * len(names)))
+
+
+def losses_chart(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the specification of a line of losses over the steps for each row of a study."""
+    alt = _library("altair")
+    table = {
+        "row": [name for name, values in losses.items() for _ in values],
+        "step": [step for values in losses.values() for step in range(len(values))],
+        "loss": [value for values in losses.values() for value in values],
+    }
+    drawn = _chart(alt, table).mark_line(aria=False).encode(
+        x=alt.X("step:Q", axis=alt.Axis(grid=False)),
+        y=alt.Y("loss:Q", scale=alt.Scale(zero=False)),
+        color=alt.Color("row:N", legend=alt.Legend(title=None)),
+    )  # fmt: skip
+    return _finished(drawn.properties(width=_WIDTH // 2, height=_HEIGHT))
 
 
 def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir_compile.ir.kinds import Kind, Lane, Update, Verb
+from elixir_compile.ir.observed import OTHER, Live
 from elixir_compile.ir.record import Record, Span
 from elixir_compile.ir.schedule import verb_of, what_of
 from elixir_compile.report.held import Survey
@@ -36,7 +37,8 @@ class MemoryRow:
     """The line of the user's code that the op came from, as `file.py:line`."""
     start_s: float
     end_s: float
-    live_bytes: Mapping[Kind, int]
+    live_bytes: Mapping[str, int]
+    """By kind: a `Kind`, or `other` if it was measured and belongs to none."""
 
     @property
     def nbytes(self) -> int:
@@ -123,9 +125,41 @@ def _memory_row(survey: Survey, start_s: float, region: str, ops: range, end_s: 
     timeline = held.timeline
     at = max(ops, key=lambda op: timeline.live_bytes[op])
     op = held.rows.step.ops[at]
-    live = {kind: live[at] for kind, live in timeline.live_bytes_by_kind.items()}
+    live: dict[str, int] = {kind: live[at] for kind, live in timeline.live_bytes_by_kind.items()}
     return MemoryRow(
         region=region, op=op.id, module=op.module, source=op.source, start_s=start_s, end_s=end_s, live_bytes=live
+    )
+
+
+_MOST_STRETCHES = 300
+"""The most stretches of measured memory, which has a value for each allocation of a step."""
+
+
+def live_rows(live: Live, end_s: float) -> tuple[MemoryRow, ...]:
+    """Return measured live bytes as stretches of equal length, each with the bytes at its highest time."""
+    stretch_s = end_s / _MOST_STRETCHES
+    highest: dict[int, int] = {}
+    totals = live.totals_bytes
+    last = 0
+    for at, start_s in enumerate(live.at_s):
+        place = min(int(start_s / stretch_s), _MOST_STRETCHES - 1) if stretch_s else 0
+        for between in range(last + 1, place + 1):  # nothing changed: the bytes are those before
+            highest.setdefault(between, at - 1)
+        highest[place] = max(highest.get(place, at), at, key=totals.__getitem__)
+        last = place
+    for between in range(last + 1, _MOST_STRETCHES):
+        highest.setdefault(between, len(live.at_s) - 1)
+    return tuple(
+        MemoryRow(
+            region="",
+            op="",
+            module="",
+            source="",
+            start_s=place * stretch_s,
+            end_s=(place + 1) * stretch_s,
+            live_bytes={kind: values[at] for kind, values in live.by_kind.items()},
+        )
+        for place, at in sorted(highest.items())
     )
 
 
@@ -213,6 +247,6 @@ def _seconds(stretches: Sequence[MemoryRow | Bar]) -> dict[str, list[Any]]:
     }
 
 
-def kinds_of(rows: Sequence[MemoryRow]) -> tuple[Kind, ...]:
-    """Return the kinds with live bytes."""
-    return tuple(kind for kind in Kind if any(row.live_bytes.get(kind) for row in rows))
+def kinds_of(rows: Sequence[MemoryRow]) -> tuple[str, ...]:
+    """Return the kinds with live bytes, in the order of `Kind`."""
+    return tuple(kind for kind in (*Kind, OTHER) if any(row.live_bytes.get(kind) for row in rows))

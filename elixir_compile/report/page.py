@@ -122,15 +122,20 @@ def page(sheet: PlanSheet) -> str:
         *([_drawn(sheet)] if can_draw else []),
         f"<script>{own.with_suffix('.js').read_text(encoding='utf-8')}</script>",
     ]
-    head = [
+    return "\n".join([*head(title), *body, "</body></html>", ""])
+
+
+def head(title: str) -> list[str]:
+    """Return the begin of a page up to its body: the policy that forbids to fetch anything, and the style."""
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    return [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>",
-        f"<style>\n{own.with_suffix('.css').read_text(encoding='utf-8')}{charts.dark_style()}</style></head><body>",
+        f"<style>\n{style}{charts.dark_style()}</style></head><body>",
     ]
-    return "\n".join([*head, *body, "</body></html>", ""])
 
 
 def page_data(sheet: PlanSheet) -> dict[str, Any]:
@@ -232,7 +237,7 @@ def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
     yield "</details></section>"
 
 
-def _region_cells(row: MemoryRow, names: Sequence[Kind]) -> list[str]:
+def _region_cells(row: MemoryRow, names: Sequence[str]) -> list[str]:
     held = [format_bytes(nbytes) for nbytes in (row.nbytes, *(row.live_bytes[kind] for kind in names))]
     return [row.region, row.op, row.module, row.source, format_s(row.start_s), *held]
 

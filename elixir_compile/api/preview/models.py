@@ -42,8 +42,10 @@ class Configured:
         counts = set(self._layer_fields().values())
         return counts.pop() if len(counts) == 1 else None
 
-    def model(self, num_layers: int | None = None) -> nn.Module:
-        """Return the model on `meta`, in training mode, with `num_layers` layers, or with all if it is None.
+    def model(self, num_layers: int | None = None, *, device: str = "meta") -> nn.Module:
+        """Return the model on `device`, in training mode, with `num_layers` layers, or with all if it is None.
+
+        On a device other than `meta` it has random weights.
 
         Raises UnsupportedModel if transformers has no such model, or if the model cannot have `num_layers` layers, as
         when its configuration makes layers differ.
@@ -52,12 +54,12 @@ class Configured:
 
         if num_layers is not None:
             try:
-                return replace(self, config=self._of_fewer(num_layers)).model()
+                return replace(self, config=self._of_fewer(num_layers)).model(device=device)
             except Exception as error:  # from the model's code, which may not expect this number
                 raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
         config = copy.deepcopy(self.config)
         config.use_cache = False  # training does not use keys and values of earlier tokens
-        with torch.device("meta"):
+        with torch.device(device):
             try:
                 model = getattr(transformers, self.class_name).from_config(config, dtype=self.dtype)
             except ValueError as error:
@@ -115,21 +117,25 @@ class TextBatch:
     """Whether each layer computes its activations again in the backward."""
 
 
-def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
-    """Return the model called `name`, without weights, and example inputs for it. Raises the errors of `find_model`."""
-    model, inputs = find_model(name, text)
-    return model.model() if isinstance(model, Configured) else model, inputs
+def load_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.Module, Inputs]:
+    """Return the model called `name` on `device`, and example inputs for it on `meta`.
+
+    On a device other than `meta` it has random weights. Raises the errors of `find_model`.
+    """
+    model, inputs = find_model(name, text, device=device)
+    return model.model(device=device) if isinstance(model, Configured) else model, inputs
 
 
-def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inputs]:
+def find_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.Module | Configured, Inputs]:
     """Return the model called `name`, or its configuration, and example inputs for it.
 
-    `name` is the name of a shape, the path of a configuration or of its folder, or `FILE.py:FUNCTION`. Raises
-    UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made from it.
+    `name` is the name of a shape, the path of a configuration or of its folder, or `FILE.py:FUNCTION`, whose model is
+    made on `device`. Raises UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made
+    from it.
     """
     path, _, function = name.rpartition(":")
     if path.endswith(".py"):
-        return _from_function(name, Path(path), function, text)
+        return _from_function(name, Path(path), function, text, device)
     if name.lower() in model_names():
         shape = model_named(name)
         return _hugging_face(name, lambda: _config_of(shape, text), text, shape.head)
@@ -251,11 +257,11 @@ def _config_from(path: Path) -> Any:
         raise UnsupportedModel(str(path), reason) from error
 
 
-def _from_function(name: str, path: Path, function: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
+def _from_function(name: str, path: Path, function: str, text: TextBatch, device: str) -> tuple[nn.Module, Inputs]:
     make = getattr(_module_at(name, path), function, None)
     if not callable(make):
         raise UnknownModel(name, model_names(), f"{path} has no function {function!r}")
-    with torch.device("meta"), _blaming(name):
+    with torch.device(device), _blaming(name):
         made = make()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, _tokens(text))
     if not isinstance(model, nn.Module):

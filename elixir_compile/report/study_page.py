@@ -1,0 +1,85 @@
+"""Write a study as one page of HTML that needs no network: rows, phases, memory over the step, findings, losses."""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from elixir_compile.ir.study import Study, StudyRow
+from elixir_compile.report import charts, figures
+from elixir_compile.report.findings import find, observed_row
+from elixir_compile.report.markup import definitions, plain_table
+from elixir_compile.report.page import head
+from elixir_compile.report.phase_table import phase_figures
+from elixir_compile.report.sections import machine
+from elixir_compile.report.study_text import PHASE_HEADS, ROW_HEADS, finding_lines, phase_cells, row_cells
+
+
+def study_page(study: Study) -> str:
+    """Return the page of `study`; equal studies have equal pages. Without Altair it has tables and no charts."""
+    can_draw = charts.can_draw()
+    badge = "planned" if any(row.is_simulated for row in study.rows) else "measured"
+    title = escape(f"study of {study.model} on {study.cluster.name}")
+    body = [
+        f'<header><h1>{title}</h1><p><span class="badge">{badge}</span></p></header><main>',
+        '<section aria-labelledby="rows"><h2 id="rows">Rows</h2>',
+        *plain_table(ROW_HEADS, row_cells(study)),
+        *(_phases(study) if can_draw else ()),
+        "</section>",
+        *(part for row in study.rows for part in _row(study, row, can_draw=can_draw)),
+        *(_losses(study) if can_draw else ()),
+        *machine(study.cluster),
+        '<section aria-labelledby="again"><h2 id="again">Again</h2>',
+        *definitions([("command", study.command), *study.versions.items()]),
+        "</section></main>",
+    ]
+    script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
+    return "\n".join([*head(title), *body, f"<script>{script}</script>", "</body></html>", ""])
+
+
+def _phases(study: Study) -> Iterator[str]:
+    run = [row for row in study.rows if row.full is not None]
+    seconds_s = [dict(row.full.summary.seconds_s) for row in run if row.full is not None]
+    if run:
+        yield _figure(
+            "Seconds of a step by phase.", charts.svg(charts.phases_chart([row.name for row in run], seconds_s))
+        )
+
+
+def _row(study: Study, row: StudyRow, *, can_draw: bool) -> Iterator[str]:
+    seen = observed_row(row, study.cluster)
+    if seen is None:
+        return
+    yield f"<section><h2>{escape(row.name)}</h2><p>{escape(row.what)}</p>"
+    yield from plain_table(PHASE_HEADS, (phase_cells(each) for each in phase_figures(row, study.cluster)))
+    lines = list(finding_lines(find(seen)))
+    yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>No findings.</p>"
+    if can_draw:
+        if row.memory is not None and row.memory.live is not None and row.memory.intervals:
+            drawn = figures.live_rows(row.memory.live, row.memory.intervals[-1].end_s)
+            picture = charts.svg(charts.small_memory_chart(drawn, _most_bytes(study)))
+            yield _figure(
+                f"Bytes on the device over a step of {row.name}. The dashed line is the most of all rows.", picture
+            )
+        found = figures.bars(seen.full.record)
+        if found:
+            yield _figure(f"Lanes over a step of {row.name}.", charts.svg(charts.lanes_chart(found)))
+    yield "</section>"
+
+
+def _most_bytes(study: Study) -> int:
+    live = [row.memory.live.peak_bytes for row in study.rows if row.memory is not None and row.memory.live is not None]
+    return max(live, default=1)
+
+
+def _losses(study: Study) -> Iterator[str]:
+    losses = {row.name: row.losses for row in study.rows if row.losses}
+    if losses:
+        yield '<section aria-labelledby="losses"><h2 id="losses">Losses</h2>'
+        yield _figure("Loss over the steps of each row.", charts.svg(charts.losses_chart(losses)))
+        yield "</section>"
+
+
+def _figure(caption: str, picture: str) -> str:
+    text = escape(caption)
+    drawn = f'<div class="chart" role="img" aria-label="{text}">{picture}</div>'
+    return f"<figure><figcaption>{text}</figcaption>{drawn}</figure>"

@@ -1,0 +1,267 @@
+"""Findings and the table of phases: each figure computed a second way, and silence just within each limit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.ir import Lane, Origin, Record, Span
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.observed import Counters, FullStep, Interval, Live, StepSummary
+from elixir_compile.ir.study import StudyRow
+from elixir_compile.report import findings
+from elixir_compile.report.findings import Finding, Observed, observed_row
+from elixir_compile.report.phase_table import WHOLE, phase_figures
+from elixir_compile.report.study_text import finding_lines
+from elixir_compile.units import GIB, MIB
+from tests.pure.problems import tight_problem
+from tests.pure.report.pages import tight
+
+PERIOD_S = 100
+CLUSTER = tight_problem().cluster
+INTERVALS = (
+    Interval(phase=Phase.FORWARD, start_s=0, end_s=30),
+    Interval(phase=Phase.BACKWARD, start_s=30, end_s=70),
+    Interval(phase=None, start_s=70, end_s=75),
+    Interval(phase=Phase.UPDATE, start_s=75, end_s=100),
+)
+
+
+def summary(**figures: object) -> StepSummary:
+    seconds_s = {"forward": 30.0, "backward": 40.0, "caller": 5.0, "update": 25.0}
+    given = {"step": 0, "rank": 0, "plans": (), "period_s": float(PERIOD_S), "seconds_s": seconds_s} | figures
+    return StepSummary(**given)  # pyright: ignore[reportArgumentType]
+
+
+def row(spans: list[Span], **figures: object) -> StudyRow:
+    """Return a row whose step of 100 s has `spans`."""
+    record = Record(origin=Origin.MEASURED, step_s=PERIOD_S, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
+    full = FullStep(summary=summary(), intervals=INTERVALS, record=record)
+    fields = {"name": "row", "what": "", "budget_bytes": GIB, "full": full, "timed": (summary(),)} | figures
+    return StudyRow(**fields)  # pyright: ignore[reportArgumentType]
+
+
+def seen(spans: list[Span], **figures: object) -> Observed:
+    found = observed_row(row(spans, **figures), CLUSTER)
+    assert found is not None
+    return found
+
+
+def span(lane: Lane, label: str, start_s: float, end_s: float, nbytes: int = 0, issued_s: float | None = None) -> Span:
+    return Span(lane=lane, label=label, start_s=start_s, end_s=end_s, nbytes=nbytes, issued_s=issued_s)
+
+
+seconds = st.integers(0, PERIOD_S)
+some_spans = st.lists(
+    st.tuples(st.sampled_from([Lane.H2D, Lane.D2H, Lane.COMPUTE, Lane.CALLER, Lane.HOST]), seconds, seconds).map(
+        lambda drawn: span(drawn[0], "gather b0", min(drawn[1:]), max(drawn[1:]), 1000 * (abs(drawn[1] - drawn[2])))
+    ),
+    max_size=12,
+)
+
+
+@given(some_spans)
+def test_the_table_of_phases_is_that_of_a_count_second_by_second(spans: list[Span]) -> None:
+    """Spans begin and end at whole seconds, so an array with a place for each second tells the same figures."""
+    phase_of = np.empty(PERIOD_S, dtype=object)
+    for interval in INTERVALS:
+        phase_of[int(interval.start_s) : int(interval.end_s)] = "caller" if interval.phase is None else interval.phase
+    for figures in phase_figures(row(spans), CLUSTER):
+        within = np.ones(PERIOD_S, bool) if figures.phase == WHOLE else phase_of == figures.phase
+        assert figures.seconds_s == within.sum()
+        for lane, busy in (
+            (Lane.COMPUTE, figures.compute_s),
+            (Lane.CALLER, figures.waited_s),
+            (Lane.HOST, figures.host_s),
+        ):
+            assert busy == pytest.approx(_places(spans, lane)[within].any(axis=1).sum())
+        for lane, traffic in ((Lane.H2D, figures.up), (Lane.D2H, figures.down)):
+            busy = _places(spans, lane)[within]
+            assert traffic.busy_s == pytest.approx(busy.any(axis=1).sum())
+            # Each span moves 1,000 bytes in each of its seconds.
+            assert traffic.nbytes == 1000 * busy.sum()
+
+
+def _places(spans: list[Span], lane: Lane) -> np.ndarray:
+    """Return bool[second, span], whether the span of `lane` runs in the second."""
+    own = [each for each in spans if each.lane is lane]
+    second = np.arange(PERIOD_S)[:, None]
+    starts, ends = (np.array([getattr(each, name) for each in own]) for name in ("start_s", "end_s"))
+    return (second >= starts) & (second < ends) if own else np.zeros((PERIOD_S, 1), bool)
+
+
+def test_memory_of_a_phase_is_the_most_and_the_least_within_it() -> None:
+    live = Live(at_s=(0.0, 10.0, 40.0, 80.0), by_kind={"param": (5, 5, 5, 5), "temp": (1, 7, 9, 0)})
+    made = row([])
+    assert made.full is not None
+    figures = {each.phase: each for each in phase_figures(replace(made, memory=replace(made.full, live=live)), CLUSTER)}
+    assert (figures["forward"].most_bytes, figures["forward"].least_bytes) == (12, 6)
+    assert (figures["backward"].most_bytes, figures["backward"].least_bytes) == (14, 12)
+    assert (figures["update"].most_bytes, figures["update"].least_bytes) == (14, 5)
+    assert figures["update"].unused_bytes == GIB - 14
+    assert figures[WHOLE].most_bytes == live.peak_bytes
+
+
+def test_f1_the_link_is_idle() -> None:
+    found = findings.idle_link(
+        seen([span(Lane.H2D, "gather b0", 0, 30, MIB), span(Lane.H2D, "gather b1", 20, 40, MIB)])
+    )
+    assert found == Finding(
+        code="F1",
+        text="the link to the device is idle 60% of the step; 2.0 MiB pass it",
+        value=0.6,
+        unit="share of the step",
+        limit=0.5,
+        evidence=("gather b0", "gather b1"),
+    )
+    assert findings.idle_link(seen([span(Lane.H2D, "gather b0", 0, 50, MIB)])) is None
+    assert findings.idle_link(seen([])) is None  # a plan that moves nothing needs no link
+
+
+def test_f2_the_update_is_bound_by_memory_or_by_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = tight()
+    nbytes = findings.host_update_bytes(made)
+    assert nbytes > 0
+    updates = [span(Lane.HOST, "update b0", 0, 20), span(Lane.HOST, "update b1", 30, 31)]
+    for share, bound in ((0.74, "the cores"), (0.76, "memory, so more threads do not help")):
+        monkeypatch.setattr(findings, "host_memory_bytes_per_s", lambda _, share=share: nbytes / 21 / share)
+        found = findings.bound_update(seen(updates, plan=made))
+        assert found is not None
+        assert found.value == pytest.approx(0.21)
+        assert found.text.endswith(f"{share:.0%} of what host memory carries: they are bound by {bound}")
+    assert findings.bound_update(seen(updates[:1], plan=made)) is None
+
+
+def test_f3_memory_is_unused_in_the_update() -> None:
+    made = row([])
+    assert made.full is not None
+
+    def unused(nbytes: int) -> Finding | None:
+        live = Live(at_s=(0.0,), by_kind={"temp": (GIB - nbytes,)})
+        return findings.unused_memory(seen([], memory=replace(made.full, live=live)))
+
+    found = unused(GIB // 2)
+    assert found is not None
+    assert (found.value, found.text) == (0.5, "in the update 512.0 MiB of 1.0 GiB of the device are unused")
+    assert unused(GIB // 4) is None
+
+
+def test_f4_the_step_waits() -> None:
+    waits = [span(Lane.CALLER, "wait b2", 10, 12), span(Lane.CALLER, "wait b5", 40, 42)]
+    late = findings.late_copies(seen(waits))
+    assert late is not None
+    assert (late.value, late.text) == (
+        0.04,
+        "the step waits 4 s for b2 to b5: they began too late: earlier there was no room",
+    )
+    full = findings.late_copies(seen([*waits, span(Lane.H2D, "gather b0", 0, 95)]))
+    assert full is not None
+    assert full.text.endswith("the link is full")
+    assert findings.late_copies(seen([span(Lane.CALLER, "wait b2", 10, 13)])) is None
+
+
+def test_f5_copies_are_slow() -> None:
+    rate = CLUSTER.d2h.bytes_per_s
+    slow = [span(Lane.D2H, "offload b0", 0, 10, int(5 * rate)), span(Lane.D2H, "offload b1", 20, 30, 100)]
+    found = findings.slow_copies(seen(slow))
+    assert found is not None
+    assert found.value == pytest.approx(0.25)
+    assert "copies from the device run at 25%" in found.text
+    assert "1 of 2 are below 4.0 MiB" in found.text
+    assert findings.slow_copies(seen([span(Lane.D2H, "offload b0", 0, 10, int(7.01 * rate))])) is None
+
+
+def test_f6_the_device_waits_for_python() -> None:
+    def regions(issued_s: float) -> list[Span]:
+        return [
+            span(Lane.COMPUTE, "run fwd.0", 0, 10, issued_s=0),
+            span(Lane.COMPUTE, "run fwd.1", issued_s, 40, issued_s=issued_s),
+            span(Lane.COMPUTE, "run fwd.2", 42, 50, issued_s=30),  # was issued in time, and waited for something else
+        ]
+
+    found = findings.waiting_device(seen(regions(16)))
+    assert found is not None
+    assert (found.value, found.evidence) == (0.06, ("run fwd.1",))
+    assert findings.waiting_device(seen(regions(15))) is None
+
+
+def test_f7_the_own_code_is_long() -> None:
+    within = seen([])
+    assert findings.long_caller(within) is None
+    caller = replace(within.phases["caller"], share=0.11)
+    found = findings.long_caller(replace(within, phases={**within.phases, "caller": caller}))
+    assert found is not None
+    assert found.text.startswith("your own code takes 11% of the step")
+    edge = replace(within, phases={**within.phases, "caller": replace(caller, share=0.1)})
+    assert findings.long_caller(edge) is None
+
+
+def test_f8_the_plan_is_wrong() -> None:
+    made, _ = tight()
+    planned = made.prediction
+
+    def measured(factor: float) -> Finding | None:
+        own = seen([], plan=made, peak_bytes=planned.device_peak_bytes)
+        record = replace(own.full.record, host_peak_bytes=planned.host_peak_bytes, counts=_counts(made))
+        own = replace(own, full=replace(own.full, record=record), step_s=factor * planned.step_s)
+        return findings.wrong_plan(own)
+
+    found = measured(1.5)
+    assert found is not None
+    assert (found.value, found.evidence) == (pytest.approx(1.5), ("step_s",))
+    assert measured(1.09) is None
+
+
+def _counts(made: object) -> dict[str, int]:
+    from elixir_compile.report.answer import plan_answer
+
+    return dict(plan_answer(made).counts)  # pyright: ignore[reportArgumentType]
+
+
+def test_f9_memory_is_scattered() -> None:
+    assert findings.scattered_memory(seen([], timed=(summary(alloc_retries=0),))) is None
+    found = findings.scattered_memory(seen([], timed=(summary(alloc_retries=2), summary(alloc_retries=1))))
+    assert found is not None
+    assert (found.value, found.unit) == (3.0, "times")
+    reserved = summary(device_reserved_bytes=GIB, device_peak_bytes=GIB - GIB // 5)
+    found = findings.scattered_memory(seen([], timed=(reserved,)))
+    assert found is not None
+    assert found.value == pytest.approx(0.2)
+    edge = replace(reserved, device_peak_bytes=GIB - GIB // 10)
+    assert findings.scattered_memory(seen([], timed=(edge,))) is None
+
+
+@pytest.mark.parametrize(("reasons", "said"), [((0x04, 0, None), "power"), ((0x20, 0x40, 0), "heat"), ((0x01, 0), "")])
+def test_f10_clocks_are_capped(reasons: tuple[int | None, ...], said: str) -> None:
+    own = seen([])
+    counters = Counters(at_s=tuple(map(float, range(len(reasons)))), values={"device_clock_reasons": reasons})
+    found = findings.capped_clocks(replace(own, full=replace(own.full, counters=counters)))
+    assert (found is None) == (not said)
+    if found is not None:
+        known = [reason for reason in reasons if reason is not None]
+        assert found.text == f"{said} lowered the clocks in {sum(map(bool, known))} of {len(known)} samples"
+
+
+def test_f11_a_rank_is_slow() -> None:
+    def ranks(busy_s: float) -> Finding | None:
+        # All periods are equal, because the other ranks wait for the slow one.
+        slow = summary(waited_s=PERIOD_S - busy_s, seconds_s={"forward": 30.0, "update": busy_s - 30})
+        others = summary(waited_s=50.0, seconds_s={"forward": 30.0, "update": 20.0})
+        return findings.slow_rank(replace(seen([]), ranks={0: (others,), 1: (others,), 2: (slow,)}))
+
+    found = ranks(55)
+    assert found is not None
+    assert (found.value, found.text) == (
+        pytest.approx(0.1),
+        "rank 2 works 10% longer than the median rank, most in its update",
+    )
+    assert ranks(52.4) is None
+    assert findings.slow_rank(seen([])) is None
+
+
+def test_a_finding_is_a_line_with_its_evidence() -> None:
+    found = findings.find(seen([span(Lane.H2D, "gather b0", 0, 30, MIB)]))
+    assert [each.code for each in found][:1] == ["F1"]
+    assert next(finding_lines(found)).endswith("[gather b0]")

@@ -1,0 +1,132 @@
+"""`elixir-compile study`: rows that are trained here or simulated for another machine, side by side."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from elixir_compile.cli.main import app
+from elixir_compile.ir.study import Study, StudyRow, study_from_json, study_to_json
+from elixir_compile.report import charts
+from elixir_compile.report.phase_table import WHOLE, phase_figures
+from elixir_compile.report.study_page import study_page
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.drop = nn.Dropout(0.5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.drop(x + layer(x))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(MODEL)
+    return f"{tmp_path / 'net.py'}:Net"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["study", *map(str, args)])
+
+
+def read(folder: Path) -> Study:
+    return study_from_json((folder / "study.json").read_text(encoding="utf-8"))
+
+
+def test_rows_for_a_machine_that_is_not_here_are_simulated(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    done = run(model, "--hardware", "a100-40g", "--budgets", "100%,90%,1MiB", "--seq", 512, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    study = read(tmp_path / "out")
+    rows = {row.name: row for row in study.rows}
+    assert list(rows) == [
+        *("device", "after_backward", "across_steps", "in_backward", "disk"),
+        *("plan 100%", "plan 90%", "plan 1MiB", "inductor"),
+    ]
+    assert all(row.is_simulated for row in study.rows)
+    assert rows["inductor"].reason.startswith("not simulated")
+    assert rows["plan 1MiB"].full is None
+    assert "short by" in rows["plan 1MiB"].reason
+    device, tight = rows["device"], rows["plan 90%"]
+    assert device.peak_bytes is not None
+    assert tight.peak_bytes is not None
+    assert tight.peak_bytes <= tight.budget_bytes == int(0.9 * device.peak_bytes)
+    for row in (device, rows["across_steps"]):
+        assert_phases_add_up(row, study)
+    text = (tmp_path / "out" / "study.html").read_text(encoding="utf-8")
+    assert "planned" in text
+    assert study_from_json(study_to_json(study)) == study
+    assert "plan 90%, planned: the plan of a search within the budget" in done.stdout
+
+
+def assert_phases_add_up(row: StudyRow, study: Study) -> None:
+    """The phases of a row cover its step, and its peak is that of the highest phase."""
+    figures = phase_figures(row, study.cluster)
+    *phases, whole = figures
+    assert whole.phase == WHOLE
+    assert sum(each.seconds_s for each in phases) == pytest.approx(whole.seconds_s)
+    assert sum(each.compute_s for each in phases) == pytest.approx(whole.compute_s)
+    assert max(each.most_bytes or 0 for each in phases) == whole.most_bytes
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--placements", "device,moon"], "got 'moon'"),
+        (["--placements", "plan"], "no row `device` has run before"),
+        (["--budgets", "60"], ""),
+        (["--hardware", "moon"], "moon"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(args: list[str], said: str, model: str, tmp_path: Path) -> None:
+    given = args if said else ["--placements", "plan", *args]
+    done = run(model, *given, "-o", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "error: " in done.stderr
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_rows_that_are_trained_have_equal_losses_and_the_peak_of_the_allocator(model: str, tmp_path: Path) -> None:
+    args = ("--placements", "device,across_steps,in_backward,disk,plan,inductor", "--steps", 2, "--seq", 64)
+    done = run(model, *args, "--disk-path", tmp_path, "-o", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    study = read(tmp_path / "out")
+    assert json.loads(done.stdout)["rows"][0]["name"] == "device"
+    assert [row.reason for row in study.rows] == [""] * 6
+    equal = study.equal_losses()
+    # Gradients that are not clipped give other losses, from the first step that a clipped update has changed.
+    assert {name for name, at in equal.items() if at is not None} <= {"in_backward", "inductor"}
+    for row in study.rows:
+        assert len(row.losses) >= 9 + 2
+        assert len(row.timed) == 2
+        assert row.peak_bytes
+        if row.name != "inductor":
+            assert_phases_add_up(row, study)
+            assert row.memory is not None
+            assert row.memory.live is not None
+            assert row.memory.live.peak_bytes == row.peak_bytes
+    tight = study.rows[4]
+    assert tight.peak_bytes is not None
+    assert tight.budget_bytes is not None
+    assert tight.peak_bytes <= tight.budget_bytes
+    if charts.can_draw():
+        assert study_page(study).count("<svg") >= 2 * 5 + 2
