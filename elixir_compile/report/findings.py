@@ -150,8 +150,8 @@ def late_copies(seen: Observed) -> Finding | None:
     targets = list(dict.fromkeys(span.label.rpartition(" ")[2] for span in spans))
     named = targets[0] if len(targets) == 1 else f"{targets[0]} to {targets[-1]}"
     link_share = seen.busy_s(Lane.H2D) / seen.period_s
-    why = "the link is full" if link_share > FULL_LINK_SHARE else "they began too late: earlier there was no room"
-    text = f"the step waits {format_s(waited_s)} for {named}: {why}"
+    why = "the link is full" if link_share > FULL_LINK_SHARE else "copies or updates begin too late for it"
+    text = f"the step waits {format_s(waited_s)} ({named}): {why}"
     return _finding("F4", text, share, "share of the step", WAIT_SHARE, spans)
 
 

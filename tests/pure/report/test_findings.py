@@ -154,7 +154,7 @@ def test_f4_the_step_waits() -> None:
     assert late is not None
     assert (late.value, late.text) == (
         0.04,
-        "the step waits 4 s for b2 to b5: they began too late: earlier there was no room",
+        "the step waits 4 s (b2 to b5): copies or updates begin too late for it",
     )
     full = findings.late_copies(seen([*waits, span(Lane.H2D, "gather b0", 0, 95)]))
     assert full is not None
