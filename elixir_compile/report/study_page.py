@@ -1,6 +1,6 @@
 """Write a study as one page of HTML that needs no network: rows, phases, memory over the step, findings, losses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from elixir_compile.report import charts, figures
 from elixir_compile.report.findings import find, observed_row
 from elixir_compile.report.markup import definitions, plain_table
 from elixir_compile.report.page import head
-from elixir_compile.report.phase_table import phase_figures
+from elixir_compile.report.phase_table import PHASES, phase_figures
 from elixir_compile.report.sections import machine
 from elixir_compile.report.study_text import PHASE_HEADS, ROW_HEADS, finding_lines, phase_cells, row_cells
 
@@ -38,11 +38,15 @@ def study_page(study: Study) -> str:
 
 def _phases(study: Study) -> Iterator[str]:
     run = [row for row in study.rows if row.full is not None]
-    seconds_s = [dict(row.full.summary.seconds_s) for row in run if row.full is not None]
+    seconds_s = [_in_order(row.full.summary.seconds_s) for row in run if row.full is not None]
     if run:
         yield _figure(
             "Seconds of a step by phase.", charts.svg(charts.phases_chart([row.name for row in run], seconds_s))
         )
+
+
+def _in_order(seconds_s: Mapping[str, float]) -> dict[str, float]:
+    return {phase: seconds_s[phase] for phase in PHASES if phase in seconds_s}
 
 
 def _row(study: Study, row: StudyRow, *, can_draw: bool) -> Iterator[str]:
