@@ -12,9 +12,8 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from elixir_compile.cli.study_rows import PLACEMENTS, Placement
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import NoFeasiblePlan, TraceFileError
 from elixir_compile.ir.kinds import Phase
-from elixir_compile.ir.observed import CALLER, FullStep, Interval, StepSummary
+from elixir_compile.ir.observed import FullStep, Interval, StepSummary, seconds_by_phase
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.ir.study import StudyRow
 from elixir_compile.platforms import accelerator_type
@@ -57,8 +56,6 @@ class Case:
     dtype: str
     num_timed: int
     budget_bytes: int | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
-    """More options of the backend, as text."""
     disk_path: str = ""
 
 
@@ -76,7 +73,7 @@ def run_case(case: Case) -> StudyRow:
     """Train `case`, and return its row; a row that does not fit has the reason and no figures."""
     placement = PLACEMENTS[case.placement]
     row = StudyRow(name=case.name, what=placement.what, budget_bytes=case.budget_bytes)
-    options: dict[str, object] = {**placement.options, **case.options, "replan": False, "report": False}
+    options: dict[str, object] = {**placement.options, "replan": False, "report": False}
     if case.budget_bytes is not None and placement.backend == "elixir":
         options["device_memory"] = case.budget_bytes
     try:
@@ -137,14 +134,9 @@ def _timed_alone(case: Case, row: StudyRow, loop: "_Loop") -> StudyRow:
     for number in range(SETTLING + case.num_timed):
         loop.step()
         if number >= SETTLING:
-            seconds_s = {name: end_s - start_s for name, start_s, end_s in loop.phases}
-            period_s = sum(seconds_s.values())
+            seconds_s, period_s = seconds_by_phase(loop.phases), loop.phases[-1].end_s
             timed.append(StepSummary(step=number, rank=0, plans=(), period_s=period_s, seconds_s=seconds_s))
-    began_s = loop.phases[0][1]
-    intervals = tuple(
-        Interval(phase=None if name == CALLER else Phase(name), start_s=start_s - began_s, end_s=end_s - began_s)
-        for name, start_s, end_s in loop.phases
-    )
+    intervals = tuple(loop.phases)
     record = elixir.measure_step(loop.step)
     spanless = Record(
         origin=Origin.MEASURED,
@@ -190,36 +182,35 @@ class _Loop:
         )
         self._parameters = parameters
         self.losses: list[float] = []
-        self.phases: list[tuple[str, float, float]] = []
-        """Of the last step: name, start and end by `time.perf_counter`, one after another."""
+        self.phases: list[Interval] = []
+        """Of the last step, without a gap; the same as those that an observation tells apart."""
+        self._began_s = 0.0
 
     def step(self) -> None:
         """Train on the next batch."""
         self.phases.clear()
-        began_s = time.perf_counter()
+        self._began_s = time.perf_counter()
         batch = self._batch(len(self.losses))
-        with self._phase(CALLER, began_s):
-            pass
-        with self._phase("forward"):
-            made = self._compiled(**batch) if isinstance(batch, dict) else self._compiled(*batch)
-            loss = made.loss if hasattr(made, "loss") else made
-        with self._phase("backward"):
-            loss.backward()
-        with self._phase("update"):
-            if self._placement.clips:
-                torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-        with self._phase(CALLER):
-            self.losses.append(float(loss.detach()))
+        self._phase_ends(None)
+        made = self._compiled(**batch) if isinstance(batch, dict) else self._compiled(*batch)
+        loss = made.loss if hasattr(made, "loss") else made
+        self._phase_ends(Phase.FORWARD)
+        loss.backward()
+        self._phase_ends(Phase.BACKWARD)
+        if self._placement.clips:
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._phase_ends(None)
+        self._optimizer.step()
+        self._phase_ends(Phase.UPDATE)
+        self._optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self._phase_ends(None)
 
-    @contextmanager
-    def _phase(self, name: str, began_s: float | None = None) -> Iterator[None]:
-        start_s = time.perf_counter() if began_s is None else began_s
-        if self.phases:
-            start_s = self.phases[-1][2]  # without a gap
-        yield
-        self.phases.append((name, start_s, time.perf_counter()))
+    def _phase_ends(self, phase: Phase | None) -> None:
+        """Note that the work since the end of the phase before was that of `phase`; None for the caller's own."""
+        start_s = self.phases[-1].end_s if self.phases else 0.0
+        end_s = time.perf_counter() - self._began_s
+        self.phases.append(Interval(phase=phase, start_s=start_s, end_s=end_s))
 
     def _batch(self, number: int) -> Any:
         """Return batch `number`, the same in every row: random tokens, images and classes."""
@@ -252,11 +243,11 @@ def _vocabulary(model: nn.Module) -> int:
     return max(sizes, default=2)
 
 
-def main(run: Callable[[Case], StudyRow] = run_case) -> None:
+def main() -> None:
     """Train the case in the file that the first argument names, and write its row to the second."""
     case_path, row_path = map(Path, sys.argv[1:3])
     case = from_json(_CASE, Case, case_path.read_text(encoding="utf-8"))
-    row_path.write_text(to_json(_ROW, run(case), indent=None), encoding="utf-8")
+    row_path.write_text(to_json(_ROW, run_case(case), indent=None), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A callback that observes what a `Trainer` of Lightning trains."""
+"""A callback for the `Trainer` of Lightning: it observes the training, and logs the figures of each step."""
 
 import importlib
 from pathlib import Path

@@ -69,7 +69,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The figures of one step of an observed run. What is not known is None.
+    """The seconds, bytes and memory of a step of an observed run. What is not known is None.
 
     It has more than 15 fields, because it is one row of a table.
     """
@@ -169,7 +169,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullStep:
-    """All that was recorded of one step."""
+    """The summary of a step, its phases, its spans and, if they were recorded, its memory and counters."""
 
     summary: StepSummary
     intervals: tuple[Interval, ...]

@@ -101,7 +101,7 @@ class FullSteps:
         self._ended[number] = recorded
 
     def known(self, step: ObservedStep, summary: StepSummary, counters: Counters | None) -> None:
-        """Note what is known of a step that has ended."""
+        """Keep the summary, the phases and the counters of a step that has ended, if it is recorded in full."""
         recorded = self._ended.get(summary.step)
         if recorded is not None:
             recorded.summary, recorded.intervals = summary, step.intervals

@@ -267,14 +267,14 @@ class Observation:
 
 
 class _Owners:
-    """The executors and optimizers that have parameters of one model."""
+    """The executors and optimizers that hold parameters of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def have(self, owner: Any, params: Callable[[], list[torch.Tensor]]) -> bool:
-        """Return whether any of `params`, those of the executor or optimizer `owner`, is one of the model's."""
+        """Return whether the executor or optimizer `owner`, which holds `params()`, holds a parameter of the model."""
         if not self._known.get(owner, False):
             model = self._model()
             own = set() if model is None else {id(param) for param in model.parameters()}

@@ -9,7 +9,7 @@ from elixir_compile.report import charts, figures
 from elixir_compile.report.findings import find, observed_row
 from elixir_compile.report.markup import definitions, plain_table
 from elixir_compile.report.page import head
-from elixir_compile.report.phase_table import PHASES, phase_figures
+from elixir_compile.report.phase_table import PHASES
 from elixir_compile.report.sections import machine
 from elixir_compile.report.study_text import PHASE_HEADS, ROW_HEADS, finding_lines, phase_cells, row_cells
 
@@ -54,7 +54,7 @@ def _row(study: Study, row: StudyRow, *, can_draw: bool) -> Iterator[str]:
     if seen is None:
         return
     yield f"<section><h2>{escape(row.name)}</h2><p>{escape(row.what)}</p>"
-    yield from plain_table(PHASE_HEADS, (phase_cells(each) for each in phase_figures(row, study.cluster)))
+    yield from plain_table(PHASE_HEADS, (phase_cells(each) for each in seen.phases.values()))
     lines = list(finding_lines(find(seen)))
     yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>No findings.</p>"
     if can_draw:

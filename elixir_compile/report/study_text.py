@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from elixir_compile.ir.study import Study, StudyRow
 from elixir_compile.report.findings import Finding, find, observed_row
-from elixir_compile.report.phase_table import PhaseFigures, Traffic, phase_figures
+from elixir_compile.report.phase_table import PhaseFigures, Traffic
 from elixir_compile.report.text import table_text
 from elixir_compile.units import format_bytes, format_s
 
@@ -21,7 +21,7 @@ def study_text(study: Study) -> str:
             continue
         badge = "planned" if row.is_simulated else "measured"
         parts.append(f"{row.name}, {badge}: {row.what}")
-        parts.append(table_text(PHASE_HEADS, [phase_cells(each) for each in phase_figures(row, study.cluster)]))
+        parts.append(table_text(PHASE_HEADS, [phase_cells(each) for each in seen.phases.values()]))
         parts.append("\n".join(f"  {line}" for line in finding_lines(find(seen))))
     return "\n\n".join(part for part in parts if part)
 

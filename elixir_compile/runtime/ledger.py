@@ -50,7 +50,6 @@ class Ledger:
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
-        self._lane_bytes: Counter[str] = Counter()
         self._recordings: tuple[Recording, ...] = ()
         self._thread_seconds: ThreadSeconds | None = None
         _ledgers.add(self)
@@ -86,8 +85,10 @@ class Ledger:
     @property
     def lane_bytes(self) -> Mapping[str, int]:
         """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`."""
-        with self._lock:
-            return dict(self._lane_bytes)
+        sums: Counter[str] = Counter()
+        for (lane, _), nbytes in self.bytes.items():
+            sums[lane.value] += nbytes
+        return dict(sums)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -121,7 +122,6 @@ class Ledger:
                 self._times[label] += times
             if nbytes:
                 self._bytes[lane, label] += nbytes
-                self._lane_bytes[lane.value] += nbytes
         recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING
