@@ -26,6 +26,7 @@ class GpuCounters:
         nvml.nvmlInit()
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._is_missing: set[str] = set()
+        self._most_width: float | None = None
         self._linked: dict[str, tuple[float, int]] = {}
         """By direction, the time and the value of the last reading of the counter of bytes."""
 
@@ -40,6 +41,8 @@ class GpuCounters:
         width = ask("link_width", lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(self._handle))
         energy_mj = ask("device_energy_j", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         busy_percent = ask("device_busy_share", lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        if self._most_width is None:  # it does not change
+            self._most_width = ask("link_most_width", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(self._handle))
         found: dict[str, float | None] = {
             "device_used_bytes": ask("device_used_bytes", self._used_bytes),
             "device_busy_share": None if busy_percent is None else busy_percent / 100,
@@ -49,6 +52,7 @@ class GpuCounters:
             ),
             "link_generation": generation,
             "link_width": width,
+            "link_most_width": self._most_width,
         }
         most_per_s = _LANE_BYTES_PER_S.get(int(generation or 0), max(_LANE_BYTES_PER_S.values())) * (width or 16)
         return found | self._fields(now_s, most_per_s)

@@ -64,7 +64,8 @@ class Nvml:
             return [self._field(number) for number in arguments[1]]
         return {
             "nvmlDeviceGetCurrPcieLinkGeneration": 4,
-            "nvmlDeviceGetCurrPcieLinkWidth": 16,
+            "nvmlDeviceGetCurrPcieLinkWidth": 8,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
             "nvmlDeviceGetTotalEnergyConsumption": self.energy_mj,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=75, memory=10),
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=7 << 30),
@@ -89,12 +90,13 @@ def test_figures_have_units_and_rates_are_of_two_readings() -> None:
     later = gpu.read(10.5)
     assert later == {
         "device_used_bytes": 7 << 30, "device_busy_share": 0.75, "device_power_w": 350.0, "device_energy_j": 6.0,
-        "device_clock_reasons": 4, "link_generation": 4, "link_width": 16, "link_tx_bytes_per_s": 40 << 30,
-        "link_rx_bytes_per_s": 2 << 30,
+        "device_clock_reasons": 4, "link_generation": 4, "link_width": 8, "link_most_width": 16,
+        "link_tx_bytes_per_s": 40 << 30, "link_rx_bytes_per_s": 2 << 30,
     }  # fmt: skip
     gpu.close()
     assert not nvml.is_open
     assert not set(NEVER) & set(nvml.asked)
+    assert nvml.asked.count("nvmlDeviceGetMaxPcieLinkWidth") == 1, "the slot stays what it is"
 
 
 def test_a_counter_of_32_bits_may_wrap_once_and_is_unknown_if_it_may_wrap_twice() -> None:
@@ -103,12 +105,12 @@ def test_a_counter_of_32_bits_may_wrap_once_and_is_unknown_if_it_may_wrap_twice(
     gpu = GpuCounters(nvml, UUID)
     gpu.read(0.0)
     nvml.tx += 3000
-    # 16 lanes of generation 4 move at most 31.5 GB/s: 2^32 bytes in 0.136 s.
+    # 8 lanes of generation 4 move at most 15.8 GB/s: 2^32 bytes in 0.273 s.
     assert gpu.read(0.1)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1)
     nvml.tx += 3000
-    assert gpu.read(0.3)["link_tx_bytes_per_s"] is None
+    assert gpu.read(0.4)["link_tx_bytes_per_s"] is None
     nvml.tx += 3000
-    assert gpu.read(0.4)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1), "the next reading is known again"
+    assert gpu.read(0.5)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1), "the next reading is known again"
 
 
 def test_what_is_not_supported_is_none_with_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
