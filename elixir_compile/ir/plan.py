@@ -78,6 +78,8 @@ class Plan:
     """The name of the machine: `1 x cpu`."""
     num_copies: int = 1
     """Number of ranks that hold the same part of a bucket: more than 1 for hybrid sharding."""
+    rank: int = 0
+    """The rank whose homes, schedule and seconds these are; 0 in a plan that all ranks follow."""
     budget_bytes: int
     base_bytes: int = 0
     """External usage of the device in bytes at every op: counted in the peak, never moved."""
@@ -129,6 +131,8 @@ class Plan:
             raise InvalidPlan(f"plan {self.name} counts {total_bytes} bytes; expected at most {MOST_BYTES}.")
         if len(dict(self.symbols)) != len(self.symbols) or any(value < 0 for _, value in self.symbols):
             raise InvalidPlan(f"plan {self.name} has the symbols {self.symbols}; expected each once, 0 or more.")
+        if self.rank < 0:
+            raise InvalidPlan(f"plan {self.name} is of rank {self.rank}; expected 0 or more.")
         if min(self.loss_chunks, self.num_copies) < 1:
             raise InvalidPlan(
                 f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
@@ -204,6 +208,7 @@ class Plan:
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
+        lines += [f"  rank {self.rank}"] if self.rank else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
 

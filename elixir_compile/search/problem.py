@@ -39,6 +39,8 @@ class Problem:
     each rank has all elements. A parameter without an entry is cut evenly."""
     num_copies: int = 1
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
+    rank: int = 0
+    """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -100,6 +102,10 @@ class Problem:
             raise InvalidPlan(
                 f"problem {self.name}: {self.cluster.num_ranks} ranks cannot have {self.num_copies} copies of each "
                 "part; expected a number that divides theirs."
+            )
+        if not 0 <= self.rank < self.cluster.num_ranks:
+            raise InvalidPlan(
+                f"problem {self.name}: rank {self.rank} of {self.cluster.num_ranks} ranks; expected 0 to one less."
             )
         for param, numels in self.shards.items():
             if len(numels) != self.num_shards or not 0 <= min(numels) <= max(numels) == numels[0]:
