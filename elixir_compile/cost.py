@@ -90,7 +90,7 @@ def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
     All parts of a bucket are averaged at the same time. Between nodes they share the network of a node; within a node
     each device has its own link.
     """
-    num_at_once = min(cluster.num_ranks // num_copies, cluster.num_local_ranks) if len(cluster.nodes) > 1 else 1
+    num_at_once = min(cluster.num_ranks // num_copies, cluster.num_local_ranks) if cluster.is_over_nodes else 1
     return 2 * _ring_s(nbytes * num_at_once, num_copies, cluster.collective)
 
 

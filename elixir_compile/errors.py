@@ -190,7 +190,10 @@ class UnknownHardware(_UnknownName):
         # By letters alone "h200" would be nearer to "gh200" than to "h200-141g".
         near = [other for other in self.known if start and other.startswith(start)]
         # 0.5 and not the usual 0.6, so that "4090" finds "rtx4090-24g": 2 * 4 of 4 + 11 letters are 0.53.
-        return near or difflib.get_close_matches(start, self.known, n=1, cutoff=0.5)
+        near = near or difflib.get_close_matches(start, self.known, n=1, cutoff=0.5)
+        # "l5" is as short as the chip that it means: of "l4-24g" it has one letter of six, of "l4" one of two.
+        chips = {name.split("-")[0]: name for name in self.known}
+        return near or [chips[chip] for chip in difflib.get_close_matches(start, chips, n=1, cutoff=0.5)]
 
     def __str__(self) -> str:
         return (
