@@ -78,6 +78,9 @@ class Problem:
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
     """Placements in force, one per bucket in force; the planner moves them only further from the device."""
+    released: frozenset[BucketId] | None = None
+    """The sharded buckets that all ranks gather for each window and release after it, where the plans of ranks differ:
+    every other sharded bucket stays gathered. None if the planner may choose."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
     common_rows: int | None = None

@@ -36,6 +36,9 @@ FACTS = st.builds(
     ops_digest=st.just("o"),
     division_digest=st.just("v"),
     batch=st.integers(1, 64),
+    device=st.just("d"),
+    flops_per_s=st.floats(0.0, 1e15),
+    homes_digest=st.just("h"),
     **dict.fromkeys(SIZES, st.integers(0, 10)),
 )
 
