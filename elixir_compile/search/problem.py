@@ -9,6 +9,7 @@ from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir.share import Share
 from elixir_compile.units import MIB
 
 
@@ -41,6 +42,8 @@ class Problem:
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     rank: int = 0
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
+    shares: tuple[Share, ...] = ()
+    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
