@@ -9,6 +9,7 @@ from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir.share import Share
 from elixir_compile.units import MIB
 
 
@@ -43,6 +44,8 @@ class Problem:
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
     state: tuple[float, ...] = ()
     """The part of every bucket that each rank owns, summing to 1; empty if the ranks own equal shards."""
+    shares: tuple[Share, ...] = ()
+    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
