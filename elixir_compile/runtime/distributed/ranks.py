@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from elixir_compile import compat
 from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
 from elixir_compile.ir.schedule import BucketRef, label
+from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.portion import rows_of
 from elixir_compile.ops.shards import is_sharded, part_like
@@ -145,6 +146,8 @@ class Ranks:
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
         self._is_weighed = False
+        self.shares: tuple[Share, ...] = ()
+        """The share of each rank, if the model was prepared with shares, in the order of the mesh."""
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.unfinished = UnfinishedCollectives(self.control)
@@ -225,6 +228,13 @@ class Ranks:
         samples = [
             int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")
         ]
+        self.weigh_by(samples)
+
+    def weigh_by(self, samples: Sequence[int]) -> None:
+        """Weight the gradients of each rank by its number in `samples`, in the order of the mesh, from now on.
+
+        Nothing is exchanged: all ranks must give the same numbers. Raises ValueError if no rank has samples.
+        """
         if min(samples) < 0 or sum(samples) == 0:
             raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
         weights = {
