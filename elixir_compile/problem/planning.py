@@ -219,7 +219,7 @@ def problem_of(
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
         state=() if ranks is None else ranks.state,
-        rank=0 if ranks is None else ranks.largest,
+        rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
     )

@@ -39,6 +39,7 @@ FACTS = st.builds(
     device=st.just("d"),
     flops_per_s=st.floats(0.0, 1e15),
     homes_digest=st.just("h"),
+    own_part=st.just(0.0),
     **dict.fromkeys(SIZES, st.integers(0, 10)),
 )
 

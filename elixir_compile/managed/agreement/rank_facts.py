@@ -52,6 +52,8 @@ class RankFacts:
     """The highest rate of the device."""
     homes_digest: str
     """Digest of the placements in force."""
+    own_part: float
+    """Part of the state that this rank owns; 0 if all ranks own equal parts."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -75,6 +77,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
+        own_part=problem.state[problem.rank] if problem.state else 0.0,
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         base_bytes=problem.base_bytes,
@@ -108,6 +111,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
         "micro-batches": str(problem.micro_batches),
+        "parts of the state": " ".join(map(str, problem.state)) or "equal",
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]
@@ -187,7 +191,8 @@ in turn are apart by less."""
 
 
 def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the ranks of each class: of like devices, with like memory and equal homes in force.
+    """Return the places of the ranks of each class: of like devices, with like memory, equal homes in force and equal
+    parts of the state.
 
     There is one class of all ranks if their ops differ.
     """
@@ -209,14 +214,17 @@ def _are_alike(first: RankFacts, other: RankFacts) -> bool:
         (first.host_budget_bytes, other.host_budget_bytes),
     )
     is_same = (first.device, first.homes_digest) == (other.device, other.homes_digest)
+    is_same = is_same and first.own_part == other.own_part
     return is_same and all(a == b or min(a, b) >= _ALIKE * max(a, b) > 0 for a, b in pairs)
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets, the largest external usage and the common rows of all ranks."""
+    """Return `problem` with the smallest budgets, the largest external usage, the common rows and the largest part of
+    the state of all ranks."""
     are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
         problem,
+        rank=problem.state.index(max(problem.state)) if problem.state else problem.rank,
         common_rows=math.gcd(*(fact.batch for fact in facts)) if are_alike else 1,
         budget_bytes=min(fact.budget_bytes for fact in facts),
         host_budget_bytes=min(fact.host_budget_bytes for fact in facts),

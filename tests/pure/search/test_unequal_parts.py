@@ -7,6 +7,8 @@ import pytest
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Bucket, BucketId, StorageId
 from elixir_compile.ir.share import largest_remainder
+from elixir_compile.managed.agreement.rank_facts import classes_of, facts_of, for_all
+from elixir_compile.search import plan
 from elixir_compile.search.space.buckets import form_buckets
 from tests.pure.search.test_planner import problem_of
 from tests.pure.search.test_shards import ranks
@@ -31,6 +33,7 @@ def bucket(shard_numels: tuple[int, ...], **more: object) -> Bucket:
 def test_a_ragged_bucket_has_no_padding() -> None:
     padded, ragged = bucket((60, 30, 10)), bucket((60, 30, 10), is_ragged=True)
     assert (padded.flat_nbytes, ragged.flat_nbytes) == (4 * 180, 4 * 100)
+    assert (padded.shards_text, ragged.shards_text) == ("60 30 10", "60 30 10 ragged")
     assert [ragged.seen_by(rank).home_nbytes for rank in range(3)] == [240, 120, 40]
     assert [padded.seen_by(rank).home_nbytes for rank in range(3)] == [240, 240, 240]
     for each in (padded, ragged):
@@ -63,3 +66,18 @@ def test_parts_of_the_state_are_one_for_each_rank() -> None:
     problem = problem_of(GRAPH, ranks(3))
     with pytest.raises(InvalidPlan, match="expected a part of 0 or more for each of 3 ranks"):
         replace(problem, state=(0.5, 0.5))
+
+
+def test_a_rank_counts_its_own_part_whoever_made_the_buckets_in_force() -> None:
+    problem = replace(problem_of(GRAPH, ranks(3)), state=(0.1, 0.2, 0.7))
+    made = plan(problem, "greedy")
+    assert [own.seen_by(1) for own in made.buckets] == list(made.buckets)
+    again = replace(problem, buckets=made.buckets, placements=made.placements, rank=2)
+    assert {own.rank for own in form_buckets(again)} == {2}
+    facts = facts_of(problem, (), ())
+    assert facts.own_part == 0.1
+    assert for_all(problem, [facts]).rank == 2
+    others = [replace(facts, own_part=part) for part in (0.1, 0.2, 0.2)]
+    assert classes_of(others) == ((0,), (1, 2))
+    peaks = [plan(replace(problem, rank=rank), "greedy").prediction.device_peak_bytes for rank in range(3)]
+    assert peaks == sorted(set(peaks))
