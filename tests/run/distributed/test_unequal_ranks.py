@@ -39,6 +39,7 @@ def trained(pair: Pair, steps: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def plan_of(pair: Pair) -> Plan:
     (compilation,) = elixir.compilations(pair.model)
+    assert compilation.plan is not None
     return compilation.plan
 
 
