@@ -101,11 +101,16 @@ def explain(
 
 @app.command()
 def report(
-    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    source: Annotated[
+        Path, typer.Argument(help="A saved plan with its question file, or the folder of an observed run or a study.")
+    ],
     others: Annotated[
-        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+        list[Path] | None,
+        typer.Argument(help="Beside a plan: a second plan, a record, or both. Beside a run: other runs."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file; else beside the plan or in the folder.")
+    ] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
     dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
     curve: Annotated[
@@ -113,15 +118,17 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
 ) -> None:
-    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+    """Write a plan, an observed run or a study as one page of HTML.
 
-    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    Of a plan: memory and lanes over the step, layers with reasons, the certificate. Of a run, in addition: the seconds
+    of its steps, its losses, and what was measured. The page needs no network. Its charts need the libraries of
+    elixir-compile[report].
     """
     from elixir_compile.cli.report import run_report
 
     raise typer.Exit(
         code=run_report(
-            plan=plan,
+            source=source,
             others=others or (),
             output=output,
             figure=figure,
@@ -235,7 +242,9 @@ def plan(
     with collector_off():
         from elixir_compile.cli.plan import Request, run_plan
         from elixir_compile.cli.reports import fail
+        from elixir_compile.cli.shares import is_for_fleet, run_shares
         from elixir_compile.cli.tune import TuneRequest, run_tune
+        from elixir_compile.errors import ElixirError
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -250,9 +259,16 @@ def plan(
         options=options,
     )  # fmt: skip
     states = tuple(state_bytes or ())
-    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    wrong: ElixirError | None = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    is_shared = False
+    try:
+        is_shared = wrong is None and is_for_fleet(hardware)
+    except ElixirError as error:
+        wrong = error
     if wrong is not None:
         code = fail(wrong, as_json=as_json)
+    elif is_shared:
+        code = run_shares(request, output=output, as_json=as_json)
     elif tune:
         tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
         code = run_tune(tuned, output=output, as_json=as_json)

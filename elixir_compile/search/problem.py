@@ -42,6 +42,8 @@ class Problem:
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     rank: int = 0
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
+    state: tuple[float, ...] = ()
+    """The part of every bucket that each rank owns, summing to 1; empty if the ranks own equal shards."""
     shares: tuple[Share, ...] = ()
     """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
@@ -113,8 +115,14 @@ class Problem:
             raise InvalidPlan(
                 f"problem {self.name}: rank {self.rank} of {self.cluster.num_ranks} ranks; expected 0 to one less."
             )
+        if self.state and (len(self.state) != self.num_shards or min(self.state) < 0 or self.num_copies > 1):
+            raise InvalidPlan(
+                f"problem {self.name}: {len(self.state)} ranks own {self.state} of the state; expected a part of 0 or "
+                f"more for each of {self.num_shards} ranks, without copies."
+            )
         for param, numels in self.shards.items():
-            if len(numels) != self.num_shards or not 0 <= min(numels) <= max(numels) == numels[0]:
+            is_right = len(numels) == self.num_shards and min(numels) >= 0
+            if not is_right or (max(numels) != numels[0] and not self.state):
                 raise InvalidPlan(
                     f"problem {self.name}: {param} is in {len(numels)} shards for {self.num_shards} ranks, the "
                     f"largest of {max(numels, default=0)} elements; expected one per rank, the first the largest."
