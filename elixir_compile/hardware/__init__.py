@@ -10,6 +10,16 @@ from elixir_compile.hardware.cluster import (
     cluster_to_json,
     hardware_fingerprint,
 )
+from elixir_compile.hardware.fleet import (
+    Fleet,
+    Seat,
+    fleet_from_json,
+    fleet_of,
+    fleet_of_nodes,
+    fleet_to_json,
+    with_like_seats,
+)
+from elixir_compile.hardware.fleet_text import is_fleet, parse_fleet
 from elixir_compile.hardware.presets import (
     parse_hardware,
     preset,
@@ -22,16 +32,25 @@ from elixir_compile.hardware.presets import (
 __all__ = [
     "Cluster",
     "DeviceProfile",
+    "Fleet",
     "HostProfile",
     "Link",
     "Node",
+    "Seat",
     "cluster_from_json",
     "cluster_to_json",
+    "fleet_from_json",
+    "fleet_of",
+    "fleet_of_nodes",
+    "fleet_to_json",
     "hardware_fingerprint",
+    "is_fleet",
+    "parse_fleet",
     "parse_hardware",
     "preset",
     "preset_names",
     "preset_of_ranks",
     "profile_for",
     "with_devices",
+    "with_like_seats",
 ]

@@ -3,9 +3,9 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.errors import InvalidPlan, InvalidProfile, ProfileFileError
 
 _LEAST_RATE, _MOST_RATE = 1e-9, 1e30
@@ -159,6 +159,8 @@ class Cluster:
     nodes: tuple[Node, ...]
     network: Link | None = None
     """From each node to the next, in a ring of all devices; None for a single node."""
+    num_elsewhere: int = field(default=0, metadata=LEFT_OUT)
+    """Ranks on other hosts, whatever their devices are, beside those of a single node: see `fleet.Fleet.seen_by`."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -167,19 +169,29 @@ class Cluster:
             raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
         if any(node != self.nodes[0] for node in self.nodes):
             raise InvalidPlan("the nodes of a cluster must be equal; clusters of unequal nodes are not supported.")
-        if len(self.nodes) > 1 and self.network is None:
-            raise InvalidProfile("cluster", "network", f"a link, as there are {len(self.nodes)} nodes", None)
+        require_not_negative("cluster", num_elsewhere=self.num_elsewhere)
+        if len(self.nodes) > 1 and self.num_elsewhere:
+            raise InvalidProfile("cluster", "num_elsewhere", f"0 beside {len(self.nodes)} nodes", self.num_elsewhere)
+        if self.is_over_nodes and self.network is None:
+            others = f"{self.num_elsewhere} ranks elsewhere" if self.num_elsewhere else f"{len(self.nodes)} nodes"
+            raise InvalidProfile("cluster", "network", f"a link, as there are {others}", None)
 
     @property
     def name(self) -> str:
         """The name in plans: `4 x a100-40g`, or `2 x 4 x a100-40g` for two nodes of four devices."""
         nodes = f"{len(self.nodes)} x " if len(self.nodes) > 1 else ""
-        return f"{nodes}{self.num_local_ranks} x {self.device.name}"
+        elsewhere = f" and {self.num_elsewhere} elsewhere" if self.num_elsewhere else ""
+        return f"{nodes}{self.num_local_ranks} x {self.device.name}{elsewhere}"
 
     @property
     def num_ranks(self) -> int:
-        """Number of devices of all nodes."""
-        return sum(node.num_devices for node in self.nodes)
+        """Number of devices of all nodes, and of ranks elsewhere."""
+        return sum(node.num_devices for node in self.nodes) + self.num_elsewhere
+
+    @property
+    def is_over_nodes(self) -> bool:
+        """Whether collectives of all ranks pass the network."""
+        return len(self.nodes) > 1 or self.num_elsewhere > 0
 
     @property
     def num_local_ranks(self) -> int:
@@ -209,8 +221,7 @@ class Cluster:
     @property
     def collective(self) -> Link | None:
         """The slowest link of a ring over all ranks: the network, else the peer link; None for a single rank."""
-        first, *others = self.nodes
-        return self.network if others else first.peer
+        return self.network if self.is_over_nodes else self.nodes[0].peer
 
 
 MACHINE_FORMAT = 1

@@ -61,8 +61,10 @@ class Machine:
     """True if the Elixir paper measured its rates on this machine."""
 
 
-def _tflops(float32: float, float64: float, half: float) -> Mapping[str, float]:
-    rates = {"float32": float32, "float64": float64, "bfloat16": half, "float16": half}
+def _tflops(float32: float, float64: float, half: float, *, has_bfloat16: bool = True) -> Mapping[str, float]:
+    """Return the rates by dtype. A chip without units for bfloat16 computes it at the rate of float32."""
+    rates = {"float32": float32, "float64": float64, "float16": half}
+    rates |= {"bfloat16": half} if has_bfloat16 else {}
     return MappingProxyType({dtype: rate * 1e12 for dtype, rate in rates.items()})
 
 
@@ -70,13 +72,15 @@ _GB = 10**9
 _GIB = 2**30
 _SMI = "memory as nvidia-smi prints it"
 
-# 16 or 32 GT/s x 16 lanes x 128/130 / 8 bits
+# 8, 16 or 32 GT/s x 16 lanes x 128/130 / 8 bits
+_PCIE_3 = Wire(bytes_per_s=15.75e9, source="PCI Express 3.0 specification, x16")
 _PCIE_4 = Wire(bytes_per_s=31.5e9, source="PCI Express 4.0 specification, x16")
 _PCIE_5 = Wire(bytes_per_s=63.0e9, source="PCI Express 5.0 specification, x16")
 _HDR = Wire(bytes_per_s=25e9, source="200 Gb/s HDR InfiniBand per device, DGX A100 data sheet")
 _NDR = Wire(bytes_per_s=50e9, source="400 Gb/s NDR InfiniBand per device, DGX H100 data sheet")
 _NDR_GRACE = Wire(bytes_per_s=50e9, source="400 Gb/s NDR InfiniBand per device, GH200 white paper, one ConnectX-7")
 _ETHERNET = Wire(bytes_per_s=12.5e9, source="100 Gb/s Ethernet per node: assumed, common in clouds")
+_NVLINK_2 = Wire(bytes_per_s=150e9, source="NVLink 2, 6 links of 25 GB/s, V100 data sheet: 300 GB/s both ways")
 _NVLINK_3 = Wire(bytes_per_s=300e9, source="NVLink 3, 12 links of 25 GB/s, A100 data sheet: 600 GB/s both ways")
 _NVLINK_4 = Wire(bytes_per_s=450e9, source="NVLink 4, 18 links of 25 GB/s, H100 data sheet: 900 GB/s both ways")
 _C2C = Wire(bytes_per_s=450e9, source="NVLink-C2C, GH200 data sheet: 900 GB/s both ways")
@@ -117,6 +121,36 @@ _CLOUD_L4 = Board(
     memory_bytes=768 * _GIB,
     memory_bytes_per_s=409.6e9,
     source="AWS g6.48xlarge: 2 x EPYC 7R13, 768 GiB; 16 channels DDR4-3200 of EPYC 7003",
+)
+_CLOUD_A10G = Board(
+    cores=96,
+    memory_bytes=768 * _GIB,
+    memory_bytes_per_s=409.6e9,
+    source="AWS g5.48xlarge: 2 x EPYC 7R32, 768 GiB; 16 channels DDR4-3200 of EPYC 7002",
+)
+_CLOUD_T4 = Board(
+    cores=48,
+    memory_bytes=384 * _GIB,
+    memory_bytes_per_s=281.6e9,
+    source="AWS g4dn.metal: 2 x Xeon Platinum 8259CL, 384 GiB; 12 channels DDR4-2933",
+)
+_CLOUD_V100 = Board(
+    cores=32,
+    memory_bytes=488 * _GIB,
+    memory_bytes_per_s=153.6e9,
+    source="AWS p3.16xlarge: 2 x Xeon E5-2686 v4, 488 GiB; 8 channels DDR4-2400 of Xeon E5 v4",
+)
+_CLOUD_V100_32G = Board(
+    cores=48,
+    memory_bytes=768 * _GIB,
+    memory_bytes_per_s=256e9,
+    source="AWS p3dn.24xlarge: 2 x Xeon Platinum 8175M, 768 GiB; 12 channels DDR4-2666",
+)
+_XEON_DDR4 = Board(
+    cores=28,
+    memory_bytes=256 * _GIB,
+    memory_bytes_per_s=153.6e9,
+    source="Intel Xeon E5-2680 v4 data sheet, two sockets: 8 channels DDR4-2400, 80 lanes PCIe 3; 8 x 32 GiB assumed",
 )
 _GRACE = Board(
     cores=72,
@@ -183,10 +217,66 @@ _L4 = Chip(
     flops_per_s=_tflops(30.3, 30.3 / 64, 121),
     source=f"NVIDIA L4 data sheet, half of the rates with sparsity, float64 as 1/64 of float32; {_SMI}",
 )
+# The data sheets of the following chips give dense rates.
+_A6000 = Chip(
+    memory_mib=49140,
+    memory_bytes_per_s=768e9,
+    flops_per_s=_tflops(38.7, 38.7 / 64, 154.8),
+    source=f"NVIDIA RTX A6000 data sheet, half of the rates with sparsity, float64 as 1/64 of float32; {_SMI}",
+)
+_A10G = Chip(
+    memory_mib=23028,
+    memory_bytes_per_s=600e9,
+    flops_per_s=_tflops(35, 35 / 64, 70),
+    source=f"NVIDIA A10G data sheet, float64 as 1/64 of float32; {_SMI}",
+)
+_P40 = Chip(
+    memory_mib=23040,
+    memory_bytes_per_s=346e9,
+    # Pascal GP102 computes float16 at 1/64 and float64 at 1/32 of float32.
+    flops_per_s=_tflops(12, 12 / 32, 12 / 64, has_bfloat16=False),
+    source=f"NVIDIA Tesla P40 data sheet; float16 and float64 by CUDA's table of throughput for capability 6.1; {_SMI}",
+)
+_P100_16G = Chip(
+    memory_mib=16384,
+    memory_bytes_per_s=732e9,
+    flops_per_s=_tflops(9.3, 4.7, 18.7, has_bfloat16=False),
+    source=f"NVIDIA Tesla P100 PCIe 16GB data sheet; {_SMI}",
+)
+_T4 = Chip(
+    memory_mib=15360,
+    memory_bytes_per_s=320e9,
+    flops_per_s=_tflops(8.1, 8.1 / 32, 65, has_bfloat16=False),
+    source=f"NVIDIA T4 data sheet, float64 as 1/32 of float32; {_SMI}",
+)
+_V100_FLOPS = _tflops(15.7, 7.8, 125, has_bfloat16=False)
+_V100_16G = Chip(
+    memory_mib=16384,
+    memory_bytes_per_s=900e9,
+    flops_per_s=_V100_FLOPS,
+    source=f"NVIDIA V100 SXM2 16GB data sheet; {_SMI}",
+)
+_V100_32G = Chip(
+    memory_mib=32768,
+    memory_bytes_per_s=900e9,
+    flops_per_s=_V100_FLOPS,
+    source=f"NVIDIA V100 SXM2 32GB data sheet; {_SMI}",
+)
 
 
 def _dgx_a100(chip: Chip, board: Board) -> Machine:
     return Machine(chip=chip, board=board, lane=_PCIE_4, peer=_NVLINK_3, network=_HDR, has_papers_rates=True)
+
+
+def _pcie(chip: Chip, board: Board, lane: Wire) -> Machine:
+    """Return a machine whose devices reach each other over PCI Express, with a network adapter for all of them."""
+    return Machine(chip=chip, board=board, lane=lane, peer=lane, network=_ETHERNET, has_adapter_per_device=False)
+
+
+def _cloud_v100(chip: Chip, board: Board) -> Machine:
+    return Machine(
+        chip=chip, board=board, lane=_PCIE_3, peer=_NVLINK_2, network=_ETHERNET, has_adapter_per_device=False
+    )
 
 
 def _geforce(chip: Chip, board: Board, lane: Wire) -> Machine:
@@ -199,15 +289,20 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
         "a100-40g": _dgx_a100(_A100_40G, _DGX_A100_320),
         "a100-80g": _dgx_a100(_A100_80G, _DGX_A100_640),
+        "a10g-24g": _pcie(_A10G, _CLOUD_A10G, _PCIE_4),
+        "a6000-48g": _pcie(_A6000, _EPYC_DDR4, _PCIE_4),
         "gh200": Machine(chip=_GH200, board=_GRACE, lane=_C2C, peer=_NVLINK_4, network=_NDR_GRACE),
         "h100-80g": Machine(chip=_H100_80G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
         "h200-141g": Machine(chip=_H200_141G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
-        "l4-24g": Machine(
-            chip=_L4, board=_CLOUD_L4, lane=_PCIE_4, peer=_PCIE_4, network=_ETHERNET, has_adapter_per_device=False
-        ),
+        "l4-24g": _pcie(_L4, _CLOUD_L4, _PCIE_4),
+        "p100-16g": _pcie(_P100_16G, _XEON_DDR4, _PCIE_3),
+        "p40-24g": _pcie(_P40, _XEON_DDR4, _PCIE_3),
         "rtx3090-24g": _geforce(_RTX_3090, _EPYC_DDR4, _PCIE_4),
         "rtx4090-24g": _geforce(_RTX_4090, _EPYC_DDR4, _PCIE_4),
         "rtx5090-32g": _geforce(_RTX_5090, _EPYC_DDR5, _PCIE_5),
+        "t4-16g": _pcie(_T4, _CLOUD_T4, _PCIE_3),
+        "v100-16g": _cloud_v100(_V100_16G, _CLOUD_V100),
+        "v100-32g": _cloud_v100(_V100_32G, _CLOUD_V100_32G),
     }
 )
 """In alphabetical order."""

@@ -24,7 +24,9 @@ from torch.distributed.tensor.placement_types import Placement
 from elixir_compile import compat
 from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
 from elixir_compile.ir.schedule import BucketRef, label
+from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.portion import rows_of
 from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
@@ -123,7 +125,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class Ranks:
-    """The ranks of `mesh`: shards along its last axis, and copies of each shard along the first axis of two."""
+    """The ranks of `mesh`: shards along its last axis, and copies of each shard along the first axis of two.
+
+    It has more than 15 attributes: the mesh and its groups, what sends messages over them, and the weights of ranks.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -140,6 +145,8 @@ class Ranks:
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
         self._is_weighed = False
+        self.shares: tuple[Share, ...] = ()
+        """The share of each rank, if the model was prepared with shares, in the order of the mesh."""
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.unfinished = UnfinishedCollectives(self.control)
@@ -151,6 +158,11 @@ class Ranks:
     def num_copies(self) -> int:
         """The number of copies of each shard."""
         return self.num_ranks // self.num_shards
+
+    @property
+    def state(self) -> tuple[float, ...]:
+        """The part of every sharded parameter that each rank owns; empty if the ranks own equal parts."""
+        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
     @cached_property
     def checkpoint_control(self) -> ControlChannel:
@@ -180,7 +192,9 @@ class Ranks:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
         if not is_sharded(param):
             return (param.numel(),) * self.num_shards
-        row_numel = math.prod(param.shape[1:])
+        row_numel, rows = math.prod(param.shape[1:]), rows_of(param)
+        if rows is not None:
+            return tuple(row_numel * own for own in rows)
         num_rows = -(-param.shape[0] // self.num_shards)
         starts = range(0, num_rows * self.num_shards, num_rows)
         return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
@@ -189,11 +203,18 @@ class Ranks:
         """Return the dtype in which the gradient of `param` is averaged."""
         return torch.float32 if self.reduces_in_fp32 and has_master(param) else param.dtype
 
-    def all_gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
-        """Start filling row i of `rows` with shard i; `own` is the shard of this rank."""
+    def all_gather(self, rows: Sequence[torch.Tensor] | torch.Tensor, own: torch.Tensor, what: str) -> Collective:
+        """Start filling row i of `rows` with shard i; `own` is the shard of this rank.
+
+        `rows` is a matrix, or a sequence of tensors of different lengths.
+        """
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
                 work = self._messenger.all_gather(rows, own)
+            elif not isinstance(rows, torch.Tensor):
+                # NCCL sends tensors of different lengths in grouped broadcasts.
+                work = distributed.all_gather(list(rows), own, group=self._shard_group, async_op=True)
+                assert work is not None, "this process is in the group"
             else:
                 work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
@@ -207,6 +228,13 @@ class Ranks:
         samples = [
             int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")
         ]
+        self.weigh_by(samples)
+
+    def weigh_by(self, samples: Sequence[int]) -> None:
+        """Weight the gradients of each rank by its number in `samples`, in the order of the mesh, from now on.
+
+        Nothing is exchanged: all ranks must give the same numbers. Raises ValueError if no rank has samples.
+        """
         if min(samples) < 0 or sum(samples) == 0:
             raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
         weights = {
@@ -237,10 +265,10 @@ class Ranks:
                 self.unfinished.clear()
                 return
 
-    def reduce_scatter(self, own: torch.Tensor, rows: torch.Tensor, what: str) -> Collective:
+    def reduce_scatter(self, own: torch.Tensor, rows: Sequence[torch.Tensor] | torch.Tensor, what: str) -> Collective:
         """Start filling `own` with this rank's row of the mean of `rows` over the ranks of the mesh's last axis.
 
-        The caller must apply the weight to `rows` first unless `applies_weight`.
+        `rows` is as in `all_gather`. The caller must apply the weight to `rows` first unless `applies_weight`.
         """
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
@@ -249,7 +277,11 @@ class Ranks:
                 mean = distributed.ReduceOp.AVG
                 if self._is_weighed and own.dtype in _PREMULTIPLIED:
                     mean = compat.scaled_sum(self.weight / self.num_shards)
-                work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
+                if isinstance(rows, torch.Tensor):
+                    work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
+                else:  # grouped reduces
+                    work = distributed.reduce_scatter(own, list(rows), mean, self._shard_group, async_op=True)
+                    assert work is not None, "this process is in the group"
         return Collective(work, what, self, self._shard_group)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:

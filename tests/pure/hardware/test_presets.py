@@ -13,18 +13,28 @@ from elixir_compile.units import GIB
 COUNTS = range(1, MAX_DEVICES_PER_NODE + 1)
 ADAM_BYTES_PER_ELEMENT = 28
 
+WITHOUT_BFLOAT16 = {"p100-16g", "p40-24g", "t4-16g", "v100-16g", "v100-32g"}
+"""Chips before Ampere."""
+
 
 def test_common_machines_have_presets() -> None:
     assert preset_names() == (
         "a100-40g",
         "a100-80g",
+        "a10g-24g",
+        "a6000-48g",
         "gh200",
         "h100-80g",
         "h200-141g",
         "l4-24g",
+        "p100-16g",
+        "p40-24g",
         "rtx3090-24g",
         "rtx4090-24g",
         "rtx5090-32g",
+        "t4-16g",
+        "v100-16g",
+        "v100-32g",
     )
 
 
@@ -86,7 +96,12 @@ def test_rates_are_possible(name: str, num_devices: int) -> None:
         assert link.bytes_per_s <= MACHINES[name].lane.bytes_per_s
         assert link.overlaps_compute
     assert host.pinned_bytes + host.reserve_bytes <= host.memory_bytes
-    assert device.flops_per_s["float64"] < device.flops_per_s["float32"] < device.flops_per_s["bfloat16"]
+    rates = device.flops_per_s
+    assert rates["float64"] < rates["float32"]
+    if name in WITHOUT_BFLOAT16:
+        assert "bfloat16" not in rates
+    else:
+        assert rates["bfloat16"] == rates["float16"] > rates["float32"]
 
 
 def sums(cluster: Cluster) -> list[float]:
@@ -96,7 +111,7 @@ def sums(cluster: Cluster) -> list[float]:
     return [
         n * node.h2d.bytes_per_s,
         n * node.d2h.bytes_per_s,
-        n * node.device.flops_per_s["bfloat16"],
+        n * node.device.flops_per_s["float16"],
         peer_bytes_per_s,
         node.host.update_elements_per_s,
         node.host.memory_bytes_per_s,

@@ -1,0 +1,119 @@
+"""The share of each rank in a step: its rows of the batch, and its part of the training state.
+
+```text
+  rank   rows   micro-batches   state
+  0      5      1               0.5        rows add up to the batch, parts of the state to 1
+  1      2      1               0.25
+  2      1      1               0.25
+```
+
+Shares decide what ranks train; where a rank keeps its part, on the device, the host or the disk, its plan decides.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.errors import InvalidOption, InvalidPlan, PlanFileError
+
+STATE_TOLERANCE = 1e-9
+"""How far the parts of the state of all ranks may add up to another number than 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The rows and the part of the training state of one rank."""
+
+    rank: int
+    num_rows: int
+    """Rows of the batch that the rank trains; 0 for a rank that only holds its part of the state."""
+    micro_batches: int = 1
+    """Micro-batches into which the rank divides its rows, by which its activations were counted."""
+    state: float
+    """Part of the rows of every sharded parameter, and of its gradient and optimizer state, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.num_rows) < 0 or self.micro_batches < 1:
+            raise InvalidPlan(
+                f"the share of rank {self.rank} has {self.num_rows} rows in {self.micro_batches} micro-batches; "
+                "expected 0 or more rows in 1 or more."
+            )
+        if not (math.isfinite(self.state) and 0 <= self.state <= 1):
+            raise InvalidPlan(f"the share of rank {self.rank} has {self.state} of the state; expected 0 to 1.")
+
+
+def equal_shares(num_ranks: int, batch: int) -> tuple[Share, ...]:
+    """Return shares of equal parts of the state, and of `batch` rows, of which lower ranks get one more if they cannot
+    be equal."""
+    each, more = divmod(batch, num_ranks)
+    return tuple(Share(rank=rank, num_rows=each + (rank < more), state=1 / num_ranks) for rank in range(num_ranks))
+
+
+def batch_of(shares: Sequence[Share]) -> int:
+    """Return the rows of all ranks together."""
+    return sum(share.num_rows for share in shares)
+
+
+def first_rows(shares: Sequence[Share]) -> tuple[int, ...]:
+    """Return, for each rank, the index of its first row in the batch of all ranks."""
+    return tuple(accumulate((share.num_rows for share in shares[:-1]), initial=0))
+
+
+def have_equal_parts(shares: Sequence[Share]) -> bool:
+    """Return whether all ranks have equal parts of the state; True for no shares."""
+    return all(abs(share.state * len(shares) - 1) <= STATE_TOLERANCE * len(shares) for share in shares)
+
+
+def check_shares(shares: Sequence[Share], num_ranks: int) -> None:
+    """Raise InvalidOption unless there is one share for each of `num_ranks` ranks, in order, with at least one row in
+    all and parts of the state that sum to 1."""
+    expected = f"one per rank of the mesh, {num_ranks}, in the order of ranks"
+    if [share.rank for share in shares] != list(range(num_ranks)):
+        raise InvalidOption("shares", [share.rank for share in shares], expected)
+    if not batch_of(shares):
+        raise InvalidOption("shares", [share.num_rows for share in shares], f"{expected}, with rows")
+    total = math.fsum(share.state for share in shares)
+    if abs(total - 1) > STATE_TOLERANCE:
+        raise InvalidOption("shares", [share.state for share in shares], f"{expected}, with state that sums to 1")
+
+
+def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers proportional to `weights`, 0 or more, that sum to `total`.
+
+    Each weight gets its part rounded down; the parts with the largest remainders get one more, ties at lower indices.
+    Raises ValueError if all weights are 0 and `total` is not.
+    """
+    whole = math.fsum(weights)
+    if whole <= 0:
+        if total:
+            raise ValueError(f"{total} cannot be divided by the weights {list(weights)}, which are all 0.")
+        return (0,) * len(weights)
+    parts = [total * weight / whole for weight in weights]
+    found = [math.floor(part) for part in parts]
+    order = sorted(range(len(parts)), key=lambda index: (found[index] - parts[index], index))
+    for index in order[: total - sum(found)]:
+        found[index] += 1
+    return tuple(found)
+
+
+SHARES_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    shares: tuple[Share, ...]
+
+
+_SHARES = Form(what="shares", version=SHARES_FORMAT, error=PlanFileError)
+
+
+def shares_to_json(shares: Sequence[Share]) -> str:
+    """Return the shares of all ranks as JSON, with their batch by the sum of their rows."""
+    return to_json(_SHARES, _Shares(shares=tuple(shares)))
+
+
+def shares_from_json(text: str) -> tuple[Share, ...]:
+    """Return the shares in `text`. Raises PlanFileError with the wrong field, as `shares[0].num_rows`."""
+    return from_json(_SHARES, _Shares, text).shares
