@@ -101,11 +101,16 @@ def explain(
 
 @app.command()
 def report(
-    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    source: Annotated[
+        Path, typer.Argument(help="A saved plan with its question file, or the folder of an observed run or a study.")
+    ],
     others: Annotated[
-        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+        list[Path] | None,
+        typer.Argument(help="Beside a plan: a second plan, a record, or both. Beside a run: other runs."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file; else beside the plan or in the folder.")
+    ] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
     dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
     curve: Annotated[
@@ -113,15 +118,17 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
 ) -> None:
-    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+    """Write a plan, an observed run or a study as one page of HTML.
 
-    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    Of a plan: memory and lanes over the step, layers with reasons, the certificate. Of a run, in addition: the seconds
+    of its steps, its losses, and what was measured. The page needs no network. Its charts need the libraries of
+    elixir-compile[report].
     """
     from elixir_compile.cli.report import run_report
 
     raise typer.Exit(
         code=run_report(
-            plan=plan,
+            source=source,
             others=others or (),
             output=output,
             figure=figure,

@@ -1,7 +1,8 @@
 """The skeleton: what must be equal in the plans of ranks that differ, so that their collectives come in one order.
 
 ```text
-  equal on all ranks    buckets and their shards, the sequence of gathers and reduces, the time of updates, loss chunks
+  equal on all ranks    buckets and their shards, the sequence of gathers and reduces, the time of updates, loss chunks,
+                        shares
   each rank's own       homes, activations, micro-batches, offloads, and where in its compute each collective is issued
 ```
 
@@ -39,6 +40,7 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
+from elixir_compile.ir.share import Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Skeleton:
     update: Update
     loss_chunks: int
     num_copies: int
+    shares: tuple[Share, ...]
 
 
 def skeleton_of(plan: Plan) -> Skeleton:
@@ -60,6 +63,7 @@ def skeleton_of(plan: Plan) -> Skeleton:
         update=plan.update,
         loss_chunks=plan.loss_chunks,
         num_copies=plan.num_copies,
+        shares=plan.shares,
     )
 
 

@@ -81,6 +81,7 @@ def unpredicted_plan(
         cluster=problem.cluster.name,
         num_copies=problem.num_copies,
         rank=problem.rank,
+        shares=problem.shares,
         budget_bytes=problem.budget_bytes,
         base_bytes=problem.base_bytes,
         buckets=tuple(buckets),

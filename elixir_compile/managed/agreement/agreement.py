@@ -116,7 +116,7 @@ def agreed_facts(
             raise failure
         assert problem is not None
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
-        return facts_of(problem, lines, ops)
+        return facts_of(problem, lines, ops, control.rank)
 
     _, texts = run_on_all_ranks(control, "facts to plan with", own_facts, facts_to_text)
     facts = _facts_of_all(control, texts)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import Kind, Plan, StepGraph
+from elixir_compile.ir.share import Share
 from elixir_compile.search import Problem
 from elixir_compile.search.skeleton import skeleton_of
 
@@ -52,8 +53,8 @@ class RankFacts:
     """The highest rate of the device."""
     homes_digest: str
     """Digest of the placements in force."""
-    own_part: float
-    """Part of the state that this rank owns; 0 if all ranks own equal parts."""
+    share: str
+    """The rows and the part of the state of this rank; empty if all ranks have equal parts."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -65,8 +66,11 @@ class RankFacts:
 _FACTS = Form(what="facts", version=1, error=PlanFileError)
 
 
-def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> RankFacts:
-    """Return the facts about `problem`; its `lines` must be equal on all ranks, and its lines of `ops` need not."""
+def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: int = 0) -> RankFacts:
+    """Return the facts about `problem`, that of the rank at `place`.
+
+    Its `lines` must be equal on all ranks, and its lines of `ops` need not.
+    """
     device = problem.cluster.device
     return RankFacts(
         digest=digest_of(lines),
@@ -77,7 +81,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
-        own_part=problem.state[problem.rank] if problem.state else 0.0,
+        share=_share_text(problem.shares[place]) if problem.shares else "",
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         base_bytes=problem.base_bytes,
@@ -85,6 +89,10 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
         between_bytes=problem.between_bytes,
         after_bytes=problem.after_bytes,
     )
+
+
+def _share_text(share: Share) -> str:
+    return f"{share.num_rows} rows, {share.state} of the state"
 
 
 def _division_digest(graph: StepGraph, ops: Sequence[str]) -> str:
@@ -111,7 +119,6 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
         "micro-batches": str(problem.micro_batches),
-        "parts of the state": " ".join(map(str, problem.state)) or "equal",
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]
@@ -125,6 +132,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
             + (f"trained in group {groups.get(storage.id, 0)}" if storage.id in trained else "not trained")
             for storage in params
         ),
+        *(f"share of rank {share.rank}, {_share_text(share)}" for share in problem.shares),
         *(
             f"bucket {bucket.id} of {' '.join(bucket.params)}"
             + ("" if bucket.reduce_dtype is None else f", reduced in {bucket.reduce_dtype}")
@@ -191,8 +199,7 @@ in turn are apart by less."""
 
 
 def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the ranks of each class: of like devices, with like memory, equal homes in force and equal
-    parts of the state.
+    """Return the places of the ranks of each class: of like devices, with like memory and equal homes in force.
 
     There is one class of all ranks if their ops differ.
     """
@@ -213,9 +220,8 @@ def _are_alike(first: RankFacts, other: RankFacts) -> bool:
         (first.budget_bytes - first.base_bytes, other.budget_bytes - other.base_bytes),
         (first.host_budget_bytes, other.host_budget_bytes),
     )
-    is_same = (first.device, first.homes_digest) == (other.device, other.homes_digest)
-    is_same = is_same and first.own_part == other.own_part
-    return is_same and all(a == b or min(a, b) >= _ALIKE * max(a, b) > 0 for a, b in pairs)
+    named = [(fact.device, fact.homes_digest, fact.share) for fact in (first, other)]
+    return named[0] == named[1] and all(a == b or min(a, b) >= _ALIKE * max(a, b) > 0 for a, b in pairs)
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:

@@ -66,7 +66,7 @@ def plan_of_class(
         return [plan for plan in plans if isinstance(plan, Plan)]
 
     try:
-        plans = plan_classes(problems, search, each)
+        plans = plan_classes(problems, classes, search, each)
     except InvalidPlan as error:
         log.info("%s: one plan for all ranks, because %s", problem.name, error.sentence)
         return None

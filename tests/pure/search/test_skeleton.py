@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.analysis.collectives import collectives_of
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Plan, Saving, Tier
+from elixir_compile.ir import Plan, Saving, Tier, plan_from_json, plan_to_json
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.joint.classes import plan_classes, with_buckets_formed
+from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.planner import floor_bytes
 from elixir_compile.search.skeleton import common_sequence, following, released_by, skeleton_of
 from elixir_compile.search.space.facts import gather_facts
@@ -35,7 +36,8 @@ def greedy(problem: Problem) -> Plan:
 
 def planned(problems: Sequence[Problem], search: Callable[[Problem], Plan] = greedy) -> tuple[Plan, ...]:
     """The plans of classes that are all searched here."""
-    return plan_classes(problems, search, lambda work: [work(number) for number in range(len(problems))])
+    numbers = range(len(problems))
+    return plan_classes(problems, [(number,) for number in numbers], search, lambda work: list(map(work, numbers)))
 
 
 def with_share(problem: Problem, share: float) -> Problem:
@@ -58,6 +60,10 @@ def test_two_budgets_give_one_order_of_collectives_and_homes_of_their_own(
         return
     made = planned(problems)
     assert skeleton_of(made[0]) == skeleton_of(made[1])
+    assert made[0].prediction.step_s == made[1].prediction.step_s
+    assert [line.ranks for line in made[1].classes] == [(0,), (1,)]
+    assert is_pressed(made[0]) == is_pressed(made[1])
+    assert plan_from_json(plan_to_json(made[1])) == made[1]
     for each, found, before in zip(problems, made, alone, strict=True):
         verify(each.graph, found)
         assert found.rank == each.rank
@@ -107,6 +113,8 @@ def test_the_rank_with_room_keeps_its_state_and_its_activations() -> None:
     assert not any(group.saving is Saving.OFFLOAD for group in rich.activations)
     assert Tier.HOST in {placement.optim for placement in poor_plan.placements}
     assert released_by(rich) == released_by(poor_plan) == released_by(greedy(poor))
+    assert [line.is_pressed for line in rich.classes] == [False, True]
+    assert rich.bound_s == poor_plan.bound_s
 
 
 def test_a_plan_that_has_no_room_to_follow_is_refused() -> None:
