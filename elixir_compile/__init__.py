@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from elixir_compile.api.observe import observe as observe
     from elixir_compile.api.plan import plan as plan
     from elixir_compile.api.prepare import compilations as compilations
+    from elixir_compile.api.prepare import mean_loss as mean_loss
     from elixir_compile.api.prepare import prepare as prepare
     from elixir_compile.api.prepare import weigh as weigh
+    from elixir_compile.api.sampler import ShareSampler as ShareSampler
+    from elixir_compile.api.shares import shares as shares
     from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
     from elixir_compile.ir.observed import StepSummary as StepSummary
+    from elixir_compile.ir.share import Share as Share
     from elixir_compile.managed.compilation import Compilation as Compilation
     from elixir_compile.managed.saved import load_plan as load_plan
     from elixir_compile.managed.saved import save_plan as save_plan
@@ -37,6 +41,8 @@ _HOME: dict[str, str] = {
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
+    "Share": "ir.share",
+    "ShareSampler": "api.sampler",
     "StepSummary": "ir.observed",
     "Study": "api.observe",
     "compilations": "api.prepare",
@@ -47,12 +53,14 @@ _HOME: dict[str, str] = {
     "hybrid": "optim.adamw",
     "load": "checkpoint.loading",
     "load_plan": "managed.saved",
+    "mean_loss": "api.prepare",
     "measure_step": "measure",
     "observe": "api.observe",
     "plan": "api.plan",
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
     "save_plan": "managed.saved",
+    "shares": "api.shares",
     "weigh": "api.prepare",
 }
 _ERRORS = (
@@ -70,6 +78,7 @@ _ERRORS = (
     "MasterIgnored",
     "NestedMeasurement",
     "NoFeasiblePlan",
+    "NoFeasibleShares",
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",

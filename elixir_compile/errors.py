@@ -19,6 +19,7 @@ Exception
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
+    │   └── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
     ├── OutOfDeviceMemory  (MemoryError)    the device is full although the plan fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
     │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
@@ -337,6 +338,28 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
         return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest budget that is enough, or {other}."
+
+
+class NoFeasibleShares(NoFeasiblePlan):
+    """No rows and parts of the training state fit the ranks of a fleet.
+
+    `needed_bytes` is the state of all ranks, `budget_bytes` the room that all ranks have beside the rows that leave the
+    most, 0 if no rows fit. `rooms` has that of the ranks of each class, in words.
+    """
+
+    def __init__(self, batch: int, state_bytes: int, room_bytes: int, rooms: str) -> None:
+        super().__init__("", "", room_bytes, state_bytes, {}, memory="fleet")
+        self.args = (batch, state_bytes, room_bytes, rooms)
+        self.batch = batch
+        self.rooms = rooms
+
+    def __str__(self) -> str:
+        state = format_bytes(self.needed_bytes)
+        if not self.rooms:
+            found = f"no shares of {self.batch} rows fit the ranks, beside a state of {state}"
+        else:
+            found = f"state {state}, room {format_bytes(self.budget_bytes)} beside {self.batch} rows: {self.rooms}"
+        return f"{found}. Try a smaller batch, a larger host_memory, or more devices."
 
 
 class OutOfDeviceMemory(ElixirError, MemoryError):

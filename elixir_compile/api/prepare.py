@@ -4,6 +4,7 @@ And the questions to a prepared model: the compilations of its graphs, and how m
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
+from elixir_compile.ir.share import Share, check_shares
+from elixir_compile.managed.agreement.shares import share_out
 from elixir_compile.managed.cast_and_shard import (
     cast,
     gets_master,
@@ -36,6 +39,7 @@ def prepare(
     *,
     param_dtype: ParamDtype | None = None,
     mesh: "DeviceMesh | None" = None,
+    shares: "Sequence[Share]" = (),
 ) -> nn.Module:
     """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
 
@@ -50,8 +54,14 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
-    Raises UnsupportedModel if the model has no parameters, or was prepared for another device or `param_dtype`, and
-    InvalidOption if `param_dtype` is unknown.
+    `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
+    gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
+    anything for this. Each rank owns its part of the state, `share.state`: where these parts are unequal, the rows of
+    sharded parameters are shared out by them. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+
+    Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
+    shares and a mesh of two axes; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
+    RanksDiffer if ranks have different shares.
 
     Example:
         layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
@@ -71,8 +81,11 @@ def prepare(
                 _require_masters(model, param_dtype)
             return model
         if ranks is None:
+            if shares:
+                check_shares(shares, 1)
             materialize(model)
         else:
+            share_out(ranks, shares)
             shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
         if param_dtype is not None:
             cast(model, param_dtype)
@@ -125,6 +138,23 @@ def weigh(model: nn.Module, num_samples: int) -> None:
         raise NotPrepared("`weigh` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
     if managed.executor.ranks is not None:
         managed.executor.ranks.set_gradient_weight(num_samples)
+
+
+def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `loss` over all ranks, in which each rank counts as its gradients do: by the rows of its
+    share, or by what it last gave to `weigh`. On one rank, this is `loss` itself, without its gradient.
+
+    If the losses of ranks are means over their rows, the result is the mean over the rows of all ranks. Every rank must
+    call this together: it takes an all-reduce of one number, so call it where a loss is printed, not in every step.
+
+    Raises NotPrepared for a model that is not prepared, and PeerFailed if a rank does not call this.
+    """
+    managed = managed_model(compat.undo_compile(model))
+    if managed is None:
+        raise NotPrepared("`mean_loss` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    if managed.executor.ranks is None:
+        return loss.detach()
+    return managed.executor.ranks.means([loss.detach()], loss.dtype)[0]
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:

@@ -242,7 +242,9 @@ def plan(
     with collector_off():
         from elixir_compile.cli.plan import Request, run_plan
         from elixir_compile.cli.reports import fail
+        from elixir_compile.cli.shares import is_for_fleet, run_shares
         from elixir_compile.cli.tune import TuneRequest, run_tune
+        from elixir_compile.errors import ElixirError
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -257,9 +259,16 @@ def plan(
         options=options,
     )  # fmt: skip
     states = tuple(state_bytes or ())
-    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    wrong: ElixirError | None = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    is_shared = False
+    try:
+        is_shared = wrong is None and is_for_fleet(hardware)
+    except ElixirError as error:
+        wrong = error
     if wrong is not None:
         code = fail(wrong, as_json=as_json)
+    elif is_shared:
+        code = run_shares(request, output=output, as_json=as_json)
     elif tune:
         tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
         code = run_tune(tuned, output=output, as_json=as_json)

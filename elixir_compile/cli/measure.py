@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import distributed
 
 from elixir_compile.errors import DiskFailed, DiskFull
-from elixir_compile.hardware import Cluster, Link, cluster_to_json
-from elixir_compile.measure.machine import measure_machine, with_disk
+from elixir_compile.hardware import Cluster, Fleet, Link, cluster_to_json, fleet_to_json
+from elixir_compile.measure.machine import measure_fleet, with_disk
 from elixir_compile.platforms import accelerator, accelerator_type, platform_of
 from elixir_compile.problem.machine import store_machine
 from elixir_compile.units import format_bytes, format_s
@@ -24,12 +24,16 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
     """Measure this machine, print the profile, write it to `output` and to the cache; return the exit code.
 
     The measurement takes about `seconds`. If `disk_path` is a folder, its disk is measured too. If `as_json`, stdout
-    gets the JSON of the profile and nothing else. Under `torchrun` every rank measures and the first rank writes.
+    gets the JSON of the profile and nothing else. Under `torchrun` every rank measures and the first rank writes. If
+    the ranks differ, it writes a fleet, and each rank keeps its own machine for later plans; no disk is measured then.
     """
     notes = Console(stderr=True)
     with _ranks() as (device, is_first):
         with _progress_bar(notes, is_shown=is_first) as progress:
-            cluster = measure_machine(device, progress=progress, seconds=seconds)
+            fleet = measure_fleet(device, progress=progress, seconds=seconds)
+        cluster = fleet.as_cluster()
+        if cluster is None:
+            return _store_fleet(fleet, device, output, as_json, notes)
         if not is_first:
             return 0
         if disk_path is not None:
@@ -39,6 +43,36 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
                 notes.print(f"the disk was not measured: {error}", soft_wrap=True, highlight=False)
                 return 1
         return _print_and_store(cluster, device, output, as_json, notes)
+
+
+def _store_fleet(fleet: Fleet, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
+    """Keep the machine of this rank; on the first rank, print the machine of each class and write `fleet`. Return the
+    exit code."""
+    rank = distributed.get_rank()
+    exit_code = 0
+    try:
+        store_machine(fleet.seen_by(rank), device)
+    except OSError as error:
+        notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
+    if rank:
+        return exit_code
+    text = fleet_to_json(fleet)
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        console = Console()
+        console.print(f"the ranks differ: {fleet.name}", highlight=False)
+        for ranks in fleet.classes():
+            console.print(f"ranks {', '.join(map(str, ranks))}", highlight=False)
+            console.print(machine_table(fleet.seen_by(ranks[0])))
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+            notes.print(f"fleet: {output}", soft_wrap=True, highlight=False)
+        except OSError as error:
+            notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
+            exit_code = 1
+    return exit_code
 
 
 def _print_and_store(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:

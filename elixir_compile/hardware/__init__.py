@@ -10,7 +10,15 @@ from elixir_compile.hardware.cluster import (
     cluster_to_json,
     hardware_fingerprint,
 )
-from elixir_compile.hardware.fleet import Fleet, Seat, fleet_from_json, fleet_of, fleet_to_json
+from elixir_compile.hardware.fleet import (
+    Fleet,
+    Seat,
+    fleet_from_json,
+    fleet_of,
+    fleet_of_nodes,
+    fleet_to_json,
+    with_like_seats,
+)
 from elixir_compile.hardware.fleet_text import is_fleet, parse_fleet
 from elixir_compile.hardware.presets import (
     parse_hardware,
@@ -33,6 +41,7 @@ __all__ = [
     "cluster_to_json",
     "fleet_from_json",
     "fleet_of",
+    "fleet_of_nodes",
     "fleet_to_json",
     "hardware_fingerprint",
     "is_fleet",
@@ -43,4 +52,5 @@ __all__ = [
     "preset_of_ranks",
     "profile_for",
     "with_devices",
+    "with_like_seats",
 ]

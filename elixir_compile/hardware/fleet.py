@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import InvalidProfile, ProfileFileError
-from elixir_compile.hardware.cluster import MOST_RANKS, Cluster, Link
+from elixir_compile.hardware.cluster import MOST_RANKS, Cluster, Link, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,61 @@ def fleet_of(cluster: Cluster) -> Fleet:
     own = Cluster(nodes=cluster.nodes[:1], network=cluster.network, num_elsewhere=cluster.num_ranks - num_local)
     seats = tuple(Seat(cluster=own, host=rank // num_local) for rank in range(cluster.num_ranks))
     return Fleet(seats=seats, collective=cluster.collective)
+
+
+def fleet_of_nodes(nodes: Sequence[Node], hosts: Sequence[int], collective: Link | None) -> Fleet:
+    """Return the fleet of ranks on `nodes`, one each, on the hosts of the numbers `hosts`, joined by `collective`."""
+    num_on = Counter(hosts)
+    seats: list[Seat] = []
+    for node, host in zip(nodes, hosts, strict=True):
+        num_elsewhere = len(nodes) - num_on[host]
+        own = replace(node, num_devices=num_on[host], peer=(node.peer or collective) if num_on[host] > 1 else None)
+        cluster = Cluster(nodes=(own,), network=collective if num_elsewhere else None, num_elsewhere=num_elsewhere)
+        seats.append(Seat(cluster=cluster, host=host))
+    return Fleet(seats=tuple(seats), collective=collective)
+
+
+_ALIKE = 0.1
+"""Equal devices measure rates that differ by a few percent; kinds of devices differ by more."""
+
+
+def with_like_seats(fleet: Fleet) -> Fleet:
+    """Return `fleet` with equal seats for ranks whose devices have the same name and, within 10 %, the same figures.
+
+    Else the noise of a measurement would make a class of each of eight equal devices. A rank gets the seat of the first
+    rank that it is like; hosts keep their numbers.
+    """
+    firsts: list[Seat] = []
+    seats: list[Seat] = []
+    for seat in fleet.seats:
+        like = next((first for first in firsts if _are_alike(first.cluster, seat.cluster)), None)
+        if like is None:
+            firsts.append(seat)
+        seats.append(seat if like is None else replace(seat, cluster=like.cluster))
+    return replace(fleet, seats=tuple(seats))
+
+
+def _are_alike(one: Cluster, other: Cluster) -> bool:
+    counts = [(cluster.device.name, cluster.num_local_ranks, cluster.num_elsewhere) for cluster in (one, other)]
+    if counts[0] != counts[1] or set(one.device.flops_per_s) != set(other.device.flops_per_s):
+        return False
+    pairs = zip(_figures(one), _figures(other), strict=True)
+    return all(abs(own - its) <= _ALIKE * max(own, its) for own, its in pairs)
+
+
+def _figures(cluster: Cluster) -> list[float]:
+    """Return the figures of a seat on which plans depend: latencies are too small to tell devices apart."""
+    device, host = cluster.device, cluster.host
+    return [
+        *(device.flops_per_s[dtype] for dtype in sorted(device.flops_per_s)),
+        device.memory_bytes_per_s,
+        device.update_elements_per_s,
+        float(device.memory_bytes),
+        host.update_elements_per_s,
+        float(host.memory_bytes),
+        cluster.h2d.bytes_per_s,
+        cluster.d2h.bytes_per_s,
+    ]
 
 
 def _runs(items: Sequence[str]) -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from elixir_compile.errors import InvalidOption, UnknownHardware
 from elixir_compile.hardware.cluster import Cluster, HostProfile, Link, Node
-from elixir_compile.hardware.fleet import Fleet, Seat
+from elixir_compile.hardware.fleet import Fleet, fleet_of_nodes
 from elixir_compile.hardware.presets import MAX_DEVICES_PER_NODE, parse_hardware, preset, preset_names
 from elixir_compile.hardware.table import MACHINES
 
@@ -33,19 +33,10 @@ def parse_fleet(text: str) -> Fleet:
     device that brings a host of its own shares a host.
     """
     hosts = [host for part in text.split("|") for host in _hosts(part, text)]
-    num_ranks = sum(len(host) for host in hosts)
     links = [_network_of(host) for host in hosts] if len(hosts) > 1 else [host[0].peer for host in hosts]
     collective = min((link for link in links if link is not None), key=lambda link: link.bytes_per_s, default=None)
-    seats = [
-        Seat(cluster=_cluster(node, num_ranks - len(host), collective), host=number)
-        for number, host in enumerate(hosts)
-        for node in host
-    ]
-    return Fleet(seats=tuple(seats), collective=collective)
-
-
-def _cluster(node: Node, num_elsewhere: int, collective: Link | None) -> Cluster:
-    return Cluster(nodes=(node,), network=collective if num_elsewhere else None, num_elsewhere=num_elsewhere)
+    numbers = [number for number, host in enumerate(hosts) for _ in host]
+    return fleet_of_nodes([node for host in hosts for node in host], numbers, collective)
 
 
 def _hosts(part: str, text: str) -> list[list[Node]]:

@@ -15,6 +15,7 @@ from elixir_compile.capture.convert import Captured
 from elixir_compile.cost import Measured
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan, StepGraph
+from elixir_compile.managed.agreement.shares import warn_of_other_rows
 from elixir_compile.managed.saved import load_plan_for
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
@@ -106,6 +107,9 @@ class GraphPlanner:
 
         If the graph `is_new`, its regions are measured first under the option `profile_regions`.
         """
+        ranks = self._executor.ranks
+        if is_new and ranks is not None and captured.backward is not None:
+            warn_of_other_rows(ranks, graph.batch)
         problem = problem_of(captured, graph, self._executor, self._options, external)
         if self.correction is not None:
             return self._with_workspaces(self.correction.applied_to(problem), captured)

@@ -12,9 +12,19 @@ from torch import distributed
 
 from elixir_compile import compat
 from elixir_compile.control_groups import num_usable_cores
-from elixir_compile.errors import ElixirWarning, ProfileFileError
+from elixir_compile.errors import ElixirWarning, InvalidOption, ProfileFileError
 from elixir_compile.folders import cache_dir, read_cached, write_cached
-from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, parse_hardware, profile_for
+from elixir_compile.hardware import (
+    Cluster,
+    Fleet,
+    cluster_from_json,
+    cluster_to_json,
+    fleet_from_json,
+    is_fleet,
+    parse_fleet,
+    parse_hardware,
+    profile_for,
+)
 from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
@@ -109,16 +119,40 @@ def machine(device: torch.device, hardware: str | None = None) -> Cluster:
 
 
 def _named_machine(hardware: str) -> Cluster:
+    fleet = named_fleet(hardware)
+    if fleet is not None:
+        has_ranks = distributed.is_available() and distributed.is_initialized()
+        num_ranks = distributed.get_world_size() if has_ranks else 1
+        if fleet.num_ranks != num_ranks:
+            raise InvalidOption("hardware", hardware, f"a fleet of {num_ranks} devices")
+        return fleet.as_cluster() or fleet.seen_by(distributed.get_rank() if has_ranks else 0)
+    text = _text_of_file(hardware)
+    return parse_hardware(hardware) if text is None else cluster_from_json(text)
+
+
+def named_fleet(hardware: str) -> Fleet | None:
+    """Return the fleet that `hardware` names, such as "2 x l4-24g + 1 x p40-24g" or the path of a file of
+    `elixir-compile measure`; None if it names the equal devices of one kind.
+
+    Raises UnknownHardware, InvalidOption, and ProfileFileError for a file without a fleet or a profile.
+    """
+    text = _text_of_file(hardware)
+    if text is None:
+        return parse_fleet(hardware) if is_fleet(hardware) else None
+    return fleet_from_json(text) if '"elixir": "fleet"' in text[:100] else None
+
+
+def _text_of_file(hardware: str) -> str | None:
+    """Return the text of the file `hardware`; None if it is the name of a machine."""
     path = Path(hardware)
     if not (path.suffix == ".json" or path.is_file()):
-        return parse_hardware(hardware)
+        return None
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ProfileFileError(hardware, "a file that can be read", error.strerror) from error
     except UnicodeDecodeError as error:
         raise ProfileFileError(hardware, "a text file", "bytes that are not UTF-8") from error
-    return cluster_from_json(text)
 
 
 def device_budget_bytes(

@@ -7,7 +7,7 @@ limits     the memory of this process, and the ranks that share it
 cluster    the `Cluster` of all rates and limits, and of the reads and writes of optimizer state on a disk
 """
 
-from elixir_compile.measure.machine.cluster import measure_machine, with_disk
+from elixir_compile.measure.machine.cluster import measure_fleet, measure_machine, with_disk
 from elixir_compile.measure.machine.limits import (
     available_host_bytes,
     memory_sizes_bytes,
@@ -16,6 +16,7 @@ from elixir_compile.measure.machine.limits import (
 
 __all__ = [
     "available_host_bytes",
+    "measure_fleet",
     "measure_machine",
     "memory_sizes_bytes",
     "num_local_ranks",

@@ -1,6 +1,7 @@
 """Measure the machine and combine its rates and sizes in a `Cluster`; add the rates of a disk to a `Cluster`."""
 
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +12,16 @@ import torch
 from torch import distributed
 
 from elixir_compile.control_groups import num_usable_cores
-from elixir_compile.hardware import Cluster, Link, Node, profile_for
+from elixir_compile.hardware import (
+    Cluster,
+    Fleet,
+    Link,
+    Node,
+    fleet_of,
+    fleet_of_nodes,
+    profile_for,
+    with_like_seats,
+)
 from elixir_compile.measure.machine.limits import (
     memory_sizes_bytes,
     num_local_ranks,
@@ -25,15 +35,43 @@ from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 from elixir_compile.units import MIB
 
 
-@torch.no_grad()
 def measure_machine(device: torch.device, *, progress: Progress | None = None, seconds: float = 30.0) -> Cluster:
     """Return the machine with `device`, a CPU or a CUDA device, measured for about `seconds`.
 
     The number of threads stays as set in torch. If a process group is initialized, all ranks must call this together;
     they measure at the same time, and all ranks get the result of rank 0.
     """
-    report = progress or _no_report
     ranks = _Ranks.present()
+    cluster = _measured(device, ranks, progress or _no_report, seconds)
+    if ranks.num_ranks == 1:
+        return cluster
+    of_first = [cluster]
+    distributed.broadcast_object_list(of_first, src=0, device=device)
+    return of_first[0]
+
+
+def measure_fleet(device: torch.device, *, progress: Progress | None = None, seconds: float = 30.0) -> Fleet:
+    """Return all ranks, each with the machine that it measured for about `seconds`; ranks that are alike are equal.
+
+    If a process group is initialized, all ranks must call this together; all get the same fleet. `device` is as for
+    `measure_machine`.
+    """
+    ranks = _Ranks.present()
+    own = _measured(device, ranks, progress or _no_report, seconds)
+    if ranks.num_ranks == 1:
+        return fleet_of(own)
+    said: list[tuple[str, Cluster]] = [(platform.node(), own)] * ranks.num_ranks
+    distributed.all_gather_object(said, (platform.node(), own))
+    hosts = list(dict.fromkeys(host for host, _ in said))
+    links = [cluster.collective for _, cluster in said if cluster.collective is not None]
+    slowest = min(links, key=lambda link: link.bytes_per_s, default=None)
+    nodes = [cluster.nodes[0] for _, cluster in said]
+    return with_like_seats(fleet_of_nodes(nodes, [hosts.index(host) for host, _ in said], slowest))
+
+
+@torch.no_grad()
+def _measured(device: torch.device, ranks: "_Ranks", report: Progress, seconds: float) -> Cluster:
+    """Return the machine of this rank, with the links between `ranks`."""
     rates = measure_rates(device, seconds, report)
     source = f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
     node = _node(device, rates, ranks.num_local, source)
@@ -44,11 +82,7 @@ def measure_machine(device: torch.device, *, progress: Progress | None = None, s
         node = replace(node, peer=peer, num_devices=ranks.num_local)
     cluster = Cluster(nodes=(node,) * (ranks.num_ranks // ranks.num_local), network=network)
     report("done", 1.0)
-    if ranks.num_ranks == 1:
-        return cluster
-    of_first = [cluster]
-    distributed.broadcast_object_list(of_first, src=0, device=device)
-    return of_first[0]
+    return cluster
 
 
 def _no_report(title: str, share_done: float) -> None:

@@ -228,6 +228,13 @@ class Ranks:
         samples = [
             int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")
         ]
+        self.weigh_by(samples)
+
+    def weigh_by(self, samples: Sequence[int]) -> None:
+        """Weight the gradients of each rank by its number in `samples`, in the order of the mesh, from now on.
+
+        Nothing is exchanged: all ranks must give the same numbers. Raises ValueError if no rank has samples.
+        """
         if min(samples) < 0 or sum(samples) == 0:
             raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
         weights = {

@@ -9,15 +9,18 @@ from elixir_compile.errors import InvalidOption, InvalidProfile, ProfileFileErro
 from elixir_compile.hardware import (
     Cluster,
     Fleet,
+    Node,
     cluster_from_json,
     cluster_to_json,
     fleet_from_json,
     fleet_of,
+    fleet_of_nodes,
     fleet_to_json,
     is_fleet,
     parse_fleet,
     parse_hardware,
     preset,
+    with_like_seats,
 )
 
 MIXED = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g"
@@ -135,3 +138,20 @@ def test_seats_that_contradict_each_other_are_refused() -> None:
     text = fleet_to_json(fleet).replace('"host": 0', '"host": "x"', 1)
     with pytest.raises(ProfileFileError, match=r"seats\[0\].host: expected a whole number"):
         fleet_from_json(text)
+
+
+def test_the_noise_of_a_measurement_makes_no_classes() -> None:
+    """Of four measured ranks, three differ by at most 5 %, and one has half of the flops."""
+    node = preset("l4-24g", 4).nodes[0]
+
+    def with_flops(times: float) -> Node:
+        flops_per_s = {dtype: times * rate for dtype, rate in node.device.flops_per_s.items()}
+        return dataclasses.replace(node, device=dataclasses.replace(node.device, flops_per_s=flops_per_s))
+
+    nodes = [with_flops(times) for times in (1.0, 0.97, 1.04, 0.5)]
+    noisy = fleet_of_nodes(nodes, [0] * 4, node.peer)
+    assert len(noisy.classes()) == 4
+    assert with_like_seats(noisy).classes() == ((0, 1, 2), (3,))
+    assert with_like_seats(noisy).seats[2].cluster == noisy.seats[0].cluster
+    equal = with_like_seats(fleet_of_nodes(nodes[:3], [0] * 3, node.peer))
+    assert equal.as_cluster() is not None

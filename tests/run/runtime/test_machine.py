@@ -21,8 +21,16 @@ from typer.testing import CliRunner
 from elixir_compile import control_groups
 from elixir_compile.cli.main import app
 from elixir_compile.cli.measure import machine_table
-from elixir_compile.errors import DiskFailed, ElixirWarning, ProfileFileError, UnknownHardware
-from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, preset, profile_for
+from elixir_compile.errors import DiskFailed, ElixirWarning, InvalidOption, ProfileFileError, UnknownHardware
+from elixir_compile.hardware import (
+    Cluster,
+    cluster_from_json,
+    cluster_to_json,
+    fleet_of,
+    parse_fleet,
+    preset,
+    profile_for,
+)
 from elixir_compile.measure.machine import limits, measure_machine, memory_sizes_bytes, rates, with_disk
 from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
 from elixir_compile.measure.machine.limits import (
@@ -31,7 +39,14 @@ from elixir_compile.measure.machine.limits import (
 )
 from elixir_compile.measure.machine.links import copies_of, fitted_line
 from elixir_compile.measure.machine.update_threads import UpdateThreads
-from elixir_compile.problem.machine import cached_machine, machine, machine_path, store_machine, with_memory
+from elixir_compile.problem.machine import (
+    cached_machine,
+    machine,
+    machine_path,
+    named_fleet,
+    store_machine,
+    with_memory,
+)
 from elixir_compile.runtime.slab import is_slab_memory
 from elixir_compile.units import GIB, MIB
 
@@ -240,7 +255,7 @@ def test_hardware_that_is_no_name_and_no_profile_is_refused(tmp_path: Path) -> N
 def test_the_command_prints_the_profile_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
-    monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)
+    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     saved = tmp_path / "machine.json"
     done = CliRunner().invoke(app, ["measure", "-o", str(saved), "--json"])
@@ -256,11 +271,26 @@ def test_the_command_prints_the_profile_and_nothing_else(
 def test_the_command_names_a_file_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
-    monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)
+    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
     done = CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "missing" / "machine.json")])
     assert done.exit_code == 1
     assert "cannot write" in done.stderr
     assert cached_machine(CPU) == measured
+
+
+def test_the_command_writes_a_fleet_where_ranks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of three ranks, of which one has another device; each rank keeps the machine that it sees."""
+    fleet = parse_fleet("2 x l4-24g + 1 x p40-24g")
+    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet)
+    monkeypatch.setattr("elixir_compile.cli.measure.distributed.get_rank", lambda: 0)
+    saved = tmp_path / "fleet.json"
+    done = CliRunner().invoke(app, ["measure", "-o", str(saved)])
+    assert done.exit_code == 0
+    assert "the ranks differ: 2 x l4-24g + 1 x p40-24g" in done.stdout
+    assert "ranks 0, 1" in done.stdout
+    assert named_fleet(str(saved)) == fleet
+    with pytest.raises(InvalidOption, match="a fleet of 1 devices"):
+        machine(CPU, str(saved))
 
 
 def rank_measures(rank: int, file: str) -> Cluster:

@@ -1,0 +1,43 @@
+"""Three real ranks with unequal rows train what one process trains on the whole batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run import shares_checks
+from tests.run.processes import spawn
+
+LIMIT_S = 240.0
+
+
+def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
+    """Return what each of `checks` returns on each rank."""
+    return spawn(shares_checks.all_of, 3, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+
+
+def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
+    trains = ["trains", [5, 2, 1], "float64", 1e-12]
+    for _, off, refused, warned in on_three(
+        tmp_path, trains, ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"], ["warns_of_other_rows"]
+    ):
+        assert off > 1e-2
+        given, other, few, much = refused
+        assert given.startswith("RanksDiffer")
+        assert "rank 0 prepares its model with no shares" in given
+        assert "rank 1 does not do what the others do" in other
+        assert few.startswith("InvalidOption: option shares: got [0, 1], expected one per rank of the mesh, 3")
+        assert "state that sums to 1" in much
+        assert all("whose share is 2 of 6" in text for text in warned)
+
+
+@pytest.mark.slow
+def test_a_rank_without_rows_tokens_and_single_precision(tmp_path: Path) -> None:
+    """12 s of CPU time."""
+    on_three(
+        tmp_path,
+        ["trains", [6, 2, 0], "float64", 1e-12],
+        ["trains", [5, 2, 1], "float32", 1e-6],
+        ["weighs_tokens", [5, 2, 1]],
+        ["is_exact_in_whole_numbers", [4, 2, 2]],
+    )
