@@ -13,6 +13,7 @@ from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
 from elixir_compile.ops.registry import Slot
@@ -147,11 +148,12 @@ def build_problem(
     state: tuple[float, ...] = (),
     rank: int = 0,
     num_copies: int = 1,
+    rank_shares: tuple[Share, ...] = (),
     in_force: Collection[tuple[Bucket, Placement]] = (),
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
-    If `disk`, state may go to disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all
+    `rank_shares` are those of all ranks, if they differ. If `disk`, state may go to disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all
     buckets in force of the model with their placements. See `Problem` for the other arguments.
     """
     is_alone = cluster.num_ranks == 1
@@ -161,6 +163,7 @@ def build_problem(
         graph=graph,
         cluster=cluster,
         num_copies=num_copies,
+        shares=rank_shares,
         shards=shards or {},
         state=state,
         rank=rank,
@@ -218,6 +221,7 @@ def problem_of(
         accumulates=accumulates,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
+        rank_shares=() if ranks is None else ranks.shares,
         state=() if ranks is None else ranks.state,
         rank=0 if ranks is None else ranks.largest,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
