@@ -152,8 +152,9 @@ def build_problem(
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
-    If `disk`, state may go to disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all
-    buckets in force of the model with their placements. See `Problem` for the other arguments.
+    `rank_shares` are those of all ranks, if they differ. If `disk`, state may go to disk. If the step `accumulates`,
+    gradients of earlier steps stay. `in_force` are all buckets in force of the model with their placements. See
+    `Problem` for the other arguments.
     """
     is_alone = cluster.num_ranks == 1
     sums = sums_of(params, options, is_alone=is_alone, accumulates=accumulates)

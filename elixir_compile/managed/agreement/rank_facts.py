@@ -35,7 +35,10 @@ _NUM_DIGITS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about the problem of a rank; a field with the name of a field of `Problem` has its value."""
+    """Facts about the problem of a rank; a field with the name of a field of `Problem` has its value.
+
+    It has more than 15 fields, one for each number or digest that ranks compare.
+    """
 
     digest: str
     """Digest of the shared lines."""
