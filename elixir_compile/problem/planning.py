@@ -219,7 +219,7 @@ def problem_of(
         accumulates=accumulates,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
-        shares=ranks.shares if ranks is not None and ranks.state else (),
+        shares=() if ranks is None else ranks.shares,
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,

@@ -43,7 +43,7 @@ class Problem:
     rank: int = 0
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
     shares: tuple[Share, ...] = ()
-    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
+    """The rows and the part of the state of each rank; empty if no shares were chosen, which makes both equal."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Problem:
 
     @property
     def state(self) -> tuple[float, ...]:
-        """The part of every bucket that each rank owns; empty if the ranks own equal parts."""
+        """The part of every sharded parameter that each rank owns, summing to 1; empty if ranks own equal parts."""
         return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
     @property
