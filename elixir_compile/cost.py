@@ -134,7 +134,7 @@ def update_bytes(bucket: Bucket) -> int:
     State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32.
     """
     nbytes = 2 * bucket.shard_state_nbytes() + 3 * bucket.shard_nbytes()
-    return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.shard_numels[0]) if bucket.trainable else 0
+    return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.own_numel) if bucket.trainable else 0
 
 
 _MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
@@ -158,7 +158,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """
     if not bucket.trainable:
         return 0.0
-    numel = bucket.shard_numels[0]
+    numel = bucket.own_numel
     if tier is Tier.DEVICE:
         return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
@@ -203,7 +203,7 @@ def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, floa
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
     """Return the bytes that a streamed update copies to the device, which it holds there, and the bytes it copies back.
 
-    Both are the bytes of rank 0.
+    Both are the bytes of this rank.
     """
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
     return streamed_bytes(bucket, param), back_bytes

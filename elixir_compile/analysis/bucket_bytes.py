@@ -73,13 +73,13 @@ def bytes_at(op: int, rows: Iterable[Held]) -> int:
     return sum(held.nbytes for held in rows if held.first <= op <= held.last)
 
 
-def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tuple[Kind, int]]:
-    """Yield the bytes that `rank` holds on the device during the whole step, by kind."""
+def resting(bucket: Bucket, placement: Placement) -> Iterator[tuple[Kind, int]]:
+    """Yield the bytes that this rank holds on the device during the whole step, by kind."""
     if placement.param is Tier.DEVICE:
-        yield Kind.PARAM, bucket.shard_nbytes(rank)
+        yield Kind.PARAM, bucket.home_nbytes
         yield Kind.GRAD, bucket.own_sum_nbytes
     if placement.optim is Tier.DEVICE:
-        yield Kind.MOMENT, bucket.shard_state_nbytes(rank)
+        yield Kind.MOMENT, bucket.shard_state_nbytes()
 
 
 def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
@@ -204,29 +204,28 @@ def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:
     return max((bucket.nbytes for bucket in replicated if len(bucket.shard_numels) * num_copies > 1), default=0)
 
 
-def streamed(bucket: Bucket, param: Tier, rank: int = 0) -> tuple[tuple[Kind, int], ...]:
-    """Return the bytes by kind that a streamed update of `bucket` adds on `rank`; `param` is the parameters' home.
+def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
+    """Return the bytes by kind that a streamed update of `bucket` adds on this rank; `param` is the parameters' home.
 
     Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
     """
-    state = (Kind.MOMENT, bucket.shard_state_nbytes(rank))
+    state = (Kind.MOMENT, bucket.shard_state_nbytes())
     if param is Tier.DEVICE:
         return (state,)
-    return (state, (Kind.GATHERED, bucket.shard_nbytes(rank)), (Kind.GRAD, bucket.update_grad_nbytes(rank)))
+    return (state, (Kind.GATHERED, bucket.shard_nbytes()), (Kind.GRAD, bucket.update_grad_nbytes()))
 
 
-def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
+def streamed_bytes(bucket: Bucket, param: Tier) -> int:
     """Return the sum of `streamed` over kinds."""
-    return sum(nbytes for _, nbytes in streamed(bucket, param, rank))
+    return sum(nbytes for _, nbytes in streamed(bucket, param))
 
 
-def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
-    """Return the bytes of `bucket` on the host for `rank`: parameters, gradients and state, or their staging."""
-    nbytes = bucket.shard_nbytes(rank)
-    both_bytes = nbytes + (bucket.shard_grad_nbytes(rank) if bucket.trainable else 0)
+def bucket_host_bytes(bucket: Bucket, placement: Placement) -> int:
+    """Return the bytes of `bucket` on the host of this rank: parameters, gradients and state, or their staging."""
+    both_bytes = bucket.home_nbytes + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
     total = both_bytes if placement.param is Tier.HOST else 0
     if placement.optim is not Tier.DEVICE:
-        total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
+        total += bucket.shard_state_nbytes() if placement.optim is Tier.HOST else 0
         # Staging for gradients from the device and updated parameters back to it.
         total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total + sum_host_bytes(bucket, placement.param, placement.optim)

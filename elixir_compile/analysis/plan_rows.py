@@ -96,7 +96,7 @@ class PlanRows:
     def of_bucket(self, bucket: Bucket, births: Births | None = None) -> Iterator[Held]:
         """Yield the rows of `bucket`, with `births` instead of its own unreduced gradients if given."""
         placement, end = self._placements[bucket.id], self.num_ops - 1
-        for kind, nbytes in resting(bucket, placement, self.rank):
+        for kind, nbytes in resting(bucket, placement):
             yield Held(kind, nbytes, 0, end)
         moves, sizes, is_away = self._moves, Sizes.of(bucket), placement.param is not Tier.DEVICE
         births = self._births[bucket.id] if births is None else births
@@ -115,8 +115,8 @@ class PlanRows:
         homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
         if homes:
             # Buckets pass one after another, so the largest counts.
-            bucket, param = max(homes, key=lambda home: streamed_bytes(*home, self.rank))
-            for kind, nbytes in streamed(bucket, param, self.rank):
+            bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
+            for kind, nbytes in streamed(bucket, param):
                 yield Held(kind, nbytes, self._moves.num_run, self.num_ops - 1)
         if self._backward:
             averaged = averaged_bytes(buckets, self.plan.num_copies)

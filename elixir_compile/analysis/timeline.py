@@ -98,7 +98,7 @@ def timeline_of(rows: PlanRows) -> MemoryTimeline:
     tally = _Tally(rows.num_ops)
     for held in rows.all():
         tally.add(held.kind, held.nbytes, held.first, held.last)
-    return tally.timeline(rows.step, host_bytes(rows.plan, rows.rank))
+    return tally.timeline(rows.step, host_bytes(rows.plan))
 
 
 def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
@@ -121,12 +121,12 @@ def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[Storage
     return PlanRows(graph, plan, rank).lives
 
 
-def host_bytes(plan: Plan, rank: int = 0) -> int:
-    """Return the bytes on the host for `rank`: parameters, gradients, optimizer state, staging, activations."""
+def host_bytes(plan: Plan) -> int:
+    """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
     on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
     staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk)
-    return staging_bytes + sum(bucket_host_bytes(bucket, placement, rank) for bucket, placement in placed)
+    return staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
 
 
 def away_bytes(plan: Plan) -> int:

@@ -101,11 +101,16 @@ def explain(
 
 @app.command()
 def report(
-    plan: Annotated[Path, typer.Argument(help="A saved plan with its question file beside it.")],
+    source: Annotated[
+        Path, typer.Argument(help="A saved plan with its question file, or the folder of an observed run or a study.")
+    ],
     others: Annotated[
-        list[Path] | None, typer.Argument(help="A second plan, the record of a measured step, or both.")
+        list[Path] | None,
+        typer.Argument(help="Beside a plan: a second plan, a record, or both. Beside a run: other runs."),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file; else beside the plan.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file; else beside the plan or in the folder.")
+    ] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
     dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
     curve: Annotated[
@@ -113,15 +118,17 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page and write no file.")] = False,
 ) -> None:
-    """Write a plan as one page of HTML: memory and lanes over the step, layers with reasons, the certificate.
+    """Write a plan, an observed run or a study as one page of HTML.
 
-    The page needs no network. Its charts need the libraries of elixir-compile[report].
+    Of a plan: memory and lanes over the step, layers with reasons, the certificate. Of a run, in addition: the seconds
+    of its steps, its losses, and what was measured. The page needs no network. Its charts need the libraries of
+    elixir-compile[report].
     """
     from elixir_compile.cli.report import run_report
 
     raise typer.Exit(
         code=run_report(
-            plan=plan,
+            source=source,
             others=others or (),
             output=output,
             figure=figure,
@@ -167,7 +174,7 @@ _BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")
 _SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
 _DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
 _RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
-_HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]
+_HARDWARE = Annotated[str | None, typer.Option(help='"4 x a100-40g", "2 x l4-24g + 1 x p40-24g" or a profile.')]
 _RANKS = Annotated[int, typer.Option(min=1, help="Total number of devices of the hardware.")]
 _PARAM_DTYPE = Annotated[
     str | None,
@@ -233,11 +240,10 @@ def plan(
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
-        from elixir_compile.cli.plan import Request, run_plan
+        from elixir_compile.cli.plan import Request
         from elixir_compile.cli.reports import fail
-        from elixir_compile.cli.shares import is_for_fleet, run_shares
+        from elixir_compile.cli.shares import plan_or_share
         from elixir_compile.cli.tune import TuneRequest, run_tune
-        from elixir_compile.errors import ElixirError
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -252,23 +258,15 @@ def plan(
         options=options,
     )  # fmt: skip
     states = tuple(state_bytes or ())
-    wrong: ElixirError | None = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
-    is_shared = False
-    try:
-        is_shared = wrong is None and is_for_fleet(hardware)
-    except ElixirError as error:
-        wrong = error
+    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
     if wrong is not None:
         code = fail(wrong, as_json=as_json)
-    elif is_shared:
-        code = run_shares(request, output=output, as_json=as_json)
     elif tune:
         tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
         code = run_tune(tuned, output=output, as_json=as_json)
     else:
-        code = run_plan(
-            request, state_bytes=next(iter(states), None), is_largest=largest_batch, output=output, as_json=as_json
-        )
+        state = next(iter(states), None)
+        code = plan_or_share(request, state_bytes=state, is_largest=largest_batch, output=output, as_json=as_json)
     raise typer.Exit(code=code)
 
 

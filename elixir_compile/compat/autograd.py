@@ -49,7 +49,7 @@ class AccumulateNode:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         with torch.enable_grad():
-            self._reader = torch.autograd.graph.get_gradient_edge(leaf.view_as(leaf)).node
+            self._reader = torch.autograd.graph.get_gradient_edge(torch.ops.aten.alias.default(leaf)).node
         # torch 2.13 holds a reference to the Python object of a node if other nodes lead to it. `_reader` always leads
         # to this node, so the count below is the same whether or not the user's graph does.
         self._node = self._reader.next_functions[0][0]

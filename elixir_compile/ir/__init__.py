@@ -30,6 +30,7 @@ from elixir_compile.ir.kinds import (
     Verb,
 )
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
     Action,
@@ -72,6 +73,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Prediction",
+    "RankClass",
     "Record",
     "Region",
     "RegionId",

@@ -1,7 +1,7 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
@@ -27,8 +27,8 @@ class Bucket:
     dtype: str
     trainable: bool
     shard_numels: tuple[int, ...]
-    """Number of elements that each rank owns, by rank. The flat shard of every rank is padded to the largest of
-    them."""
+    """Number of elements that each rank owns, by rank. Unless `is_ragged`, the flat shard of every rank is padded to
+    the largest of them."""
     sum_nbytes: int = 0
     """Bytes of the sums of gradients over several backward passes, over all ranks, which stay beside the gradients of a
     single pass: four per element if a single rank sums in fp32, else the bytes of reduced gradients if gradients
@@ -37,10 +37,17 @@ class Bucket:
     """Index of the optimizer's param group, counted over all optimizers."""
     reduce_dtype: str | None = None
     """The dtype in which several ranks reduce gradients and keep them; None for the dtype of the parameters."""
+    is_ragged: bool = False
+    """If True, the flat buffer has the shards of all ranks one after another without padding."""
+    rank: int = 0
+    """The rank whose shard the plan counts as this rank's: rank 0 if all ranks follow one plan and it has the largest
+    shard."""
 
     def __post_init__(self) -> None:
         if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, *self.shard_numels, self.group) < 0:
             raise InvalidPlan(f"bucket {self.id} has a negative size or group.")
+        if not 0 <= self.rank < len(self.shard_numels):
+            raise InvalidPlan(f"bucket {self.id} is of rank {self.rank}, but has {len(self.shard_numels)} shards.")
         if len(set(self.params)) != len(self.params):
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
         if self.state_nbytes and not self.trainable:
@@ -68,21 +75,35 @@ class Bucket:
 
     @property
     def flat_nbytes(self) -> int:
-        """Bytes of the flat buffer of a gather: the padded shards of all ranks; `nbytes` if the bucket is not
-        sharded."""
-        if not self.is_sharded:
+        """Bytes of the flat buffer of a gather: the shards of all ranks, padded unless `is_ragged`; `nbytes` if the
+        bucket is not sharded."""
+        if not self.is_sharded or self.is_ragged:
             return self.nbytes
         return self.nbytes * len(self.shard_numels) * max(self.shard_numels) // max(self.numel, 1)
 
     @property
     def flat_shard_nbytes(self) -> int:
-        """Bytes that each rank contributes to the flat buffer, including padding."""
-        return self.flat_nbytes // len(self.shard_numels)
+        """Bytes that this rank contributes to the flat buffer, including padding."""
+        return self.shard_nbytes() if self.is_ragged else self.flat_nbytes // len(self.shard_numels)
+
+    @property
+    def home_nbytes(self) -> int:
+        """Bytes of the parameters in their home on this rank, including padding."""
+        return self.flat_shard_nbytes if self.is_sharded else self.nbytes
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if the flat buffer of a bucket with a single parameter begins with its elements in their order: only
+        behind the last shard is there padding."""
+        longest = max(self.shard_numels)
+        has_gap = any(later and earlier < longest for earlier, later in itertools.pairwise(self.shard_numels))
+        return self.is_ragged or not has_gap
 
     @property
     def is_unpacked(self) -> bool:
-        """True if parameters are copied out of the flat buffer after a gather; a single parameter is used in place."""
-        return self.is_sharded and len(self.params) > 1
+        """True if parameters are copied out of the flat buffer after a gather; a single parameter is used in place if
+        its elements are there in their order."""
+        return self.is_sharded and not (len(self.params) == 1 and self.is_in_order)
 
     @property
     def is_packed(self) -> bool:
@@ -110,27 +131,37 @@ class Bucket:
 
     @property
     def own_sum_nbytes(self) -> int:
-        """Bytes of the sums of gradients on each rank, including padding."""
-        return self.sum_nbytes * max(self.shard_numels) // max(self.numel, 1)
+        """Bytes of the sums of gradients on this rank, including padding."""
+        numel = self.own_numel if self.is_ragged else max(self.shard_numels)
+        return self.sum_nbytes * numel // max(self.numel, 1)
 
-    def shard_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of the parameters that `rank` owns."""
-        return self.nbytes * self.shard_numels[rank] // max(self.numel, 1) if self.is_sharded else self.nbytes
+    @property
+    def own_numel(self) -> int:
+        """Number of elements that this rank owns."""
+        return self.shard_numels[self.rank]
 
-    def shard_grad_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of the reduced gradients that `rank` owns."""
-        return self.grad_ratio * self.shard_nbytes(rank)
+    def seen_by(self, rank: int) -> "Bucket":
+        """Return the bucket in the plan of `rank`."""
+        return self if rank == self.rank else replace(self, rank=rank)
 
-    def update_grad_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of gradients that the update on `rank` reads: their sums if there are any, else reduced
+    def shard_nbytes(self) -> int:
+        """Return the bytes of the parameters that this rank owns."""
+        return self.nbytes * self.own_numel // max(self.numel, 1) if self.is_sharded else self.nbytes
+
+    def shard_grad_nbytes(self) -> int:
+        """Return the bytes of the reduced gradients that this rank owns."""
+        return self.grad_ratio * self.shard_nbytes()
+
+    def update_grad_nbytes(self) -> int:
+        """Return the bytes of gradients that the update on this rank reads: their sums if there are any, else reduced
         ones."""
-        return self.own_sum_nbytes or self.shard_grad_nbytes(rank)
+        return self.own_sum_nbytes or self.shard_grad_nbytes()
 
-    def shard_state_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of optimizer state that `rank` owns."""
+    def shard_state_nbytes(self) -> int:
+        """Return the bytes of optimizer state that this rank owns."""
         if not self.is_sharded:
             return self.state_nbytes
-        return self.state_nbytes * self.shard_numels[rank] // max(self.numel, 1)
+        return self.state_nbytes * self.own_numel // max(self.numel, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
+from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Region, Schedule
+from elixir_compile.ir.share import Share
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
@@ -78,6 +80,12 @@ class Plan:
     """The name of the machine: `1 x cpu`."""
     num_copies: int = 1
     """Number of ranks that hold the same part of a bucket: more than 1 for hybrid sharding."""
+    rank: int = 0
+    """The rank whose homes, schedule and seconds these are; 0 in a plan that all ranks follow."""
+    shares: tuple[Share, ...] = ()
+    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
+    classes: tuple[RankClass, ...] = ()
+    """The classes of ranks, each with a plan of its own; empty if all ranks follow this plan."""
     budget_bytes: int
     base_bytes: int = 0
     """External usage of the device in bytes at every op: counted in the peak, never moved."""
@@ -129,6 +137,8 @@ class Plan:
             raise InvalidPlan(f"plan {self.name} counts {total_bytes} bytes; expected at most {MOST_BYTES}.")
         if len(dict(self.symbols)) != len(self.symbols) or any(value < 0 for _, value in self.symbols):
             raise InvalidPlan(f"plan {self.name} has the symbols {self.symbols}; expected each once, 0 or more.")
+        if self.rank < 0:
+            raise InvalidPlan(f"plan {self.name} is of rank {self.rank}; expected 0 or more.")
         if min(self.loss_chunks, self.num_copies) < 1:
             raise InvalidPlan(
                 f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
@@ -165,6 +175,8 @@ class Plan:
     def __str__(self) -> str:
         lines = self._head()
         lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
+        lines += ["shares", *(f"  {share_text(share)}" for share in self.shares)] if self.shares else []
+        lines += ["ranks", *(f"  {line}" for line in self.classes)] if self.classes else []
         placed = zip(self.buckets, self.placements, strict=True)
         lines += ["buckets", *(f"  {bucket_text(bucket, placement)}" for bucket, placement in placed)]
         lines += ["activations", *(f"  {group}" for group in self.activations)] if self.activations else []
@@ -204,6 +216,7 @@ class Plan:
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
+        lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
 
@@ -245,6 +258,11 @@ class Plan:
 def _counted_bytes(bucket: Bucket) -> int:
     """Return an upper limit of the bytes of a bucket: parameters, gradients, state and flat buffers of all ranks."""
     return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
+
+
+def share_text(share: Share) -> str:
+    """Return the printed line of a share."""
+    return f"{share.rank:<6}  rows {share.num_rows}  micro-batches {share.micro_batches}  state {real(share.state)}"
 
 
 def bucket_text(bucket: Bucket, placement: Placement) -> str:

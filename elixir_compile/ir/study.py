@@ -10,12 +10,14 @@
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import TraceFileError
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.ir.observed import FullStep, StepSummary
 from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.trace_files import parsed
 
 STUDY_FORMAT = 1
 _STUDY = Form(what="study", version=STUDY_FORMAT, error=TraceFileError)
@@ -84,3 +86,13 @@ def study_to_json(study: Study) -> str:
 def study_from_json(text: str) -> Study:
     """Return the study in `text`. Raises TraceFileError with the wrong field if there is none."""
     return from_json(_STUDY, Study, text)
+
+
+def study_path(folder: "str | Path") -> Path:
+    """Return the path of the study in `folder`."""
+    return Path(folder) / "study.json"
+
+
+def read_study(folder: "str | Path") -> Study:
+    """Return the study in `folder`. Raises TraceFileError with the file and the wrong field if there is none."""
+    return parsed(study_path(folder), study_from_json)

@@ -95,7 +95,7 @@ def write_meta(folder: Path, meta: TraceMeta) -> None:
 
 def write_full_step(folder: Path, full: FullStep) -> None:
     """Write the full record of a step to `folder`, as a whole or not at all."""
-    content = gzip.compress(full_step_to_json(full).encode(), compresslevel=6, mtime=0)
+    content = gzip.compress(full_step_to_json(full).encode(), compresslevel=1, mtime=0)
     write_whole(record_path(folder, full.summary.rank, full.summary.step), content)
 
 
@@ -105,12 +105,12 @@ def read_trace(folder: "str | Path") -> Trace:
     Raises TraceFileError with the file and the wrong field if a file is damaged, and if the folder holds no meta.json.
     """
     place = Path(folder)
-    meta = _parsed(meta_path(place), lambda text: from_json(_META, TraceMeta, text))
+    meta = parsed(meta_path(place), lambda text: from_json(_META, TraceMeta, text))
     steps: dict[int, tuple[StepSummary, ...]] = {}
     records: dict[tuple[int, int], Path] = {}
     for path in sorted(place.iterdir()):
         if found := _STEPS.fullmatch(path.name):
-            steps[int(found.group(1))] = tuple(_parsed(path, summaries_from_lines))
+            steps[int(found.group(1))] = tuple(parsed(path, summaries_from_lines))
         elif found := _RECORD.fullmatch(path.name):
             records[int(found.group(1)), int(found.group(2))] = path
     return Trace(meta=meta, steps=dict(sorted(steps.items())), records=dict(sorted(records.items())))
@@ -118,11 +118,14 @@ def read_trace(folder: "str | Path") -> Trace:
 
 def read_full_step(path: "str | Path") -> FullStep:
     """Return the full record of a step in the file at `path`. Raises TraceFileError if there is none."""
-    return _parsed(Path(path), full_step_from_json)
+    return parsed(Path(path), full_step_from_json)
 
 
-def _parsed(path: Path, parse: Callable[[str], Value]) -> Value:
-    """Return `parse` of the text in the file at `path`; TraceFileErrors name the file."""
+def parsed(path: Path, parse: Callable[[str], Value]) -> Value:
+    """Return `parse` of the text in the file at `path`, unpacked if its name ends in `.gz`.
+
+    Raises TraceFileError with the name of the file if it cannot be read, or if `parse` raises it.
+    """
     try:
         return parse(_text(path))
     except TraceFileError as error:

@@ -18,7 +18,7 @@ and a single module.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,9 +28,11 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from elixir_compile.capture.modules import unmanaged_reason
 from elixir_compile.errors import PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.ir import Plan
+from elixir_compile.ir.share import largest_remainder
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.optimizers import note_replaced
+from elixir_compile.ops.portion import Portion, new_portion
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.host.flat_step import split
@@ -133,16 +135,22 @@ def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return elements.as_strided(like.shape, like.stride())
 
 
-def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
-    """Return the ranks of `mesh`; None if there is no mesh or it has one rank.
+def ranks_of(mesh: "DeviceMesh | None", state: Sequence[float] = ()) -> Ranks | None:
+    """Return the ranks of `mesh`, which own the parts `state` of parameters; None if there is no mesh or it has one
+    rank.
 
-    Raises UnsupportedModel for a mesh of more than two axes.
+    The ranks own equal parts if `state` is empty. Raises UnsupportedModel for a mesh of more than two axes, and for a
+    mesh of two axes if the parts differ.
     """
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim > 2:
         raise UnsupportedModel("the mesh", f"it has {mesh.ndim} axes; one cuts parameters and one more copies them")
-    return Ranks(mesh)
+    if mesh.ndim > 1 and len(set(state)) > 1:
+        raise UnsupportedModel(
+            "the mesh", "it has 2 axes, and ranks with unequal parts of the state need a mesh of one"
+        )
+    return Ranks(mesh, state if len(set(state)) > 1 else ())
 
 
 @torch.no_grad()
@@ -204,7 +212,10 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
         return param
     whole = param.detach().contiguous()
     is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
-    cut = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=is_sharded))
+    if is_sharded and ranks.state:
+        cut = _portion(whole, ranks)
+    else:
+        cut = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=is_sharded))
     if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
         cut = as_dtensor(own_part(cut).to(whole.device), cut)
     if dtype is None or not gets_master(param, dtype):
@@ -217,6 +228,14 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
     now = nn.Parameter(high, requires_grad=param.requires_grad)
     add_master(now, rest)
     return now
+
+
+def _portion(whole: torch.Tensor, ranks: Ranks) -> Portion:
+    """Return the values of `whole` on the first rank as a Portion over `ranks`, in parts as large as their `state`."""
+    rows = largest_remainder(whole.shape[0], ranks.state)
+    values = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=False)).to_local()
+    own = values.split(rows)[ranks.mesh.get_local_rank(ranks.mesh.ndim - 1)].clone()
+    return new_portion(own, rows, ranks.mesh, whole.shape)
 
 
 def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:

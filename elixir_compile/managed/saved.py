@@ -151,12 +151,13 @@ def _other_question(question: Question, plan: Plan) -> tuple[str, object, object
     return next(((what, *pair) for what, pair in pairs.items() if pair[0] != pair[1]), None)
 
 
-def load_answered(path: "str | Path") -> tuple[Plan, Question | None]:
+def load_answered(path: "str | Path", plan: Plan | None = None) -> tuple[Plan, Question | None]:
     """Return the plan in the file at `path`, and the question in the file beside it, None if there is no such file.
 
-    With a question the plan is legal for its graph. Raises the errors of `load_plan`, `load_question` and `verify`.
+    `plan` is the plan in the file if it was read before; the file is then not read again. With a question the plan is
+    legal for its graph. Raises the errors of `load_plan`, `load_question` and `verify`.
     """
-    plan = load_plan(path)
+    plan = load_plan(path) if plan is None else plan
     question = load_question(path, plan)
     if question is not None:
         plan = plan_at(question.problem.graph, plan)

@@ -100,12 +100,15 @@ class FullSteps:
         recorded.counts.subtract(recorded.counts_before)
         self._ended[number] = recorded
 
-    def known(self, step: ObservedStep, summary: StepSummary, counters: Counters | None) -> None:
-        """Keep the summary, the phases and the counters of a step that has ended, if it is recorded in full."""
+    def known(self, step: ObservedStep, summary: StepSummary, counters: Callable[[], Counters | None]) -> None:
+        """Keep the summary, the phases and the counters of a step that has ended, if it is recorded in full.
+
+        `counters` is called only for such a step.
+        """
         recorded = self._ended.get(summary.step)
         if recorded is not None:
             recorded.summary, recorded.intervals = summary, step.intervals
-            recorded.began_s, recorded.counters = step.changes.began.host_s, counters
+            recorded.began_s, recorded.counters = step.changes.began.host_s, counters()
 
     def drop(self) -> None:
         """Stop recording a step that has not ended, without a result."""

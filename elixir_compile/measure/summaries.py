@@ -89,7 +89,7 @@ class Summaries:
         summary = self._summary(step, *self._at_end.pop(step.number))
         assert step.ended is not None, "a step that is known has ended"
         counters, span_s = self._counters, (step.changes.began.host_s, step.ended.host_s)
-        self._full_steps.known(step, summary, None if counters is None else counters.between(*span_s))
+        self._full_steps.known(step, summary, lambda: None if counters is None else counters.between(*span_s))
         self._take(summary)
 
     def ended(self) -> None:
@@ -109,7 +109,7 @@ class Summaries:
             plans=plans,
             period_s=intervals[-1].end_s if intervals else 0.0,
             seconds_s=seconds_by_phase(intervals),
-            moved_bytes={lane: dict(by_phase) for lane, by_phase in step.moved_bytes.items()},
+            moved_bytes=step.moved_bytes,
             host_update_s=step.thread_s.get(Lane.HOST),
             waited_s=step.thread_s.get(Lane.CALLER),
             device_peak_bytes=None if figures is None else figures.device_peak_bytes,

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
+from elixir_compile.ops.portion import Portion, rows_of, with_rows
 
 if TYPE_CHECKING or distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -33,7 +34,8 @@ def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
         # `other` has a slot, so it is a plain tensor or a DTensor. Its `data` would wait for a queued update.
         return not isinstance(other, DTensor) and type(tensor.data) is torch.Tensor and not tensor.is_meta
-    return tensor.device_mesh == other.device_mesh and tuple(tensor.placements) == tuple(other.placements)
+    is_alike = tensor.device_mesh == other.device_mesh and tuple(tensor.placements) == tuple(other.placements)
+    return is_alike and rows_of(tensor) == rows_of(other)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,12 +62,18 @@ def own_grad(param: torch.Tensor) -> torch.Tensor:
 def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the shard of `value`, a DTensor or a full tensor, for this rank's shard of `param`.
 
-    A shard of a full tensor is a copy, in order not to keep the full tensor alive.
+    A shard of a full tensor is a copy, in order not to keep the full tensor alive. If `value` is a DTensor whose shards
+    have other rows than those of `param`, all ranks must call this together.
     """
     if isinstance(value, DTensor):
-        return own_part(value)
+        is_other = rows_of(value) != rows_of(param) and is_sharded(value) and value.shape == param.shape
+        if not is_other:
+            return own_part(value)
+        value = value.detach().full_tensor()
     if not isinstance(param, DTensor) or not is_sharded(param) or value.shape != param.shape:
         return value
+    if isinstance(param, Portion):
+        return value[param.own_rows].clone()
     mesh = param.device_mesh
     parts, index = value.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
     return (parts[index] if index < len(parts) else value[:0]).clone()
@@ -88,7 +96,10 @@ def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 
 def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the DTensor with local tensor `own` and the layout of `like`, or `own` if `like` is no DTensor."""
-    return compat.dtensor_like(own, like) if isinstance(like, DTensor) else own
+    if not isinstance(like, DTensor):
+        return own
+    made, rows = compat.dtensor_like(own, like), rows_of(like)
+    return made if rows is None else with_rows(made, rows)
 
 
 @torch.no_grad()
@@ -97,7 +108,7 @@ def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return param.detach().to(device)
     own = own_part(param).to(device)
-    return compat.dtensor_like(own, param).full_tensor() if is_sharded(param) else own
+    return full(as_dtensor(own, param)) if is_sharded(param) else own
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

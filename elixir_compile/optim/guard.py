@@ -85,8 +85,9 @@ class _Watched:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        usual: Any = super()
+        found = usual.__torch_function__(func, types, args, kwargs or {})
         with torch.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
             if func in _FOREACH_WRITES:
                 written: Iterable[torch.Tensor] = args[0] if args else (kwargs or {})["self"]
                 torch.autograd.graph.increment_version(

@@ -67,8 +67,11 @@ class Observed:
         return busy_s(self.full.record.spans, lane, stretches(self.full.intervals, WHOLE))
 
 
-def observed_row(row: StudyRow, cluster: Cluster) -> Observed | None:
-    """Return `row` as findings look at it; None if it was not run."""
+def observed_row(
+    row: StudyRow, cluster: Cluster, ranks: Mapping[int, tuple[StepSummary, ...]] | None = None
+) -> Observed | None:
+    """Return `row` as findings look at it; None if it was not run. `ranks` are the steps of all ranks, if there are
+    several."""
     if row.full is None:
         return None
     return Observed(
@@ -81,6 +84,7 @@ def observed_row(row: StudyRow, cluster: Cluster) -> Observed | None:
         plan=row.plan,
         budget_bytes=row.budget_bytes,
         timed=row.timed,
+        ranks=ranks or {},
     )
 
 

@@ -63,6 +63,13 @@ def definitions(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield "</dl>"
 
 
+def figure(caption: str, picture: str) -> str:
+    """Return a picture, SVG that this package has drawn, with a caption that also describes it to a screen reader."""
+    text = escape(caption)
+    drawn = f'<div class="chart" role="img" aria-label="{text}">{picture}</div>'
+    return f"<figure><figcaption>{text}</figcaption>{drawn}</figure>"
+
+
 def json_block(name: str, data: Mapping[str, Any]) -> str:
     """Return a block of JSON that no HTML parser can leave early."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

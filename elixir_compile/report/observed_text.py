@@ -6,7 +6,6 @@ from elixir_compile.ir.observed import CALLER, StepSummary
 from elixir_compile.units import format_bytes, format_s
 
 _NUM_UNSETTLED = 3
-"""The first steps compile and fill caches: they are left out if as many others are there."""
 _PHASES = ("forward", "backward", "update", CALLER)
 
 
@@ -14,7 +13,7 @@ def observed_text(summaries: Sequence[StepSummary]) -> str:
     """Return a table of the mean seconds of each phase, which add up to the period, and of the bytes moved."""
     if not summaries:
         return "observed no step: no training step of the model has ended yet"
-    settled = summaries[_NUM_UNSETTLED:] if len(summaries) >= 2 * _NUM_UNSETTLED else summaries
+    settled = settled_steps(summaries)
     count = len(settled)
     period_s = sum(each.period_s for each in settled) / count
     lines = [
@@ -30,6 +29,12 @@ def observed_text(summaries: Sequence[StepSummary]) -> str:
         rate = f"{format_bytes(round(nbytes / period_s))} per s" if period_s else ""
         lines.append(f"  {lane:<10}{format_bytes(round(nbytes)):>12}   {rate}")
     return "\n".join([*lines, *_memory_lines(settled)])
+
+
+def settled_steps(summaries: Sequence[StepSummary]) -> Sequence[StepSummary]:
+    """Return `summaries` without the first three if as many others are there: the first steps compile and fill
+    caches."""
+    return summaries[_NUM_UNSETTLED:] if len(summaries) >= 2 * _NUM_UNSETTLED else summaries
 
 
 def _memory_lines(settled: Sequence[StepSummary]) -> list[str]:

@@ -9,19 +9,36 @@
   const GIB = 2 ** 30;
 
   const chart = document.getElementById("step-chart");
-  const spec = read("elixir-step");
-  if (chart !== null && spec !== null && window.vegaEmbed !== undefined) {
+  const packed = document.getElementById("packed-library");
+
+  // The library of the charts is packed. As a script of the page it has the rights of one, and is fetched from nowhere.
+  const load = async () => {
+    const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
+    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(unpacked).text();
+    document.head.append(script);
+  };
+
+  const draw = async () => {
+    await load();
+    const spec = read("elixir-step");
     // Memory gets a last row that repeats the one before at its end, because an area of steps ends at its last point.
     const closed = (table) => Object.fromEntries(Object.entries(table)
       .map(([name, column]) => [name, [...column, table[name === "start_s" ? "end_s" : name].at(-1)]]));
     spec.datasets = { memory: [closed(data.memory)], lanes: [data.bars] };
     if (data.second !== undefined) spec.datasets.second = [closed(data.second.memory)];
+    // The chart is drawn out of the page, whose picture stays until the chart is there.
+    const drawn = document.createElement("div");
     // `ast` interprets expressions: the policy of the page forbids `eval`.
-    const still = chart.innerHTML;
-    window.vegaEmbed(chart, spec, { ast: true, renderer: "svg", actions: false }).then(
-      () => chart.setAttribute("data-drawn", "yes"),
-      (error) => { chart.innerHTML = still; console.error(String(error)); },
-    );
+    await window.vegaEmbed(drawn, spec, { ast: true, renderer: "svg", actions: false });
+    chart.replaceChildren(drawn);
+    chart.setAttribute("data-drawn", "yes");
+  };
+
+  // The picture of the chart is painted before anything is loaded. If the chart fails, the picture stays.
+  if (chart !== null && packed !== null) {
+    requestAnimationFrame(() => setTimeout(() => draw().catch((error) => console.error(String(error)))));
   }
 
   // The cursor: arrow keys walk over the regions, Home, End and P go to the first, the last and the peak.

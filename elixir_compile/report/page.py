@@ -21,9 +21,12 @@ from elixir_compile.ir.record import Record
 from elixir_compile.report import charts, figures
 from elixir_compile.report.activations import SAID
 from elixir_compile.report.figures import Bar, CurvePoint, MemoryRow, kinds_of
+from elixir_compile.report.head import head
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layers_table import LayerRow, layer_rows
 from elixir_compile.report.markup import Cell, bytes_cell, json_block, plain_table, seconds_cell, table
+from elixir_compile.report.observed_run import ObservedRun, run_data
+from elixir_compile.report.run_page import run_sections
 from elixir_compile.report.sections import (
     certificate,
     curve_section,
@@ -37,7 +40,6 @@ from elixir_compile.units import format_bytes, format_s
 from elixir_compile.version import __version__
 
 PAGE_FORMAT = 1
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,10 @@ class PlanSheet:
     """A second plan, shown on the same axes."""
     curve: tuple[CurvePoint, ...] = ()
     """The step under other budgets, in rising order; empty if it was not asked for."""
+    run: ObservedRun | None = None
+    """The observed run of which `measured` is a step."""
+    other_runs: tuple[ObservedRun, ...] = ()
+    """Other observed runs, whose losses are compared with those of `run`."""
 
     @property
     def drawn_bars(self) -> tuple[Bar, ...]:
@@ -109,6 +115,7 @@ def page(sheet: PlanSheet) -> str:
         *_header(sheet, title),
         "<main>",
         *_step_section(sheet, can_draw=can_draw),
+        *([] if sheet.run is None else run_sections(sheet.run, sheet.other_runs, can_draw=can_draw, has_plan=True)),
         *_layers_section(sheet),
         *certificate(sheet.plan),
         *(curve_section(sheet.curve, can_draw=can_draw) if sheet.curve else ()),
@@ -123,19 +130,6 @@ def page(sheet: PlanSheet) -> str:
         f"<script>{own.with_suffix('.js').read_text(encoding='utf-8')}</script>",
     ]
     return "\n".join([*head(title), *body, "</body></html>", ""])
-
-
-def head(title: str) -> list[str]:
-    """Return the begin of a page up to its body: the policy that forbids to fetch anything, and the style."""
-    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    return [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>",
-        f"<style>\n{style}{charts.dark_style()}</style></head><body>",
-    ]
 
 
 def page_data(sheet: PlanSheet) -> dict[str, Any]:
@@ -158,13 +152,15 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
         "bars": figures.bar_columns(sheet.drawn_bars),
         **({"curve": [asdict(point) for point in sheet.curve]} if sheet.curve else {}),
         **({} if sheet.second is None else {"second": page_data(sheet.second)}),
+        **({} if sheet.run is None else {"run": run_data(sheet.run)}),
     }
 
 
 def _drawn(sheet: PlanSheet) -> str:
     spec = _step_spec(sheet, is_static=False)
     del spec["datasets"]  # page.js makes them of the data of the page
-    return f"{json_block('elixir-step', spec)}\n<script>{charts.library()}</script>"
+    library = f'<script type="text/plain" id="packed-library">{charts.packed_library()}</script>'
+    return f"{json_block('elixir-step', spec)}\n{library}"
 
 
 def _step_spec(sheet: PlanSheet, *, is_static: bool) -> dict[str, Any]:

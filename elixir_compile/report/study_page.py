@@ -7,8 +7,8 @@ from pathlib import Path
 from elixir_compile.ir.study import Study, StudyRow
 from elixir_compile.report import charts, figures
 from elixir_compile.report.findings import find, observed_row
-from elixir_compile.report.markup import definitions, plain_table
-from elixir_compile.report.page import head
+from elixir_compile.report.head import head
+from elixir_compile.report.markup import definitions, figure, plain_table
 from elixir_compile.report.phase_table import PHASES
 from elixir_compile.report.sections import machine
 from elixir_compile.report.study_text import PHASE_HEADS, ROW_HEADS, finding_lines, phase_cells, row_cells
@@ -40,7 +40,7 @@ def _phases(study: Study) -> Iterator[str]:
     run = [row for row in study.rows if row.full is not None]
     seconds_s = [_in_order(row.full.summary.seconds_s) for row in run if row.full is not None]
     if run:
-        yield _figure(
+        yield figure(
             "Seconds of a step by phase.", charts.svg(charts.phases_chart([row.name for row in run], seconds_s))
         )
 
@@ -61,12 +61,12 @@ def _row(study: Study, row: StudyRow, *, can_draw: bool) -> Iterator[str]:
         if row.memory is not None and row.memory.live is not None and row.memory.intervals:
             drawn = figures.live_rows(row.memory.live, row.memory.intervals[-1].end_s)
             picture = charts.svg(charts.small_memory_chart(drawn, _most_bytes(study)))
-            yield _figure(
+            yield figure(
                 f"Bytes on the device over a step of {row.name}. The dashed line is the most of all rows.", picture
             )
         found = figures.bars(seen.full.record)
         if found:
-            yield _figure(f"Lanes over a step of {row.name}.", charts.svg(charts.lanes_chart(found)))
+            yield figure(f"Lanes over a step of {row.name}.", charts.svg(charts.lanes_chart(found)))
     yield "</section>"
 
 
@@ -76,14 +76,8 @@ def _most_bytes(study: Study) -> int:
 
 
 def _losses(study: Study) -> Iterator[str]:
-    losses = {row.name: row.losses for row in study.rows if row.losses}
+    losses = {row.name: tuple(enumerate(row.losses)) for row in study.rows if row.losses}
     if losses:
         yield '<section aria-labelledby="losses"><h2 id="losses">Losses</h2>'
-        yield _figure("Loss over the steps of each row.", charts.svg(charts.losses_chart(losses)))
+        yield figure("Loss over the steps of each row.", charts.svg(charts.lines_chart(losses, "loss")))
         yield "</section>"
-
-
-def _figure(caption: str, picture: str) -> str:
-    text = escape(caption)
-    drawn = f'<div class="chart" role="img" aria-label="{text}">{picture}</div>'
-    return f"<figure><figcaption>{text}</figcaption>{drawn}</figure>"

@@ -50,6 +50,7 @@ class Ledger:
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
+        self._lane_bytes: dict[str, int] = {}
         self._recordings: tuple[Recording, ...] = ()
         self._thread_seconds: ThreadSeconds | None = None
         _ledgers.add(self)
@@ -84,11 +85,13 @@ class Ledger:
 
     @property
     def lane_bytes(self) -> Mapping[str, int]:
-        """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`."""
-        sums: Counter[str] = Counter()
-        for (lane, _), nbytes in self.bytes.items():
-            sums[lane.value] += nbytes
-        return dict(sums)
+        """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`.
+
+        An observed run reads them at each change of phases, so they are summed as they come: a plan for Llama 7B has
+        760 labels.
+        """
+        with self._lock:
+            return dict(self._lane_bytes)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -122,6 +125,7 @@ class Ledger:
                 self._times[label] += times
             if nbytes:
                 self._bytes[lane, label] += nbytes
+                self._lane_bytes[lane.value] = self._lane_bytes.get(lane.value, 0) + nbytes
         recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING

@@ -22,8 +22,8 @@ from elixir_compile.ops.reads import Sites
 from elixir_compile.ops.registry import Slot
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.new_bucket import new_bucket
 from elixir_compile.runtime.distributed.ranks import Ranks
-from elixir_compile.runtime.distributed.sharded import new_bucket
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.saved import SavedActivations

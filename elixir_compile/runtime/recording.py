@@ -132,7 +132,10 @@ class Recording:
         self.clock = clock
         self._lanes = lanes
         self._drop = drop
-        self._lock = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._all_ended = threading.Condition(self._lock)
+        self._num_waiting = 0
+        """Threads that wait until no span is open."""
         self._on_host: list[tuple[Work, float, float]] = []
         self._on_device: list[tuple[Work, float, TimedEvent, TimedEvent]] = []
         self._num_open = 0
@@ -154,8 +157,10 @@ class Recording:
         A later call, or `spans`, also returns those that were open at the end of this one.
         """
         self.end()
-        with self._lock:
-            self._lock.wait_for(lambda: self._num_open == 0, patience_s)
+        with self._all_ended:
+            self._num_waiting += 1
+            self._all_ended.wait_for(lambda: self._num_open == 0, patience_s)
+            self._num_waiting -= 1
         return self.spans()
 
     def begin_span(self) -> None:
@@ -167,18 +172,17 @@ class Recording:
         """Add a span that ends, from `start_s` to `end_s` of `time.perf_counter`."""
         with self._lock:
             self._on_host.append((work, start_s, end_s))
-            self._close_one()
+            self._num_open -= 1
+            if self._num_waiting:
+                self._all_ended.notify_all()
 
     def add_on_device(self, work: Work, issued_s: float, first: TimedEvent, last: TimedEvent) -> None:
         """Add a span between two events of the device, which Python issued at `issued_s` of `time.perf_counter`."""
         with self._lock:
             self._on_device.append((work, issued_s, first, last))
-            self._close_one()
-
-    def _close_one(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._lock.notify_all()
+            self._num_open -= 1
+            if self._num_waiting:
+                self._all_ended.notify_all()
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans that have ended, in order of their start; wait for the device first if it timed any."""

@@ -9,6 +9,7 @@ from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir.share import Share
 from elixir_compile.units import MIB
 
 
@@ -39,6 +40,12 @@ class Problem:
     each rank has all elements. A parameter without an entry is cut evenly."""
     num_copies: int = 1
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
+    rank: int = 0
+    """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
+    state: tuple[float, ...] = ()
+    """The part of every bucket that each rank owns, summing to 1; empty if the ranks own equal shards."""
+    shares: tuple[Share, ...] = ()
+    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -74,6 +81,9 @@ class Problem:
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
     """Placements in force, one per bucket in force; the planner moves them only further from the device."""
+    released: frozenset[BucketId] | None = None
+    """The sharded buckets that all ranks gather for each window and release after it, where the plans of ranks differ:
+    every other sharded bucket stays gathered. None if the planner may choose."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
     common_rows: int | None = None
@@ -101,8 +111,18 @@ class Problem:
                 f"problem {self.name}: {self.cluster.num_ranks} ranks cannot have {self.num_copies} copies of each "
                 "part; expected a number that divides theirs."
             )
+        if not 0 <= self.rank < self.cluster.num_ranks:
+            raise InvalidPlan(
+                f"problem {self.name}: rank {self.rank} of {self.cluster.num_ranks} ranks; expected 0 to one less."
+            )
+        if self.state and (len(self.state) != self.num_shards or min(self.state) < 0 or self.num_copies > 1):
+            raise InvalidPlan(
+                f"problem {self.name}: {len(self.state)} ranks own {self.state} of the state; expected a part of 0 or "
+                f"more for each of {self.num_shards} ranks, without copies."
+            )
         for param, numels in self.shards.items():
-            if len(numels) != self.num_shards or not 0 <= min(numels) <= max(numels) == numels[0]:
+            is_right = len(numels) == self.num_shards and min(numels) >= 0
+            if not is_right or (max(numels) != numels[0] and not self.state):
                 raise InvalidPlan(
                     f"problem {self.name}: {param} is in {len(numels)} shards for {self.num_shards} ranks, the "
                     f"largest of {max(numels, default=0)} elements; expected one per rank, the first the largest."

@@ -80,6 +80,8 @@ def unpredicted_plan(
         graph=fingerprint(problem.graph),
         cluster=problem.cluster.name,
         num_copies=problem.num_copies,
+        rank=problem.rank,
+        shares=problem.shares,
         budget_bytes=problem.budget_bytes,
         base_bytes=problem.base_bytes,
         buckets=tuple(buckets),

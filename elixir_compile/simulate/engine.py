@@ -34,7 +34,7 @@ as here, at the issue of its reduce.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -86,29 +86,46 @@ _ONE_STEP = Cycle()
 
 
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
-    """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline."""
+    """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline.
+
+    All other ranks are taken to be as this one; `simulate.ranks` simulates ranks that differ.
+    """
+    player = player_of(graph, plan, cluster, measured)
+    return record_of(graph, plan, player, play_with(player, actions_of(plan)).step_s)
+
+
+def actions_of(plan: Plan) -> _Actions:
+    """Return the actions of `plan` as pairs of verb and target."""
+    return tuple((action.verb, action.target) for action in plan.schedules[0].actions)
+
+
+def player_of(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> "Player":
+    """Return a player of the actions of `plan`, a plan of `graph`, on lanes that are drawn."""
     index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
     price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies, laps_of(plan))
     copies = {region.id: price.lap_copies.get(index[region.first]) for region in plan.regions}
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
-    actions = plan.schedules[0].actions
     cycle = Cycle(
         update=plan.update,
         reads={region.id: region.buckets for region in plan.regions},
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
     )
     drawing = Drawing(graph=plan.name, nbytes=traffic(graph, plan))
-    pairs = ((action.verb, action.target) for action in actions)
-    played = play(pairs, run_s, placements, price, drawing, cycle, copies)
+    return Player(Lanes(price=price, drawing=drawing), run_s, placements, cycle, copies)
+
+
+def record_of(graph: StepGraph, plan: Plan, player: "Player", step_s: float) -> Record:
+    """Return the record of a step of `plan`, a plan of `graph`, that `player` has played and that took `step_s`."""
     timeline = plan_timeline(graph, plan)
+    drawing = player.lanes.drawing
     return Record(
         origin=Origin.SIMULATED,
-        step_s=played.step_s,
+        step_s=step_s,
         device_peak_bytes=timeline.peak.nbytes,
         host_peak_bytes=timeline.host_bytes,
-        spans=tuple(drawing.spans),
-        counts=dict(sorted(Counter(action.verb.value for action in actions).items())),
+        spans=() if drawing is None else tuple(drawing.spans),
+        counts=dict(sorted(Counter(action.verb.value for action in plan.schedules[0].actions).items())),
     )
 
 
@@ -127,17 +144,32 @@ def play(
     takes the spans of all lanes.
     """
     lanes = Lanes(price=price, drawing=drawing)
-    player = _Player(lanes, run_s, placements, cycle, copies)
-    if cycle.update is Update.IN_BACKWARD:
+    return play_with(Player(lanes, run_s, placements, cycle, copies), actions)
+
+
+def play_with(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Played:
+    """Return the seconds of a step of `actions` in steady state, simulated by `player`."""
+    if player.cycle.update is Update.IN_BACKWARD:
         return _play_steadily(player, tuple(actions))
-    if cycle.update is Update.AFTER_BACKWARD:
-        player.run(actions)
-    else:
+    for _ in acting_once(player, actions):
+        pass
+    return played_once(player)
+
+
+def acting_once(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Iterator[tuple[Verb, BucketId]]:
+    """Simulate a step of `actions`, with updates after the backward or across steps, and yield its collectives."""
+    if player.cycle.update is Update.ACROSS_STEPS:
         actions = tuple(actions)
         updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
         player.update_across([target.bucket for target in updated])
-        player.run(action for action in actions if action[0] is not Verb.UPDATE)
-    lanes.await_all_updates()
+        actions = tuple(action for action in actions if action[0] is not Verb.UPDATE)
+    yield from player.acting(actions)
+    player.lanes.await_all_updates()
+
+
+def played_once(player: "Player") -> Played:
+    """Return the seconds of the step that `player` has simulated by `acting_once`."""
+    lanes = player.lanes
     return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
 
 
@@ -147,7 +179,7 @@ def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
     return Played(step_s=step_s + short_s, stalled_s=stalled_s + short_s)
 
 
-def _play_steadily(player: "_Player", actions: _Actions) -> Played:
+def _play_steadily(player: "Player", actions: _Actions) -> Played:
     """Simulate steps until the lanes are in the same state after a step as before it."""
     lanes = player.lanes
     before, step_s, memory_s = [] if lanes.drawing is None else lanes.drawing.spans, 0.0, 0.0
@@ -187,7 +219,7 @@ def _wrapped(span: Span, step_s: float) -> Span:
     return replace(span, start_s=span.start_s - step_s, end_s=span.end_s - step_s)
 
 
-class _Player:
+class Player:
     """Simulates the actions of a schedule on lanes."""
 
     def __init__(
@@ -198,7 +230,7 @@ class _Player:
         cycle: Cycle,
         copies: Mapping[RegionId, LapCopies | None],
     ) -> None:
-        self.lanes, self._run_s, self._placements, self._cycle = lanes, run_s, placements, cycle
+        self.lanes, self._run_s, self._placements, self.cycle = lanes, run_s, placements, cycle
         self._copies = copies
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
@@ -207,7 +239,13 @@ class _Player:
         """Buckets whose gradients are to be added to their sums at the end of the backward."""
 
     def run(self, actions: Iterable[tuple[Verb, Target]]) -> None:
-        lanes, placements, is_closing = self.lanes, self._placements, bool(self._cycle.closing)
+        """Simulate `actions`, which no other rank holds up."""
+        for _ in self.acting(actions):
+            pass
+
+    def acting(self, actions: Iterable[tuple[Verb, Target]]) -> Iterator[tuple[Verb, BucketId]]:
+        """Simulate `actions`, and yield each gather and each reduce when it is issued, with its bucket."""
+        lanes, placements, is_closing = self.lanes, self._placements, bool(self.cycle.closing)
         for verb, target in actions:
             if isinstance(target, RegionRef):
                 self._run_region(target.region)
@@ -220,10 +258,12 @@ class _Player:
                 lanes.offload_gradient(target.bucket)
             elif verb is Verb.GATHER:
                 lanes.gather(target.bucket, placements[target.bucket])
+                yield verb, target.bucket
             elif verb is Verb.RELEASE:
                 lanes.mark(verb, target.bucket)
             elif verb is Verb.REDUCE:
                 lanes.reduce(target.bucket)
+                yield verb, target.bucket
                 self._reduced.append(target.bucket)
             elif verb is Verb.UPDATE:
                 self._add_gradients()
@@ -261,7 +301,7 @@ class _Player:
     def _run_region(self, region: RegionId) -> None:
         lanes = self.lanes
         if lanes.updating_s or lanes.arriving:
-            for bucket in self._cycle.reads.get(region, ()):
+            for bucket in self.cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
         lanes.run(region, self._run_s[region], self._copies.get(region))
 
@@ -270,7 +310,7 @@ class _Player:
         lanes = self.lanes
         if bucket in self.updated:
             return
-        if self._cycle.update is Update.IN_BACKWARD:
+        if self.cycle.update is Update.IN_BACKWARD:
             self._update_early(bucket, placement, 0.0)
             return
         if self._backward_end_s is None:
@@ -282,7 +322,7 @@ class _Player:
 
     def _close(self, verb: Verb, bucket: BucketId) -> None:
         """Update `bucket` if its updates begin after an action with this verb, on its parameters or its gradient."""
-        if self._cycle.closing.get(bucket) is verb and bucket not in self.updated:
+        if self.cycle.closing.get(bucket) is verb and bucket not in self.updated:
             landed_s = self.lanes.gradient_s.get(bucket, 0.0)
             self._update_early(bucket, self._placements[bucket], landed_s)
 

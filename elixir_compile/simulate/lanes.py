@@ -136,6 +136,17 @@ class Lanes:
             self._hold_compute(ends_s)
             self.mark(Verb.REDUCE, bucket)
 
+    def delay(self, verb: Verb, bucket: BucketId, until_s: float) -> None:
+        """Let the gather or the reduce of `bucket` that was issued last end at `until_s`, with those of other ranks."""
+        lane = self.price.lane_of[Lane.GATHER if verb is Verb.GATHER else Lane.REDUCE]
+        self.free_s[lane] = max(self.free_s[lane], until_s)
+        if verb is Verb.GATHER:
+            self.gathered_s[bucket] = until_s
+        elif self.price.gather_s[bucket]:
+            self.gradient_s[bucket] = until_s
+        else:
+            self._hold_compute(until_s)
+
     def offload_gradient(self, bucket: BucketId) -> None:
         """Issue the copy of a gradient to the host, after its reduce."""
         self.gradient_s[bucket] = self._to_host(GradientRef, bucket, self.gradient_s.get(bucket, 0.0))
@@ -248,9 +259,10 @@ class Lanes:
         for bucket in tuple(self.updating_s):
             self.await_update(bucket)
 
-    def begin_again(self) -> float:
-        """Start the next step when compute is free, and return the seconds of the step that ends."""
-        passed_s = self.free_s[Lane.COMPUTE]
+    def begin_again(self, passed_s: float | None = None) -> float:
+        """Start the next step after `passed_s`, or when compute is free, and return the seconds of the step that
+        ends."""
+        passed_s = self.free_s[Lane.COMPUTE] if passed_s is None else passed_s
         self.memory_s = 0.0
         self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
         self.gathered_s.clear()

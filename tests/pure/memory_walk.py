@@ -95,14 +95,14 @@ class _Walk:
                 self.take("storage", storage.id, storage.nbytes)
         for bucket in self.plan.buckets:
             if self.homes[bucket.id].param is Tier.DEVICE:
-                self.take("param", bucket.id, bucket.shard_nbytes())
+                self.take("param", bucket.id, own_param_bytes(bucket))
                 self.take("sums", bucket.id, self.held_sums(bucket))
             if self.homes[bucket.id].optim is Tier.DEVICE:
                 self.take("state", bucket.id, bucket.shard_state_nbytes())
 
     def held_sums(self, bucket: Bucket) -> int:
         """Return the bytes of a rank's part of the sums, padded to the part of the rank with the most elements."""
-        return bucket.sum_nbytes * max(bucket.shard_numels) // max(bucket.numel, 1)
+        return bucket.sum_nbytes * row_numel(bucket) // max(bucket.numel, 1)
 
     def take(self, what: str, name: str, nbytes: int) -> None:
         if (what, name) not in self.held:
@@ -270,7 +270,7 @@ class _Walk:
             home = self.homes[bucket.id]
             if home.optim is not Tier.DEVICE:
                 # Parameters or their staging; gradients or theirs; state that is not on disk.
-                total_bytes += bucket.shard_nbytes() + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
+                total_bytes += own_param_bytes(bucket) + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
                 total_bytes += _sum_host_bytes(bucket, home)
                 total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes
@@ -284,4 +284,14 @@ def _sum_host_bytes(bucket: Bucket, home: Placement) -> int:
         return bucket.shard_grad_nbytes() if is_there else 0
     if bucket.sum_nbytes > bucket.nbytes:
         return bucket.sum_nbytes + (bucket.nbytes if is_there else 0)
-    return bucket.sum_nbytes * max(bucket.shard_numels) // max(bucket.numel, 1) if is_there else 0
+    return bucket.sum_nbytes * row_numel(bucket) // max(bucket.numel, 1) if is_there else 0
+
+
+def row_numel(bucket: Bucket) -> int:
+    """The elements that the rank of `bucket` has in the flat buffer."""
+    return bucket.shard_numels[bucket.rank] if bucket.is_ragged else max(bucket.shard_numels)
+
+
+def own_param_bytes(bucket: Bucket) -> int:
+    """The bytes of the parameters in their home on the rank of `bucket`."""
+    return bucket.nbytes * row_numel(bucket) // max(bucket.numel, 1) if bucket.is_sharded else bucket.nbytes

@@ -1,6 +1,7 @@
 """`rank_facts`: what must be equal is told line by line, and one problem holds for all ranks."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import Kind, Saving, Update
 from elixir_compile.ir.kinds import Batched
+from elixir_compile.ir.share import equal_shares
 from elixir_compile.managed.agreement.rank_facts import (
     Divide,
     RankFacts,
+    classes_of,
     differences,
     digest_of,
     facts_from_text,
@@ -36,6 +39,10 @@ FACTS = st.builds(
     ops_digest=st.just("o"),
     division_digest=st.just("v"),
     batch=st.integers(1, 64),
+    device=st.just("d"),
+    flops_per_s=st.floats(0.0, 1e15),
+    homes_digest=st.just("h"),
+    share=st.just(""),
     **dict.fromkeys(SIZES, st.integers(0, 10)),
 )
 
@@ -88,6 +95,36 @@ def test_ranks_that_cannot_divide_the_same_ops_are_not_divided() -> None:
     )
     assert for_all(PROBLEM, [other, other]).common_rows == 8
     assert for_all(PROBLEM, [plain, other]).common_rows == for_all(PROBLEM, [odd, other]).common_rows == 1
+
+
+ALIKE = replace(facts_of(PROBLEM, (), ()), budget_bytes=100, base_bytes=0, host_budget_bytes=100, flops_per_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "classes"),
+    [
+        ({"budget_bytes": 91}, ((0, 1, 2),)),
+        ({"budget_bytes": 60}, ((0, 2), (1,))),
+        ({"base_bytes": 30}, ((0, 2), (1,))),
+        ({"host_budget_bytes": 60}, ((0, 2), (1,))),
+        ({"flops_per_s": 92.0}, ((0, 1, 2),)),
+        ({"flops_per_s": 30.0}, ((0, 2), (1,))),
+        ({"device": "another"}, ((0, 2), (1,))),
+        ({"homes_digest": "another"}, ((0, 2), (1,))),
+        ({"share": "2 rows, 0.5 of the state"}, ((0, 2), (1,))),
+        ({"budget_bytes": 60, "ops_digest": "another"}, ((0, 1, 2),)),
+    ],
+)
+def test_ranks_within_a_tenth_of_each_other_are_one_class(
+    change: dict[str, Any], classes: tuple[tuple[int, ...], ...]
+) -> None:
+    assert classes_of([ALIKE, replace(ALIKE, **change), ALIKE]) == classes
+
+
+def test_shares_must_be_equal_on_all_ranks() -> None:
+    shares = equal_shares(2, 8)
+    told = differences(lines_of(PROBLEM, {}), lines_of(replace(PROBLEM, shares=shares), {}), "rank 0", "rank 1")
+    assert told[0] == "share of rank 0, 4 rows, 0.5 of the state: only on rank 1"
 
 
 @given(st.lists(FACTS, min_size=1, max_size=5))

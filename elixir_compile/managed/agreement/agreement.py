@@ -6,6 +6,8 @@
   agreement   every rank: a digest of the plan as converted to and verified for its own graph
 ```
 
+Ranks that differ in memory get plans of their own: see `unequal`.
+
 Each step is one exchange over the control channel. If a rank fails before an exchange, it sends its error instead, and
 all ranks raise after that exchange.
 """
@@ -22,21 +24,24 @@ import torch
 
 from elixir_compile.analysis import resized, verify
 from elixir_compile.errors import ElixirError, InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Plan, StepGraph, Tier, fingerprint, plan_from_json, plan_to_json
+from elixir_compile.ir import Plan, StepGraph, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.managed.agreement.rank_facts import (
     Divide,
     RankFacts,
+    classes_of,
     differences,
     digest_of,
     facts_from_text,
     facts_of,
     facts_to_text,
     for_all,
+    homes_of,
     leader_of,
     lines_of,
     ops_of,
     plan_digest,
 )
+from elixir_compile.managed.agreement.unequal import plan_of_class
 from elixir_compile.options import Options
 from elixir_compile.runtime.distributed.control import ControlChannel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, ranks_text
@@ -61,12 +66,14 @@ def agreed_plan(
     search: Callable[[Problem], Plan],
     *,
     settings: Mapping[str, str] | None = None,
+    may_differ: bool = False,
     failure: Exception | None = None,
 ) -> Plan:
     """Return the plan of all ranks of `control`, verified for the graph of this rank; all ranks must call this.
 
-    `settings` are further options, not in `problem`, to be equal on all ranks. If this rank has no problem, `failure`
-    is the error it raised instead, and it is raised here again.
+    `settings` are further options, not in `problem`, to be equal on all ranks. If plans `may_differ`, ranks that differ
+    in memory get plans of their own. If this rank has no problem, `failure` is the error it raised instead, and it is
+    raised here again.
 
     If a rank fails, all raise: NoFeasiblePlan as raised on the failing rank, another error as PeerFailed on the other
     ranks. Raises RanksDiffer if parameters, settings or versions differ, or if ops differ so much that a rank cannot
@@ -75,6 +82,12 @@ def agreed_plan(
     ops, facts = agreed_facts(control, problem, settings, failure)
     leader = control.rank if control.is_echo else leader_of(facts)
     assert problem is not None  # without a problem, `agreed_facts` has raised `failure`
+    classes = classes_of(facts)
+    if may_differ and len(classes) > 1:
+        own_plan = plan_of_class(control, problem, facts, classes, search)
+        if own_plan is not None:
+            return own_plan
+    _require_same(control, homes_of(problem), [fact.homes_digest for fact in facts])
 
     def own_answer() -> str:
         return plan_to_json(search(for_all(problem, facts))) if leader == control.rank else ""
@@ -103,7 +116,7 @@ def agreed_facts(
             raise failure
         assert problem is not None
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
-        return facts_of(problem, lines, ops)
+        return facts_of(problem, lines, ops, control.rank)
 
     _, texts = run_on_all_ranks(control, "facts to plan with", own_facts, facts_to_text)
     facts = _facts_of_all(control, texts)
@@ -161,20 +174,22 @@ def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem
     """Return the plan of all ranks of `executor` by `agreed_plan`; on one rank, the result of `search`."""
     if executor.ranks is None:
         return search(problem)
-    return agreed_plan(executor.ranks.control, problem, search, settings=settings_of(options))
+    may_differ = options.plan is None
+    return agreed_plan(executor.ranks.control, problem, search, settings=settings_of(options), may_differ=may_differ)
 
 
 def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:
     """Put the buckets of `plan` in force.
 
-    If the plan `is_new`, on all ranks together, and keeps state on disk, all ranks raise if any disk is full:
-    DiskFull on this rank, PeerFailed on the others.
+    If the plan `is_new`, on all ranks together, and state may be on disk, all ranks raise if any disk is full: DiskFull
+    on this rank, PeerFailed on the others.
     """
 
     def adopt() -> None:
         executor.buckets.adopt(plan.buckets, plan.placements, for_training=for_training)
 
-    if executor.ranks is None or not is_new or all(home.optim is not Tier.DISK for home in plan.placements):
+    # Not asked of the plan: other ranks may have state on disk.
+    if executor.ranks is None or not is_new or executor.buckets.disk is None:
         adopt()
     else:
         run_on_all_ranks(executor.ranks.control, "room on the disk", adopt, lambda _: "")

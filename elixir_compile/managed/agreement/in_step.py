@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elixir_compile.analysis.collectives import collectives_of
 from elixir_compile.capture.additions import trained_keys, with_absent
 from elixir_compile.capture.convert import Captured
 from elixir_compile.codec import Form, from_json, to_json
@@ -174,8 +175,9 @@ def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasi
 
 
 def _digest(plan: Plan) -> str:
-    """Return the digest of buckets, placements and actions of `plan`: its regions differ between ranks."""
-    return digest_of(map(repr, (plan.buckets, plan.placements, plan.schedules)))
+    """Return the digest of buckets and collectives of `plan`: its regions, and perhaps its homes, differ between
+    ranks."""
+    return digest_of([*map(repr, plan.buckets), *map(str, collectives_of(plan))])
 
 
 def _because(control: ControlChannel, uses: Sequence[Mapping[str, list[str]]], facts: Sequence[RankFacts]) -> str:

@@ -5,7 +5,8 @@
 ```
 
 Sizes may differ because batches may. The rank with the most bytes of storages plans, with the smallest budgets and the
-largest external usage of all ranks.
+largest external usage of all ranks. If memory or devices differ by more than a tenth, each class of like ranks has a
+plan of its own: see `unequal`.
 
 A number of micro-batches must divide the batch of every rank. The search chooses one only if all ranks can divide the
 same ops.
@@ -24,7 +25,9 @@ from dataclasses import dataclass, replace
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import Kind, Plan, StepGraph
+from elixir_compile.ir.share import Share
 from elixir_compile.search import Problem
+from elixir_compile.search.skeleton import skeleton_of
 
 _NUM_DIGITS = 32
 """Digits of a digest: with brackets around it, it fits into one short text of the control channel."""
@@ -44,6 +47,14 @@ class RankFacts:
     """Rows of the batch; 1 if it cannot be divided because sizes are dynamic."""
     storage_bytes: int
     """Bytes of all storages of the graph."""
+    device: str
+    """The name of the profile of this rank's device."""
+    flops_per_s: float
+    """The highest rate of the device."""
+    homes_digest: str
+    """Digest of the placements in force."""
+    share: str
+    """The rows and the part of the state of this rank; empty if all ranks have equal parts."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -55,14 +66,22 @@ class RankFacts:
 _FACTS = Form(what="facts", version=1, error=PlanFileError)
 
 
-def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> RankFacts:
-    """Return the facts about `problem`; its `lines` must be equal on all ranks, and its lines of `ops` need not."""
+def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: int = 0) -> RankFacts:
+    """Return the facts about `problem`, that of the rank at `place`.
+
+    Its `lines` must be equal on all ranks, and its lines of `ops` need not.
+    """
+    device = problem.cluster.device
     return RankFacts(
         digest=digest_of(lines),
         ops_digest=digest_of(ops),
         division_digest=_division_digest(problem.graph, ops),
         batch=1 if problem.graph.symbols else problem.graph.batch,
         storage_bytes=sum(storage.nbytes for storage in problem.graph.storages),
+        device=device.name,
+        flops_per_s=max(device.flops_per_s.values(), default=0.0),
+        homes_digest=digest_of(homes_of(problem)),
+        share=_share_text(problem.shares[place]) if problem.shares else "",
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         base_bytes=problem.base_bytes,
@@ -70,6 +89,10 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
         between_bytes=problem.between_bytes,
         after_bytes=problem.after_bytes,
     )
+
+
+def _share_text(share: Share) -> str:
+    return f"{share.num_rows} rows, {share.state} of the state"
 
 
 def _division_digest(graph: StepGraph, ops: Sequence[str]) -> str:
@@ -109,13 +132,22 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
             + (f"trained in group {groups.get(storage.id, 0)}" if storage.id in trained else "not trained")
             for storage in params
         ),
+        *(f"share of rank {share.rank}, {_share_text(share)}" for share in problem.shares),
         *(
-            f"bucket {bucket.id} of {' '.join(bucket.params)}, param {placement.param}, optim {placement.optim}"
+            f"bucket {bucket.id} of {' '.join(bucket.params)}"
             + ("" if bucket.reduce_dtype is None else f", reduced in {bucket.reduce_dtype}")
-            + (", streamed" if placement.streamed else "")
             + (", resident" if placement.resident else "")
             for bucket, placement in placed
         ),
+    )
+
+
+def homes_of(problem: Problem) -> tuple[str, ...]:
+    """Return a line for the homes of each bucket in force; they are equal on all ranks that follow one plan."""
+    return tuple(
+        f"bucket {placement.bucket}, param {placement.param}, optim {placement.optim}"
+        + (", streamed" if placement.streamed else "")
+        for placement in problem.placements
     )
 
 
@@ -139,6 +171,11 @@ def digest_of(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()[:_NUM_DIGITS]
 
 
+def skeleton_digest(plan: Plan) -> str:
+    """Return the digest of the skeleton of `plan`, which is equal on all ranks whose plans differ."""
+    return digest_of([repr(skeleton_of(plan))])
+
+
 def plan_digest(plan: Plan) -> str:
     """Return the digest of the shared parts of `plan`, equal on all ranks: buckets, placements, activations,
     regions and actions.
@@ -154,6 +191,37 @@ def leader_of(facts: Sequence[RankFacts]) -> int:
     """Return the place of the leader: the first rank with the most bytes of storages."""
     sizes = [fact.storage_bytes for fact in facts]
     return sizes.index(max(sizes))
+
+
+_ALIKE = 0.9
+"""Ranks are alike if the smaller of two numbers is at least this share of the larger: equal devices that are measured
+in turn are apart by less."""
+
+
+def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
+    """Return the places of the ranks of each class: of like devices, with like memory and equal homes in force.
+
+    There is one class of all ranks if their ops differ.
+    """
+    classes: list[list[int]] = []
+    is_one = len({fact.ops_digest for fact in facts}) > 1
+    for place, fact in enumerate(facts):
+        own = next((members for members in classes if is_one or _are_alike(facts[members[0]], fact)), None)
+        if own is None:
+            classes.append([place])
+        else:
+            own.append(place)
+    return tuple(map(tuple, classes))
+
+
+def _are_alike(first: RankFacts, other: RankFacts) -> bool:
+    pairs = (
+        (first.flops_per_s, other.flops_per_s),
+        (first.budget_bytes - first.base_bytes, other.budget_bytes - other.base_bytes),
+        (first.host_budget_bytes, other.host_budget_bytes),
+    )
+    named = [(fact.device, fact.homes_digest, fact.share) for fact in (first, other)]
+    return named[0] == named[1] and all(a == b or min(a, b) >= _ALIKE * max(a, b) > 0 for a, b in pairs)
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:

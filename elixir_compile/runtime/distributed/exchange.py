@@ -17,11 +17,14 @@ weight of its rank.
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import distributed
 
+Rows = Sequence[torch.Tensor] | torch.Tensor
+"""A matrix with a row for each rank, or a sequence of their rows, which may have different lengths. An empty row is not
+sent."""
 _NUM_TAGS = 2**20
 """Tags repeat after this many exchanges, far more than are ever in flight at once."""
 _TAGS: "weakref.WeakKeyDictionary[distributed.ProcessGroup, Iterator[int]]" = weakref.WeakKeyDictionary()
@@ -49,15 +52,15 @@ class Messenger:
         """Return the tag of the next exchange, by which gloo tells the messages of exchanges in flight apart."""
         return next(self._tags) % _NUM_TAGS
 
-    def all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> "Exchange":
+    def all_gather(self, rows: Rows, own: torch.Tensor) -> "Exchange":
         """Start filling row i of `rows` with the tensor `own` of rank i."""
         tag = self.new_tag()
-        sends = [self.send(own, rank, tag) for rank in reversed(self.others)]
-        receipts = [self.receive(rows[rank], rank, tag) for rank in self.others]
+        sends = [self.send(own, rank, tag) for rank in reversed(self.others) if own.numel()]
+        receipts = [self.receive(rows[rank], rank, tag) for rank in self.others if rows[rank].numel()]
         rows[self.rank].copy_(own)
         return Exchange([*receipts, *sends])
 
-    def reduce_scatter(self, landing: torch.Tensor, rows: torch.Tensor) -> "Reduction":
+    def reduce_scatter(self, landing: torch.Tensor, rows: Rows) -> "Reduction":
         """Start filling `landing` with the mean over ranks of this rank's row of `rows`, by the current weights."""
         return Reduction(self, landing, rows)
 
@@ -92,15 +95,19 @@ class Exchange:
 class Reduction(Exchange):
     """A reduce-scatter in flight: receives the rows of the other ranks one after another into its landing."""
 
-    def __init__(self, messenger: Messenger, landing: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(self, messenger: Messenger, landing: torch.Tensor, rows: Rows) -> None:
         self._messenger, self._landing, self._own = messenger, landing, rows[messenger.rank]
         self._weights = messenger.weights
         self._tag = messenger.new_tag()
-        super().__init__([messenger.send(rows[rank], rank, self._tag) for rank in reversed(messenger.others)])
-        self._receipt = messenger.receive(landing, messenger.others[0], self._tag)
+        sent = [rank for rank in reversed(messenger.others) if rows[rank].numel()]
+        super().__init__([messenger.send(rows[rank], rank, self._tag) for rank in sent])
+        self._receipt = messenger.receive(landing, messenger.others[0], self._tag) if landing.numel() else None
 
     def wait(self) -> None:
         """Wait until the landing is the mean. Raises RuntimeError if a rank is dead or silent."""
+        if self._receipt is None:  # this rank has no part of the sum
+            super().wait()
+            return
         self._receipt.wait()
         first, *later = self._messenger.others
         scale_by_weight(self._landing, self._weights[first])

@@ -11,9 +11,8 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -22,13 +21,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
-from elixir_compile.ir.schedule import BucketRef, label
+from elixir_compile.ir.kinds import InnerVerb, Verb
+from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.portion import rows_of
 from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
+from elixir_compile.runtime.distributed.counted import Counted
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
 from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
@@ -40,17 +41,6 @@ log = logging.getLogger("elixir_compile")
 _PREMULTIPLIED = (torch.float32, torch.float64)
 """Dtypes that NCCL may multiply by a weight during the reduce. The weight has the dtype of the gradient, and rounding
 it to 16 bits would be off by 0.2 %."""
-
-
-class _Counted(NamedTuple):
-    """The ledger for the counts of collectives, and the bucket in their labels."""
-
-    ledger: Ledger
-    bucket: BucketRef
-
-    def span(self, verb: Verb | InnerVerb, nbytes: int) -> AbstractContextManager[object]:
-        """Count a collective of `nbytes`; its `reduce` is counted with the sum on compute."""
-        return self.ledger.span(Lane.REDUCE, label(verb, self.bucket), nbytes, times=int(verb is not Verb.REDUCE))
 
 
 class Collective:
@@ -124,10 +114,14 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class Ranks:
-    """The ranks of `mesh`: shards along its last axis, and copies of each shard along the first axis of two."""
+    """The ranks of `mesh`: shards along its last axis, and copies of each shard along the first axis of two.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    It has more than 15 attributes: the mesh and its groups, what sends messages over them, and the weights of ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
+        """`state` is the part of all parameters that each rank owns; if it is empty, they own equal parts."""
+        self.mesh, self.state = mesh, tuple(state)
         self.num_shards = mesh.size(-1)
         self.num_ranks = mesh.size()
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -154,6 +148,11 @@ class Ranks:
     def num_copies(self) -> int:
         """The number of copies of each shard."""
         return self.num_ranks // self.num_shards
+
+    @property
+    def largest(self) -> int:
+        """The rank with the largest part of the state, for which a plan of all ranks counts; 0 if parts are equal."""
+        return self.state.index(max(self.state)) if self.state else 0
 
     @cached_property
     def checkpoint_control(self) -> ControlChannel:
@@ -183,7 +182,9 @@ class Ranks:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
         if not is_sharded(param):
             return (param.numel(),) * self.num_shards
-        row_numel = math.prod(param.shape[1:])
+        row_numel, rows = math.prod(param.shape[1:]), rows_of(param)
+        if rows is not None:
+            return tuple(row_numel * own for own in rows)
         num_rows = -(-param.shape[0] // self.num_shards)
         starts = range(0, num_rows * self.num_shards, num_rows)
         return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
@@ -192,11 +193,17 @@ class Ranks:
         """Return the dtype in which the gradient of `param` is averaged."""
         return torch.float32 if self.reduces_in_fp32 and has_master(param) else param.dtype
 
-    def all_gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
-        """Start filling row i of `rows` with shard i; `own` is the shard of this rank."""
+    def all_gather(self, rows: Sequence[torch.Tensor] | torch.Tensor, own: torch.Tensor, what: str) -> Collective:
+        """Start filling row i of `rows` with shard i; `own` is the shard of this rank.
+
+        `rows` is a matrix, or a sequence of tensors of different lengths.
+        """
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
                 work = self._messenger.all_gather(rows, own)
+            elif not isinstance(rows, torch.Tensor):
+                # NCCL sends tensors of different lengths in grouped broadcasts.
+                work = distributed.all_gather(list(rows), own, group=self._shard_group, async_op=True)
             else:
                 work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
@@ -247,10 +254,10 @@ class Ranks:
                 self.unfinished.clear()
                 return
 
-    def reduce_scatter(self, own: torch.Tensor, rows: torch.Tensor, what: str) -> Collective:
+    def reduce_scatter(self, own: torch.Tensor, rows: Sequence[torch.Tensor] | torch.Tensor, what: str) -> Collective:
         """Start filling `own` with this rank's row of the mean of `rows` over the ranks of the mesh's last axis.
 
-        The caller must apply the weight to `rows` first unless `applies_weight`.
+        `rows` is as in `all_gather`. The caller must apply the weight to `rows` first unless `applies_weight`.
         """
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
@@ -259,7 +266,10 @@ class Ranks:
                 mean = distributed.ReduceOp.AVG
                 if self._is_weighed and own.dtype in _PREMULTIPLIED:
                     mean = compat.scaled_sum(self.weight / self.num_shards)
-                work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
+                if isinstance(rows, torch.Tensor):
+                    work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
+                else:  # grouped reduces
+                    work = distributed.reduce_scatter(own, list(rows), mean, self._shard_group, async_op=True)
         return Collective(work, what, self, self._shard_group)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:
@@ -277,7 +287,7 @@ class Ranks:
         return averaged
 
     def means(
-        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "_Counted | None" = None
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "Counted | None" = None
     ) -> list[torch.Tensor]:
         """Return the means of the gradients `tensors` over all ranks in `dtype`, with the same bits on each rank.
 
@@ -324,7 +334,7 @@ class Ranks:
         sums: dict[int, torch.Tensor] = {}
         for position, grad in sorted(zip(positions, grads, strict=True), key=lambda pair: pair[0]):
             sums[position] = sums[position] + grad if position in sums else grad
-        return list(sums), self.means(list(sums.values()), dtype, _Counted(ledger, bucket))
+        return list(sums), self.means(list(sums.values()), dtype, Counted(ledger, bucket))
 
     def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.

@@ -33,6 +33,11 @@ class ShardedBucket(RunningBucket):
         self._own: torch.Tensor | None = None
 
     @property
+    def own_numel(self) -> int:
+        """The elements of `own`."""
+        return self._total_bytes // self.slots[0].param.element_size()
+
+    @property
     def own(self) -> torch.Tensor:
         """This rank's shards with their padding, in their home."""
         assert self._own is not None, "move_home comes first"
@@ -46,11 +51,10 @@ class ShardedBucket(RunningBucket):
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype
-        numel = self._total_bytes // dtype.itemsize
         if self.is_on_host:
-            own = Slab(self._total_bytes, pin=self.pin).tensor(dtype, (numel,), 0)
+            own = Slab(self.own_numel * dtype.itemsize, pin=self.pin).tensor(dtype, (self.own_numel,), 0)
         else:
-            own = torch.zeros(numel, dtype=dtype, device=device)
+            own = torch.zeros(self.own_numel, dtype=dtype, device=device)
         for slot, home in zip(self.slots, self.cut(own), strict=True):
             home.copy_(slot.own)
             rehome(slot.param, home.data)  # `data` has its own version, so a write to a parameter changes no other's
@@ -85,6 +89,10 @@ class ShardedBucket(RunningBucket):
     def rows(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor of shape (number of shards, elements of `own`) in `dtype`, on the device."""
         return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=dtype, device=self.slots[0].device)
+
+    def by_rank(self, rows: torch.Tensor) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Return the elements of each rank in `rows`, in the order of ranks: a matrix if all have equally many."""
+        return rows
 
     def from_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the full parameters from `rows`, the `own` of every rank."""
@@ -137,16 +145,6 @@ class ShardedBucket(RunningBucket):
         return self.cut(slab.tensor(own, (ratio * self._total_bytes // own.itemsize,), 0))
 
 
-def new_bucket(
-    spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
-) -> RunningBucket:
-    """Return a bucket for `spec`, before its first `move_home`; `ranks` is None if a single rank trains the model."""
-    if not spec.is_sharded:
-        return RunningBucket(spec, placement, slots, pin=pin)
-    assert ranks is not None, "one rank alone has no sharded buckets"
-    return ShardedBucket(spec, placement, slots, pin=pin, ranks=ranks)
-
-
 def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return flat[: param.numel()].view(param.shape)
 
@@ -194,7 +192,7 @@ class ShardGather(Transfer):
                 Lane.GATHER,
                 name,
                 rows.nbytes,
-                lambda: bucket.ranks.all_gather(rows, own, f"parameters of {of}"),
+                lambda: bucket.ranks.all_gather(bucket.by_rank(rows), own, f"parameters of {of}"),
             )
             self._work = lanes.collective(work, (own,), (self._rows,))
         super().__init__(name, None, sources=(own,))
@@ -232,13 +230,13 @@ class ShardReduce(Transfer):
         lanes.touches(grads)
         rows = bucket.to_rows(positions, grads)
         grads.clear()
-        self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        self._own = torch.empty(bucket.own_numel, dtype=rows.dtype, device=rows.device)
         ranks, of, own = bucket.ranks, BucketRef(bucket.spec.id), self._own
         reduced = work = ledger.started(
             Lane.REDUCE,
             label(Verb.REDUCE, of),
             rows.nbytes,
-            lambda: ranks.reduce_scatter(own, rows, f"gradients of {of}"),
+            lambda: ranks.reduce_scatter(own, bucket.by_rank(rows), f"gradients of {of}"),
         )
         if ranks.num_copies > 1:
             work = ledger.started(

@@ -184,7 +184,10 @@ def _taken_if_better(chunks: Chunks, unchunked: Unchunked, plan: Plan) -> Plan:
 
 
 def is_pressed(plan: Plan) -> bool:
-    """Return whether `plan` keeps optimizer state off the device, or offloads or recomputes activations."""
+    """Return whether `plan`, or that of a rank with another, keeps optimizer state off the device, or offloads or
+    recomputes activations. So all ranks answer alike."""
+    if any(line.is_pressed for line in plan.classes):
+        return True
     is_moved = any(home.optim is not Tier.DEVICE for home in plan.placements)
     return is_moved or any(group.saving is not Saving.KEEP for group in plan.activations)
 

@@ -16,6 +16,7 @@ from elixir_compile.analysis.recompute import as_run
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
 from elixir_compile.ir.graph import layer_of
+from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem
 
 MIN_BUCKETS = 16
@@ -24,6 +25,9 @@ _MAX_BUCKETS, _MAX_FACTOR = 192, 8
 """A model with more buckets gets larger buckets, by a factor of at most `_MAX_FACTOR`, because the time of a search
 grows with about the square of their number. Llama 70B on 8 ranks has 563 buckets of 128 MiB, 16 MiB on each rank, and
 161 buckets of 1 GiB."""
+_RAGGED_PRICE = 1.25
+"""The seconds per byte of a collective with messages of different sizes, over those of one with equal sizes: Cephalo's
+measurement (arXiv 2411.01075). So a flat buffer is padded where padding costs less."""
 _SMALL_BYTES = 64 * 1024
 """A parameter is not sharded if its copies on all ranks take at most so many bytes; a shard would be a few elements."""
 
@@ -175,13 +179,17 @@ def _is_sharded(param: _Param, problem: Problem) -> bool:
 def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
     """Return the elements of the bucket on each rank.
 
-    A parameter without an entry in `problem.shards` has equal shards: its elements divided by the ranks, rounded up.
+    A parameter without an entry in `problem.shards` is shared out as `problem.state` says, or in equal shards: its
+    elements divided by the ranks, rounded up.
     """
     num_shards = problem.num_shards
     numels = [0] * num_shards
     for param in group:
-        even = -(-(param.storage.nbytes // ITEM_BYTES[param.storage.dtype]) // num_shards)
-        for rank, numel in enumerate(problem.shards.get(param.storage.id, (even,) * num_shards)):
+        own = problem.shards.get(param.storage.id)
+        if own is None:
+            numel = param.storage.nbytes // ITEM_BYTES[param.storage.dtype]
+            own = largest_remainder(numel, problem.state) if problem.state else (-(-numel // num_shards),) * num_shards
+        for rank, numel in enumerate(own):
             numels[rank] += numel
     return tuple(numels)
 
@@ -192,6 +200,8 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
     nbytes = sum(param.storage.nbytes for param in group)
     numel = nbytes // ITEM_BYTES[dtype]
+    shard_numels = (numel,) if problem.num_shards == 1 else _shards(group, problem)
+    is_uneven = bool(problem.state) and any(own != numel for own in shard_numels)
     return Bucket(
         id=name,
         params=tuple(param.storage.id for param in group),
@@ -201,7 +211,9 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         sum_nbytes=sum(problem.sum_nbytes.get(param.storage.id, 0) for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=(numel,) if problem.num_shards == 1 else _shards(group, problem),
+        shard_numels=shard_numels,
         group=group[0].group,
         reduce_dtype=group[0].reduce_dtype,
+        is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
+        rank=problem.rank if is_uneven else 0,
     )

@@ -23,7 +23,7 @@ from elixir_compile.search.space.layers import (
     layers_alike,
     windows_by_layer,
 )
-from elixir_compile.search.space.levels import Level, level_of, levels_from
+from elixir_compile.search.space.levels import Level, gathered_as, level_of, levels_from
 from elixir_compile.search.space.modes import (
     Layer,
     OffloadInterval,
@@ -187,7 +187,7 @@ def _choices(
     """
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     read_again = _read_again(problem.graph, layers, buckets)
-    return tuple(
+    choices = [
         levels_from(
             in_force.get(bucket.id, Level.ON_DEVICE),
             bucket,
@@ -195,6 +195,13 @@ def _choices(
             num_windows=max(len(bucket_windows), 2 if bucket.id in read_again else 0),
         )
         for bucket, bucket_windows in zip(buckets, windows, strict=True)
+    ]
+    released = problem.released
+    if released is None:
+        return tuple(choices)
+    return tuple(
+        gathered_as(levels, is_released=bucket.id in released) if bucket.is_sharded else levels
+        for bucket, levels in zip(buckets, choices, strict=True)
     )
 
 

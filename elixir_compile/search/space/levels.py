@@ -11,6 +11,7 @@ On several ranks each rank owns a shard, and a bucket is gathered at every level
 parameters on the host are gathered.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 
@@ -78,6 +79,14 @@ def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int)
         Level.ALL_OFF_RELEASED: True,
     }
     return (start, *(level for level, is_distinct in differs.items() if level > start and is_distinct))
+
+
+def gathered_as(levels: Sequence[Level], *, is_released: bool) -> tuple[Level, ...]:
+    """Return those of the `levels` of a sharded bucket that gather it for each window, or, if not `is_released`, those
+    that gather it once; all of them if the bucket has one window, as both are the same then."""
+    found = tuple(level for level in levels if level.is_released is is_released)
+    has_choice = Level.ON_DEVICE_RELEASED in levels or Level.ALL_OFF in levels or levels[0].is_released
+    return found if found and has_choice else tuple(levels)
 
 
 def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:

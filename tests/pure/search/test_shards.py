@@ -28,6 +28,7 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
+from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
@@ -58,13 +59,25 @@ def cut(numel: int, num_ranks: int, largest: int) -> tuple[int, ...]:
     return tuple(max(0, min(largest, numel - rank * largest)) for rank in range(num_ranks))
 
 
-def shards_of(graph: StepGraph, num_ranks: int, draw: random.Random) -> dict[StorageId, tuple[int, ...]]:
+STATES: dict[int, list[tuple[float, ...]]] = {
+    1: [()],
+    2: [(), (), (0.7, 0.3), (0.0, 1.0), (0.45, 0.55)],
+    3: [(), (), (0.6, 0.3, 0.1), (0.1, 0.2, 0.7), (0.3, 0.3, 0.4)],
+    4: [(), (), (0.0, 0.5, 0.5, 0.0), (0.1, 0.2, 0.3, 0.4)],
+}
+"""By number of ranks, the parts that they own, empty for equal ones."""
+
+
+def shards_of(
+    graph: StepGraph, num_ranks: int, draw: random.Random, state: tuple[float, ...] = ()
+) -> dict[StorageId, tuple[int, ...]]:
     """Uneven shards of most parameters, some whole on each rank; what is left out is cut evenly."""
     found: dict[StorageId, tuple[int, ...]] = {}
     for storage in graph.storages:
         if storage.kind is Kind.PARAM and draw.random() < 0.8:
             numel = storage.nbytes // ITEM_BYTES[storage.dtype]
             uneven = cut(numel, num_ranks, draw.randint(-(-numel // num_ranks), numel))
+            uneven = tuple(largest_remainder(numel, state)) if state else uneven
             found[storage.id] = (numel,) * num_ranks if draw.random() < 0.25 else uneven
     return found
 
@@ -80,12 +93,14 @@ def shared_problems(draw: st.DrawFn, fewest: int = 1) -> Problem:
     """Up to four ranks with uneven shards, some whole on each; buckets of one parameter and of several; gradients as
     they are, and reduced in fp32."""
     graph, num_ranks = draw(step_graphs(training=True)), draw(st.integers(fewest, 4))
-    num_copies = draw(st.integers(1, 2))
     chance = random.Random(draw(st.integers(0, 2**32)))
-    shards = shards_of(graph, num_ranks, chance)
+    state = tuple(draw(st.sampled_from(STATES[num_ranks])))
+    num_copies = 1 if state else draw(st.integers(1, 2))
+    shards = shards_of(graph, num_ranks, chance, state)
     wide = reduced_in_fp32(graph, num_ranks, chance) if draw(st.booleans()) else {}
     hybrid, max_bytes = draw(st.booleans()), draw(st.sampled_from([256, 2048, 1 << 16]))
     more = {"shards": shards, "reduce_dtypes": wide, "bucket_max_bytes": max_bytes, "num_copies": num_copies}
+    more["state"] = state
     return problem_of(graph, ranks(num_ranks * num_copies), hybrid, **more)
 
 
@@ -275,8 +290,8 @@ def test_the_given_shards_of_parameters_add_up_in_buckets() -> None:
     problem, evaluator = pair_of_layers()
     assert form_buckets(problem) == evaluator.facts.buckets
     bucket = evaluator.facts.buckets[0]
-    assert [bucket.shard_nbytes(rank) for rank in range(3)] == [24, 24, 16]
-    assert [bucket.shard_state_nbytes(rank) for rank in range(3)] == [48, 48, 32]
+    assert [bucket.seen_by(rank).shard_nbytes() for rank in range(3)] == [24, 24, 16]
+    assert [bucket.seen_by(rank).shard_state_nbytes() for rank in range(3)] == [48, 48, 32]
     assert problem.shards.keys() == {"a0", "a1"}  # 6 elements are cut evenly
     found = prices(problem.graph, evaluator.facts.buckets, problem.cluster)
     assert found.gather_s[bucket.id] == found.reduce_s[bucket.id] == collective_s(72, problem.cluster)

@@ -17,6 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis import plan_timeline
 from elixir_compile.cli.main import app
 from elixir_compile.ir import Origin, Plan, Record, record_to_json
+from elixir_compile.managed import saved as saved_files
 from elixir_compile.options import Options
 from elixir_compile.report import charts
 from elixir_compile.search import Problem, plan
@@ -75,7 +76,15 @@ def test_a_curve_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--curve beside it" in run(tmp_path / "plan.json", "--figure", "curve").stderr
 
 
-def test_a_second_plan_is_read_with_its_question(tmp_path: Path) -> None:
+def test_a_second_plan_is_read_with_its_question_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = saved_files.plan_from_json
+
+    def counted(text: str) -> Plan:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(saved_files, "plan_from_json", counted)
     made, problem = tight()
     path = saved(tmp_path, made, problem)
     roomy = replace(problem, budget_bytes=GIB)
@@ -83,6 +92,7 @@ def test_a_second_plan_is_read_with_its_question(tmp_path: Path) -> None:
     elixir.save_plan(wide, tmp_path / "wide.json", question_of(roomy, Options()))
     data = json.loads(run(path, tmp_path / "wide.json", "--json").stdout)
     assert data["second"]["device_peak_bytes"] == wide.prediction.device_peak_bytes
+    assert len(parsed) == 2
     again = run(path, tmp_path / "wide.json", path)
     assert "at most one second plan and one record" in again.stderr
 

@@ -87,7 +87,7 @@ class Mean(Rows):
         return (self.head(hidden) - y * x.numel()).square().mean()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_number_of_the_whole_batch_counts_all_rows_in_each_micro_batch(inner: str):
     model = Mean(num_blocks=1).double()
     step = compiled(model, 4, inner=inner)

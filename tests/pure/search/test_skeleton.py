@@ -1,0 +1,128 @@
+"""`search.skeleton` and `search.joint.classes`: ranks with other budgets have homes of their own, and their collectives
+come in one order."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import plan_timeline, verify
+from elixir_compile.analysis.collectives import collectives_of
+from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.ir import Plan, Saving, Tier, plan_from_json, plan_to_json
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.joint.classes import plan_classes, with_buckets_formed
+from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.planner import floor_bytes
+from elixir_compile.search.skeleton import common_sequence, following, released_by, skeleton_of
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.writing import write_out
+from tests.pure.memory_walk import walk_memory
+from tests.pure.search.test_best import random_answer
+from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
+from tests.pure.search.test_shards import shared_problems
+
+TWO = CLUSTERS["2 x cuda"]
+
+
+def greedy(problem: Problem) -> Plan:
+    return plan(problem, "greedy")
+
+
+def planned(problems: Sequence[Problem], search: Callable[[Problem], Plan] = greedy) -> tuple[Plan, ...]:
+    """The plans of classes that are all searched here."""
+    numbers = range(len(problems))
+    return plan_classes(problems, [(number,) for number in numbers], search, lambda work: list(map(work, numbers)))
+
+
+def with_share(problem: Problem, share: float) -> Problem:
+    """The budget at `share` of the way from the least to what keeps everything on the device."""
+    least, most = floor_bytes(problem), plan(problem, "keep_all").prediction.device_peak_bytes
+    return replace(problem, budget_bytes=int(least + share * max(0, most - least)))
+
+
+@given(shared_problems(fewest=2), st.floats(0.0, 1.0), st.floats(0.0, 1.2))
+@settings(max_examples=15)
+def test_two_budgets_give_one_order_of_collectives_and_homes_of_their_own(
+    problem: Problem, tight: float, loose: float
+) -> None:
+    problem = with_buckets_formed(problem)
+    problems = [with_share(problem, tight), replace(with_share(problem, loose), rank=1)]
+    try:
+        alone = [greedy(each) for each in problems]
+    except NoFeasiblePlan:
+        assume(False)
+        return
+    made = planned(problems)
+    assert skeleton_of(made[0]) == skeleton_of(made[1])
+    assert made[0].prediction.step_s == made[1].prediction.step_s
+    assert [line.ranks for line in made[1].classes] == [(0,), (1,)]
+    assert is_pressed(made[0]) == is_pressed(made[1])
+    assert plan_from_json(plan_to_json(made[1])) == made[1]
+    for each, found, before in zip(problems, made, alone, strict=True):
+        verify(each.graph, found)
+        assert found.rank == each.rank
+        assert plan_timeline(each.graph, found).peak.nbytes <= each.budget_bytes
+        assert walk_memory(each.graph, found).live_bytes == plan_timeline(each.graph, found).live_bytes
+        assert released_by(found) >= released_by(before)
+
+
+@given(shared_problems(fewest=2), st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_any_two_plans_with_the_same_buckets_released_follow_one_sequence(problem: Problem, seed: int) -> None:
+    """Levels, modes and moves at random: recomputation gathers again, and in another order."""
+    draw = random.Random(seed)
+    problem = with_buckets_formed(problem)
+    evaluator = Evaluator(gather_facts(problem))
+    all_levels = [tuple(random_answer(draw, evaluator)[0])] * 2
+    released = frozenset(
+        bucket.id
+        for bucket, level in zip(evaluator.facts.buckets, all_levels[0], strict=True)
+        if bucket.is_sharded and level.is_released
+    )
+    evaluator = Evaluator(gather_facts(replace(problem, released=released)))
+    plans: list[Plan] = []
+    for _ in range(2):
+        levels, modes = random_answer(draw, evaluator)
+        own = evaluator.at(modes)
+        draft = DraftPlan(
+            levels=levels, moves=raise_prefetch(own, levels), step_s=0.0, modes=modes, decisions=(), planner="greedy"
+        )
+        plans.append(write_out(own, draft))
+    sequence = common_sequence(plans)
+    followed = [next(following(each, sequence, released), None) for each in plans]
+    assert all(each is not None for each in followed)
+    orders = [collectives_of(each) for each in followed if each is not None]
+    assert orders[0] == orders[1]
+    for each in followed:
+        assert each is not None
+        assert walk_memory(problem.graph, each).live_bytes == plan_timeline(problem.graph, each).live_bytes
+
+
+def test_the_rank_with_room_keeps_its_state_and_its_activations() -> None:
+    problem = problem_of(chain_of(6), TWO)
+    kept_bytes = plan(problem, "keep_all").prediction.device_peak_bytes
+    poor = replace(problem, budget_bytes=int(0.6 * kept_bytes))
+    rich, poor_plan = planned([replace(problem, budget_bytes=kept_bytes * 2), replace(poor, rank=1)])
+    assert {placement.optim for placement in rich.placements} == {Tier.DEVICE}
+    assert not any(group.saving is Saving.OFFLOAD for group in rich.activations)
+    assert Tier.HOST in {placement.optim for placement in poor_plan.placements}
+    assert released_by(rich) == released_by(poor_plan) == released_by(greedy(poor))
+    assert [line.is_pressed for line in rich.classes] == [False, True]
+    assert rich.bound_s == poor_plan.bound_s
+
+
+def test_a_plan_that_has_no_room_to_follow_is_refused() -> None:
+    problem = with_buckets_formed(problem_of(chain_of(6), TWO))
+    poor = with_share(problem, 0.0)
+    made = greedy(poor)
+    with pytest.raises(InvalidPlan, match="to issue its collectives in the order of the other ranks"):
+        planned(
+            [poor, replace(problem, rank=1)],
+            lambda each: replace(made if each == poor else greedy(each), budget_bytes=1),
+        )

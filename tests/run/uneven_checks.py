@@ -1,0 +1,125 @@
+"""What `test_uneven_ranks` asks of real ranks that own unequal parts; each function runs on all of them at once."""
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from elixir_compile.managed.cast_and_shard import ranks_of
+from elixir_compile.ops.portion import Portion, new_portion
+from elixir_compile.optim.guard import watch
+from elixir_compile.runtime.distributed.ranks import Ranks
+from tests.run import ranks_checks
+from tests.run.ranks_training import mesh_of
+
+WHOLE = torch.arange(40.0).view(10, 4)
+ROWS = (7, 2, 1)
+
+
+def all_of(rank: int, world_size: int, state: list[float], checks: list[list[Any]]) -> list[Any]:
+    """Return what each of `checks`, names in `ranks_checks` with arguments, returns if each rank owns its part of
+    `state`."""
+
+    def uneven(mesh: DeviceMesh | None) -> Ranks | None:
+        return ranks_of(mesh, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elixir_compile.api.prepare.ranks_of", uneven)
+        return ranks_checks.all_of(rank, world_size, checks)
+
+
+def portion_of(whole: torch.Tensor, rows: Sequence[int], mesh: DeviceMesh) -> Portion:
+    own = whole.split(list(rows))[mesh.get_local_rank()].clone()
+    return new_portion(own, rows, mesh, whole.shape)
+
+
+def answers_as_the_whole(rank: int, world_size: int, folder: str) -> None:
+    """Read, copy, train, save and load tensors of which the ranks own 7, 2 and 1 rows."""
+    mesh = mesh_of([world_size])
+    param = nn.Parameter(portion_of(WHOLE, ROWS, mesh))
+    reads(param, mesh)
+    copies(param, mesh)
+    trains_by_torch(param, mesh)
+    saves(param, mesh, folder)
+
+
+def reads(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    twice = torch._foreach_mul([param.detach(), portion_of(WHOLE[:5], (3, 1, 1), mesh)], 2.0)
+    assert [type(value) for value in twice] == [Portion, Portion]
+    assert torch.equal(twice[0].full_tensor(), 2 * WHOLE)
+    assert torch.equal(twice[1].full_tensor(), 2 * WHOLE[:5])
+    assert torch.equal(param.view_as(param).full_tensor(), WHOLE)
+    replicated = param.redistribute(placements=[Replicate()])
+    assert torch.equal(replicated.to_local(), WHOLE)
+    assert param.redistribute(placements=[Shard(0)]) is param
+    with pytest.raises(NotImplementedError, match=r"own 7-2-1 rows cannot become .* `full_tensor\(\)`"):
+        param.redistribute(placements=[Shard(1)])
+    weights = torch.arange(40.0).view(10, 4)
+    (param.full_tensor() * weights).sum().backward()
+    assert torch.equal(param.grad.full_tensor(), weights)
+    watch(param.grad)
+    assert torch.equal((param.grad * 2).full_tensor(), 2 * weights)
+    assert torch.linalg.vector_norm(param.detach()).full_tensor() == WHOLE.norm()
+    param.grad = None
+
+
+def copies(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    for copied in (copy.deepcopy(param), from_bytes(param)):
+        assert isinstance(copied, nn.Parameter)
+        assert torch.equal(copied.full_tensor(), WHOLE)
+    other = portion_of(-WHOLE, (0, 5, 5), mesh)
+    even = distribute_tensor(WHOLE + 1, mesh, [Shard(0)])
+    for pair in ((param.detach(), other), (other, even), (even, other)):
+        with pytest.raises(ValueError, match=r"own .* rows of one tensor and .* of another: `full_tensor\(\)`"):
+            torch.add(*pair)
+    other.copy_(param.detach())
+    assert torch.equal(other.full_tensor(), WHOLE)
+    other.copy_(even)
+    assert torch.equal(other.full_tensor(), WHOLE + 1)
+    even.copy_(param.detach())
+    assert torch.equal(even.full_tensor(), WHOLE)
+
+
+def from_bytes(param: nn.Parameter) -> Any:
+    kept = io.BytesIO()
+    torch.save(param, kept)
+    kept.seek(0)
+    return torch.load(kept, weights_only=False)
+
+
+def trains_by_torch(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Take three steps of torch's AdamW with clipping beside one process, with the same bits."""
+    alone = nn.Parameter(WHOLE.clone())
+    own, other = (torch.optim.AdamW([each], lr=0.1, foreach=True) for each in (param, alone))
+    for step in range(3):
+        grad = torch.full((10, 4), 3.0 + step)
+        param.grad, alone.grad = portion_of(grad, ROWS, mesh), grad
+        norms = [nn.utils.clip_grad_norm_([each], 1.0) for each in (param, alone)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        param.grad = portion_of(alone.grad, ROWS, mesh)  # the norm is a sum in another order
+        own.step()
+        other.step()
+    assert torch.equal(param.full_tensor(), alone)
+    moment = own.state[param]["exp_avg"]
+    assert type(moment) is Portion
+    assert torch.equal(moment.full_tensor(), other.state[alone]["exp_avg"])
+
+
+def saves(param: nn.Parameter, mesh: DeviceMesh, folder: str) -> None:
+    """Save 7-2-1 rows by torch's distributed checkpoints, and load 0-5-5 and equal parts."""
+    module = nn.Module()
+    module.weight = param
+    assert module.state_dict()["weight"].to_local().shape[0] == ROWS[mesh.get_local_rank()]
+    now = param.detach().full_tensor()
+    dcp.save(module.state_dict(), checkpoint_id=folder)
+    like = torch.zeros_like(WHOLE)
+    for loaded in (portion_of(like, (0, 5, 5), mesh), distribute_tensor(like, mesh, [Shard(0)])):
+        dcp.load({"weight": loaded}, checkpoint_id=folder)
+        assert torch.equal(loaded.full_tensor(), now)
