@@ -19,9 +19,10 @@ from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.ir import Plan, StepGraph
-from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, any_of_all, asked_by_all, plan_for_all
+from elixir_compile.managed.agreement.agreement import adopt_by_all, any_of_all, asked_by_all, plan_for_all
 from elixir_compile.managed.agreement.in_step import planned_in_step
 from elixir_compile.managed.agreement.rank_facts import roll_key
+from elixir_compile.managed.agreement.roll_call import Step
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
@@ -87,7 +88,7 @@ class PlannedGraph:
         self._ticket_position = -1
         self._staying = StayingGradients(executor, options, self._progress)
         self._earlier = EarlierCaptures(executor, self._staying)
-        self._variants = PlanVariants(executor, name, outstanding.descriptions)
+        self._variants = PlanVariants(executor, name, outstanding.descriptions, self.profiler, self._progress)
         self._shortage = EarlyShortage(name, executor, self.planner)
 
     @property
@@ -227,12 +228,11 @@ class PlannedGraph:
             raise
 
     def learn_from_steps(self, args: Sequence[Any]) -> None:
-        """Before each forward: once enough steps were profiled, report them, and change to a better plan if the
-        prediction was wrong and a search finds one."""
+        """Before each forward: once enough steps were profiled, report them; take a better plan if there is one."""
         if self.planner.sizes.differ(self.active.captured, args):
             self.profiler.restart()
             return
-        stats = self.profiler.forward_begins()
+        stats = self.profiler.forward_begins(self.active.graph.batch)
         if stats is not None:
             self._progress.measured(self.active.plan, stats)
             self._stats = stats if self.planner.may_replan else None

@@ -10,6 +10,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.ir import Phase, Plan
+from elixir_compile.managed.rank_balance import RankBalance
 from elixir_compile.platforms import platform_of
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import device_bytes
@@ -32,7 +33,9 @@ class StepProfiler:
         self._device = executor.device
         self._platform = platform_of(executor.device)
         self._is_on = is_on
-        self._records = records
+        self._records = records or executor.ranks is not None
+        self.balance = RankBalance()
+        """The seconds of compute, if there are several ranks."""
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
@@ -41,8 +44,8 @@ class StepProfiler:
         self._peak_bytes = 0
         """The peak of the steps so far, as the user sees it."""
 
-    def forward_begins(self) -> StepStats | None:
-        """Note the beginning of a step; return the measurements, once, if enough steps have passed."""
+    def forward_begins(self, num_rows: int) -> StepStats | None:
+        """Note the beginning of a step of `num_rows`; return the measurements, once, if enough steps have passed."""
         if not self._is_on:
             return None
         self._began_s.append(time.perf_counter())
@@ -52,7 +55,10 @@ class StepProfiler:
             self._begin()
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
-        return self._end()
+        stats = self._end()
+        if self._executor.ranks is not None:
+            self.balance.note(stats.spans, STEPS_TIMED, num_rows)
+        return stats
 
     def restart(self) -> None:
         """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""

@@ -10,8 +10,9 @@ from elixir_compile import compat
 from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Plan, StepGraph
-from elixir_compile.managed.agreement.agreement import RollCall, Step, call_the_roll, meet_in_backward
+from elixir_compile.managed.agreement.roll_call import RollCall, Step, call_the_roll, meet_in_backward
 from elixir_compile.managed.programs import Programs
+from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
@@ -123,9 +124,17 @@ class PlanVariants:
     A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
     """
 
-    def __init__(self, executor: Executor, name: str, outstanding: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        name: str,
+        outstanding: Callable[[], Sequence[str]],
+        profiler: StepProfiler,
+        progress: Progress,
+    ) -> None:
         """`name` is the name of the graph. `outstanding` describes each graph of its model with an outstanding
-        forward."""
+        forward. `profiler` has the seconds of this rank, and `progress` logs what follows from those of all."""
+        self._balance, self._progress = profiler.balance, progress
         self._name = name
         self._outstanding = outstanding
         self.key = ""
@@ -140,9 +149,19 @@ class PlanVariants:
     def call(self, *, wants_plan: bool) -> RollCall:
         """Return the next step of all ranks before the graph can run; see `roll_call`."""
         wants_plan = wants_plan or not self.is_planned
-        return call_the_roll(
-            self._executor, self.key, self.graph_set_digest, wants_plan=wants_plan, doing=self._doing()
+        found = call_the_roll(
+            self._executor,
+            self.key,
+            self.graph_set_digest,
+            wants_plan=wants_plan,
+            is_measured=self._balance.is_known,
+            doing=self._doing(),
         )
+        if found.is_measured and self._executor.ranks is not None:
+            line = self._balance.line(self._executor.ranks.control)
+            if line is not None:
+                self._progress.say(line)
+        return found
 
     def begin_backward(self, ticket: torch.Tensor) -> None:
         """Wait until every rank begins the backward of the forward of `ticket`.

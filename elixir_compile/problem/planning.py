@@ -13,6 +13,7 @@ from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
 from elixir_compile.ops.registry import Slot
@@ -144,7 +145,7 @@ def build_problem(
     accumulates: bool,
     moves_what_fits: bool = False,
     shards: Mapping[StorageId, tuple[int, ...]] | None = None,
-    state: tuple[float, ...] = (),
+    shares: tuple[Share, ...] = (),
     rank: int = 0,
     num_copies: int = 1,
     in_force: Collection[tuple[Bucket, Placement]] = (),
@@ -162,7 +163,7 @@ def build_problem(
         cluster=cluster,
         num_copies=num_copies,
         shards=shards or {},
-        state=state,
+        shares=shares,
         rank=rank,
         budget_bytes=memory.budget_bytes,
         host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
@@ -218,8 +219,8 @@ def problem_of(
         accumulates=accumulates,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
-        state=() if ranks is None else ranks.state,
-        rank=0 if ranks is None else ranks.largest,
+        shares=() if ranks is None else ranks.shares,
+        rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
     )

@@ -8,6 +8,7 @@ from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
+from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, Region, RegionRef
 from elixir_compile.report.activations import (
     LayerAnswer,
@@ -77,6 +78,9 @@ class PlanAnswer:
     binding: tuple[str, ...]
     gib_saves_s: float | None
     formula: str
+    rank: int
+    classes: tuple[RankClass, ...]
+    """The classes of ranks with plans of their own; empty if all ranks follow this plan."""
     update: Update
     """The time at which buckets are updated."""
     disk_bytes: int
@@ -130,6 +134,8 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         binding=plan.binding,
         gib_saves_s=plan.gib_saves_s,
         formula=plan.formula,
+        rank=plan.rank,
+        classes=plan.classes,
         update=plan.update,
         num_streamed=sum(placement.streamed for placement in plan.placements),
         disk_bytes=sum(

@@ -26,6 +26,7 @@ from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Saving, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.ir.rank_class import RankClass, spans_text
 from elixir_compile.report.activations import SAID, GroupAnswer, LayerAnswer, layer_answers
 from elixir_compile.report.answer import (
     Answer,
@@ -106,6 +107,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
             ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
+            ("ranks", [_class_text(line, found.rank) for line in found.classes]),
             ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
@@ -130,6 +132,13 @@ def _plan_text(found: PlanAnswer) -> str:
 def _kept_text(found: PlanAnswer) -> str:
     kept = [f"{format_bytes(nbytes)} on the {home}" for home, nbytes in found.staying_gradient_bytes.items()]
     return f"gradients of earlier backward passes stay: {' and '.join(kept)}"
+
+
+def _class_text(line: RankClass, rank: int) -> str:
+    """Return what the plan of a class of ranks comes to, as a line of the plan of `rank`."""
+    who = f"{spans_text(line.ranks)}, this plan" if rank in line.ranks else spans_text(line.ranks)
+    peak = f"peak {format_bytes(line.device_peak_bytes)} of {format_bytes(line.budget_bytes)}"
+    return f"{who} on {line.device}: {peak}, host {format_bytes(line.host_peak_bytes)}, busy {line.busy_share:.0%}"
 
 
 def _update_text(found: PlanAnswer) -> str:

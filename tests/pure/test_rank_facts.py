@@ -113,12 +113,20 @@ ALIKE = replace(facts_of(PROBLEM, (), ()), budget_bytes=100, base_bytes=0, host_
         ({"homes_digest": "another"}, ((0, 2), (1,))),
         ({"share": "2 rows, 0.5 of the state"}, ((0, 2), (1,))),
         ({"budget_bytes": 60, "ops_digest": "another"}, ((0, 1, 2),)),
+        ({"budget_bytes": 10**9, "storage_bytes": 10**6}, ((0, 2), (1,))),
     ],
 )
 def test_ranks_within_a_tenth_of_each_other_are_one_class(
     change: dict[str, Any], classes: tuple[tuple[int, ...], ...]
 ) -> None:
     assert classes_of([ALIKE, replace(ALIKE, **change), ALIKE]) == classes
+
+
+def test_ranks_with_more_memory_than_any_plan_takes_are_one_class() -> None:
+    ample = replace(ALIKE, budget_bytes=10**9, host_budget_bytes=10**9)
+    other = replace(ample, budget_bytes=10**8, host_budget_bytes=10**10)
+    assert classes_of([ample, other]) == ((0, 1),)
+    assert classes_of([ample, replace(other, budget_bytes=100)]) == ((0,), (1,))
 
 
 def test_shares_must_be_equal_on_all_ranks() -> None:

@@ -15,8 +15,7 @@ all ranks raise after that exchange.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from operator import attrgetter
 from typing import TypeVar
 
@@ -30,7 +29,6 @@ from elixir_compile.managed.agreement.rank_facts import (
     RankFacts,
     classes_of,
     differences,
-    digest_of,
     facts_from_text,
     facts_of,
     facts_to_text,
@@ -44,7 +42,7 @@ from elixir_compile.managed.agreement.rank_facts import (
 from elixir_compile.managed.agreement.unequal import plan_of_class
 from elixir_compile.options import Options
 from elixir_compile.runtime.distributed.control import ControlChannel
-from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, ranks_text
+from elixir_compile.runtime.distributed.errors import RanksDiffer, ranks_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.version import __version__
@@ -52,12 +50,7 @@ from elixir_compile.version import __version__
 _Made = TypeVar("_Made")
 
 _FAULT = "!"
-"""First character of the text of a rank that failed; digests are hex digits, and roll calls begin with a letter."""
-_ROLL = "graphs to run"
-_DIGITS = 24
-"""Digits of each digest in a roll call: two digests and a letter fit into one short text of the control channel."""
-_ALIKE = "-"
-"""Sent in place of a digest if the graphs of all ranks are equal."""
+"""First character of the text of a rank that cannot follow a plan; digests are hex digits."""
 
 
 def agreed_plan(
@@ -209,80 +202,8 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     return "yes" in executor.ranks.control.exchange("yes" if is_so else "no", what)
 
 
-def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str) -> "RollCall":
-    """Return the next step of all ranks of `executor` before this rank runs the graph `key`: see `roll_call`.
-
-    If a queued update of this rank failed, its error is raised here, and PeerFailed on the other ranks.
-    """
-    if executor.ranks is None:
-        return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
-    control = executor.ranks.control
-    try:
-        executor.buckets.check_updates()
-    except Exception as error:
-        with suppress(ElixirError):  # this rank's own error says more than an error about a lost peer
-            control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
-        raise
-    found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, doing=doing)
-    executor.saved.num_calls += 1
-    return found
-
-
-def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> None:
-    """Wait until all ranks of `executor` are about to run the backward of the same call.
-
-    This rank runs the backward of the graph `name`, for the forward of `ticket`. Raises RanksDiffer if a rank is about
-    to run the backward of another call, or a forward, as after a graph break that no other rank has.
-    """
-    if executor.ranks is not None:
-        what = f"backward of {executor.saved.call_of(ticket)}"
-        executor.ranks.control.exchange("", what, f"begins the backward of {name}")
-
-
 def _never(problem: Problem) -> Plan:
     raise AssertionError("a rank that has no problem is not asked for a plan")
-
-
-class Step(StrEnum):
-    """The next step of all ranks."""
-
-    RUN = "run"
-    PLAN = "plan"
-    JOIN = "join"
-    """Look up the plan for these graphs, and call again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollCall:
-    """The result of a roll call, equal on all ranks."""
-
-    step: Step
-    graph_set_digest: str
-    """A digest of the graphs that all ranks are about to run; empty if these are equal."""
-
-
-def roll_call(
-    control: ControlChannel, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str = ""
-) -> RollCall:
-    """Return the next step of all ranks of `control` before the graph `key` can run; all ranks must call this.
-
-    `graph_set_digest` names the graphs for which this rank has a plan at hand. If the graphs are others, the step is
-    JOIN. Else it is PLAN if a rank `wants_plan`, and RUN if none does. Takes one collective of 96 bytes per rank.
-
-    Raises RanksDiffer if a rank calls something else, with the text `doing` of each rank, and PeerFailed if a rank
-    failed.
-    """
-    here = graph_set_digest or _ALIKE
-    calls = control.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
-    failed = [place for place, call in enumerate(calls) if call.startswith(_FAULT)]
-    if failed:
-        raise PeerFailed(ranks_at(control, failed), _ROLL, calls[failed[0]].removeprefix(_FAULT))
-    keys = [call[1 : 1 + _DIGITS] for call in calls]
-    found = "" if len(set(keys)) == 1 else digest_of(keys)[:_DIGITS]
-    if any(call[1 + _DIGITS :] != (found or _ALIKE) for call in calls):
-        return RollCall(step=Step.JOIN, graph_set_digest=found)
-    plans = any(call.startswith("p") for call in calls)
-    return RollCall(step=Step.PLAN if plans else Step.RUN, graph_set_digest=found)
 
 
 def _versions() -> dict[str, str]:

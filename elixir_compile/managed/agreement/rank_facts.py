@@ -47,6 +47,8 @@ class RankFacts:
     """Rows of the batch; 1 if it cannot be divided because sizes are dynamic."""
     storage_bytes: int
     """Bytes of all storages of the graph."""
+    state_bytes: int
+    """Bytes of optimizer state and of sums of gradients, over all ranks."""
     device: str
     """The name of the profile of this rank's device."""
     flops_per_s: float
@@ -78,6 +80,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         division_digest=_division_digest(problem.graph, ops),
         batch=1 if problem.graph.symbols else problem.graph.batch,
         storage_bytes=sum(storage.nbytes for storage in problem.graph.storages),
+        state_bytes=sum(problem.state_nbytes.values()) + sum(problem.sum_nbytes.values()),
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
@@ -199,7 +202,8 @@ in turn are apart by less."""
 
 
 def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the ranks of each class: of like devices, with like memory and equal homes in force.
+    """Return the places of the ranks of each class: of like devices, with like or ample memory, equal homes in force
+    and equal shares.
 
     There is one class of all ranks if their ops differ.
     """
@@ -214,21 +218,30 @@ def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, classes))
 
 
+_AMPLE = 2
+"""A memory of this many times the bytes of all storages and of all optimizer state is as good as a larger one. Free
+memory that is measured on each rank in turn would make classes of equal ranks otherwise."""
+
+
 def _are_alike(first: RankFacts, other: RankFacts) -> bool:
-    pairs = (
-        (first.flops_per_s, other.flops_per_s),
+    ample_bytes = _AMPLE * max(fact.storage_bytes + fact.state_bytes for fact in (first, other))
+    pairs: list[tuple[float, float]] = [(first.flops_per_s, other.flops_per_s)]
+    for a, b in (
         (first.budget_bytes - first.base_bytes, other.budget_bytes - other.base_bytes),
         (first.host_budget_bytes, other.host_budget_bytes),
-    )
+    ):
+        pairs.append((min(a, ample_bytes), min(b, ample_bytes)))
     named = [(fact.device, fact.homes_digest, fact.share) for fact in (first, other)]
     return named[0] == named[1] and all(a == b or min(a, b) >= _ALIKE * max(a, b) > 0 for a, b in pairs)
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets, the largest external usage and the common rows of all ranks."""
+    """Return `problem` with the smallest budgets, the largest external usage, the common rows and the largest part of
+    the state of all ranks."""
     are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
         problem,
+        rank=problem.state.index(max(problem.state)) if problem.state else problem.rank,
         common_rows=math.gcd(*(fact.batch for fact in facts)) if are_alike else 1,
         budget_bytes=min(fact.budget_bytes for fact in facts),
         host_budget_bytes=min(fact.host_budget_bytes for fact in facts),

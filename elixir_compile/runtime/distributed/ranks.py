@@ -21,9 +21,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ir.kinds import InnerVerb, Verb
-from elixir_compile.ir.schedule import BucketRef
-from elixir_compile.ir.share import Share
+from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
+from elixir_compile.ir.schedule import BucketRef, label
+from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.portion import rows_of
 from elixir_compile.ops.shards import is_sharded, part_like
@@ -119,9 +119,8 @@ class Ranks:
     It has more than 15 attributes: the mesh and its groups, what sends messages over them, and the weights of ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
-        """`state` is the part of all parameters that each rank owns; if it is empty, they own equal parts."""
-        self.mesh, self.state = mesh, tuple(state)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
         self.num_shards = mesh.size(-1)
         self.num_ranks = mesh.size()
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -150,9 +149,9 @@ class Ranks:
         return self.num_ranks // self.num_shards
 
     @property
-    def largest(self) -> int:
-        """The rank with the largest part of the state, for which a plan of all ranks counts; 0 if parts are equal."""
-        return self.state.index(max(self.state)) if self.state else 0
+    def state(self) -> tuple[float, ...]:
+        """The part of every sharded parameter that each rank owns; empty if the ranks own equal parts."""
+        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
     @cached_property
     def checkpoint_control(self) -> ControlChannel:
@@ -204,6 +203,7 @@ class Ranks:
             elif not isinstance(rows, torch.Tensor):
                 # NCCL sends tensors of different lengths in grouped broadcasts.
                 work = distributed.all_gather(list(rows), own, group=self._shard_group, async_op=True)
+                assert work is not None, "this process is in the group"
             else:
                 work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
@@ -270,6 +270,7 @@ class Ranks:
                     work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
                 else:  # grouped reduces
                     work = distributed.reduce_scatter(own, list(rows), mean, self._shard_group, async_op=True)
+                    assert work is not None, "this process is in the group"
         return Collective(work, what, self, self._shard_group)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:

@@ -2,6 +2,7 @@
 come in one order."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.analysis.collectives import collectives_of
+from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Plan, Saving, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir.kinds import Batched
+from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import raise_prefetch
@@ -28,6 +32,13 @@ from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
 from tests.pure.search.test_shards import shared_problems
 
 TWO = CLUSTERS["2 x cuda"]
+
+
+def divisible(graph: StepGraph) -> StepGraph:
+    """The graph of a batch of 8 rows, of which each micro-batch makes its part."""
+    kinds = {Kind.TEMP: Batched.EACH, Kind.SAVED: Batched.EACH, Kind.INPUT: Batched.EACH, Kind.GRAD: Batched.SUM}
+    storages = tuple(replace(storage, batched=kinds.get(storage.kind, storage.batched)) for storage in graph.storages)
+    return replace(graph, batch=8, storages=storages)
 
 
 def greedy(problem: Problem) -> Plan:
@@ -115,6 +126,25 @@ def test_the_rank_with_room_keeps_its_state_and_its_activations() -> None:
     assert released_by(rich) == released_by(poor_plan) == released_by(greedy(poor))
     assert [line.is_pressed for line in rich.classes] == [False, True]
     assert rich.bound_s == poor_plan.bound_s
+    lines = [line.strip() for line in explain(poor_plan).splitlines() if "busy" in line]
+    assert lines[0].startswith("ranks")
+    assert lines[1].startswith("1, this plan on cuda: peak")
+    assert "busy" not in explain(greedy(problem))
+
+
+def test_micro_batches_are_each_ranks_own() -> None:
+    """1, 4 and 2 micro-batches: two gathers and a reduce of each bucket in a step, on every rank."""
+    problem = with_buckets_formed(replace(problem_of(divisible(chain_of(6)), TWO), rank=0))
+    released = frozenset(bucket.id for bucket in problem.buckets if bucket.is_sharded)
+    asked = [replace(problem, micro_batches=number, released=released) for number in (1, 4, 2)]
+    made = planned(asked)
+    for found, number in zip(made, (1, 4, 2), strict=True):
+        assert micro_batches_of(found) == number
+        counts = Counter(map(str, collectives_of(found)))
+        assert counts == {
+            f"{verb} {name}": times for name in released for verb, times in (("gather", 2), ("reduce", 1))
+        }
+    assert skeleton_of(made[0]) == skeleton_of(made[1]) == skeleton_of(made[2])
 
 
 def test_a_plan_that_has_no_room_to_follow_is_refused() -> None:

@@ -14,8 +14,9 @@ from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.errors import NoFeasiblePlan, NotPrepared
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import OpId, Plan, Saving, StepGraph, fingerprint
-from elixir_compile.managed.agreement.agreement import RollCall, Step, agreed_plan, roll_call
+from elixir_compile.managed.agreement.agreement import agreed_plan
 from elixir_compile.managed.agreement.rank_facts import plan_digest
+from elixir_compile.managed.agreement.roll_call import RollCall, Step, roll_call
 from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.search import Problem, plan

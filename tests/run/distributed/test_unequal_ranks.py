@@ -1,6 +1,8 @@
 """Two ranks of which one has less memory: each has homes and activations of its own, and the weights are those of ranks
 that keep everything, bit by bit."""
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +15,11 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.analysis.collectives import collectives_of
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ir import Plan, Verb
+from elixir_compile.ir import Lane, Plan, Verb
 from elixir_compile.managed.agreement import unequal
 from elixir_compile.managed.agreement.agreement import agreed_plan
 from elixir_compile.runtime.distributed.control import new_control_channel
+from elixir_compile.runtime.lowering import PlacedRegion
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.classes import plan_classes
 from tests.run.distributed.test_agreement import greedy, outcome, question
@@ -36,15 +39,17 @@ def trained(pair: Pair, steps: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def plan_of(pair: Pair) -> Plan:
     (compilation,) = elixir.compilations(pair.model)
+    assert compilation.plan is not None
     return compilation.plan
 
 
-def trains(rank: int, world_size: int) -> dict[str, Any]:
+def trains(rank: int, world_size: int, name: str, share: float) -> dict[str, Any]:
+    """Train three steps with room for everything, and again with `share` of it on rank 1."""
     steps = batches(3)
-    roomy = pair_of("gpt2", [world_size], dtype=torch.float32)
+    roomy = pair_of(name, [world_size], dtype=torch.float32)
     expected = trained(roomy, steps)
     kept_bytes = plan_of(roomy).prediction.device_peak_bytes
-    pair = pair_of("gpt2", [world_size], dtype=torch.float32, device_memory=int((1.0, 0.6)[rank] * kept_bytes) + 4096)
+    pair = pair_of(name, [world_size], dtype=torch.float32, device_memory=int((1.0, share)[rank] * kept_bytes) + 4096)
     found = trained(pair, steps[:1])
     ledger = executor_of(pair.model).ledger
     before = Counter(ledger.times)
@@ -58,6 +63,46 @@ def trains(rank: int, world_size: int) -> dict[str, Any]:
         "homes": sorted({placement.optim.value for placement in plan.placements}),
         "savings": sorted({group.saving.value for group in plan.activations}),
     }
+
+
+class Lines(logging.Handler):
+    """The lines that were logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def suggests(rank: int, world_size: int) -> list[str]:
+    """Train nine steps in which each region of rank 1 takes a while, and return the lines about uneven ranks."""
+    lines = Lines()
+    logging.getLogger("elixir_compile").addHandler(lines)
+    logging.getLogger("elixir_compile").setLevel(logging.INFO)
+    pair = pair_of("odd", [world_size], report=True)
+    run = PlacedRegion.forward
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+
+            def slow(region: PlacedRegion, box: list[Any]) -> Any:
+                with region._ledger.span(Lane.COMPUTE, region._label, times=0):
+                    time.sleep(0.05)
+                return run(region, box)
+
+            patch.setattr(PlacedRegion, "forward", slow)
+        trained(pair, batches(9))
+    return [line for line in lines.said if line.startswith("uneven")]
+
+
+def test_other_rows_are_suggested_once_if_a_rank_is_slower(tmp_path: Path) -> None:
+    """Emulated: rank 1 sleeps in each region."""
+    first, second = spawn(suggests, 2, folder=tmp_path, limit_s=400)
+    assert second == []  # one rank writes
+    (line,) = first
+    rows = [int(number) for number in line.partition("shares would be ")[2].partition(":")[0].split("/")]
+    assert rows[0] > rows[1] >= 2
 
 
 def swapped(made: Plan) -> Plan:
@@ -103,7 +148,7 @@ def hand_made(plans: Sequence[Plan], rank: int) -> Sequence[Plan]:
 
 
 def test_ranks_that_differ_agree_or_all_raise(tmp_path: Path) -> None:
-    rich, poor = spawn(agrees, 2, folder=tmp_path, limit_s=200)
+    rich, poor = spawn(agrees, 2, folder=tmp_path, limit_s=400)
     assert rich["fit"]["budget_bytes"] > poor["fit"]["budget_bytes"]
     assert rich["equal"]["digest"] == poor["equal"]["digest"]
     assert rich["short"] == poor["short"]
@@ -115,7 +160,7 @@ def test_ranks_that_differ_agree_or_all_raise(tmp_path: Path) -> None:
 
 
 def test_a_rank_with_less_memory_has_homes_of_its_own(tmp_path: Path) -> None:
-    rich, poor = spawn(trains, 2, folder=tmp_path, limit_s=200)
+    rich, poor = spawn(trains, 2, "gpt2", 0.6, folder=tmp_path, limit_s=400)
     assert (rich["rank"], poor["rank"]) == (0, 1)
     assert rich["equal"]
     assert poor["equal"]
@@ -126,3 +171,16 @@ def test_a_rank_with_less_memory_has_homes_of_its_own(tmp_path: Path) -> None:
     assert not any(name.startswith(("offload", "prefetch")) for name in rich["ran"])
     assert "host" in poor["homes"]
     assert any(name.startswith("offload") for name in poor["ran"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.4), ("llama", 0.45), ("odd", 0.5)])
+def test_a_bucket_that_one_rank_releases_is_gathered_again_by_both(tmp_path: Path, name: str, share: float) -> None:
+    """10 s of CPU time each."""
+    rich, poor = spawn(trains, 2, name, share, folder=tmp_path, limit_s=400)
+    assert rich["equal"]
+    assert poor["equal"]
+    assert rich["collectives"] == poor["collectives"]
+    for work in rich["collectives"]:
+        assert rich["ran"][work] == poor["ran"][work] == 2 * rich["collectives"].count(work)
+    assert max(map(rich["collectives"].count, rich["collectives"])) == 2

@@ -21,6 +21,11 @@ def test_parts_of_seven_two_and_one_rows_answer_as_the_whole_tensor(tmp_path: Pa
     spawn(uneven_checks.answers_as_the_whole, 3, str(tmp_path / "dcp"), folder=tmp_path, limit_s=LIMIT_S)
 
 
+def test_checkpoints_of_unequal_parts_load_on_one_rank_and_on_other_parts(tmp_path: Path) -> None:
+    found = spawn(uneven_checks.reshards, 3, str(tmp_path), folder=tmp_path, limit_s=LIMIT_S)
+    assert found == [[0, 151, 150]] * 3
+
+
 @pytest.mark.slow  # 40 s of CPU time
 def test_unequal_parts_train_as_one_process(tmp_path: Path) -> None:
     checks = ["has_states"], ["keeps_habits"], ["clips_what_has_landed"], ["weighs_uneven_batches"], ["recovers", 1.1]
