@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
-from elixir_compile.ir.schedule import BucketRef, label
+from elixir_compile.ir.kinds import InnerVerb, Verb
+from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.portion import rows_of
