@@ -113,10 +113,10 @@ class Problem:
             raise InvalidPlan(
                 f"problem {self.name}: rank {self.rank} of {self.cluster.num_ranks} ranks; expected 0 to one less."
             )
-        if self.state and (len(self.state) != self.num_shards or min(self.state) < 0 or self.num_copies > 1):
+        if self.state and (len(self.state) != self.num_shards or self.num_copies > 1):
             raise InvalidPlan(
-                f"problem {self.name}: {len(self.state)} ranks own {self.state} of the state; expected a part of 0 or "
-                f"more for each of {self.num_shards} ranks, without copies."
+                f"problem {self.name}: {len(self.state)} shares for {self.num_shards} ranks with {self.num_copies} "
+                "copies of each part; expected one per rank, without copies."
             )
         for param, numels in self.shards.items():
             is_right = len(numels) == self.num_shards and min(numels) >= 0

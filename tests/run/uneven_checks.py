@@ -37,12 +37,12 @@ def all_of(rank: int, world_size: int, state: list[float], checks: list[list[Any
 
 @contextmanager
 def parts_of(state: Sequence[float]) -> Iterator[None]:
-    """Let the ranks of models that are prepared inside own the parts `state`."""
+    """Let the ranks of models that are prepared inside own the parts `state`, and count alike whatever their rows."""
 
     def uneven(mesh: DeviceMesh | None) -> Ranks | None:
         ranks = ranks_of(mesh)
         if ranks is not None:
-            ranks.shares = tuple(Share(rank=own, num_rows=1, state=part) for own, part in enumerate(state))
+            ranks.shares = tuple(Share(rank=own, num_rows=0, state=part) for own, part in enumerate(state))
         return ranks
 
     with pytest.MonkeyPatch.context() as patch:
@@ -146,8 +146,8 @@ class Run:
     def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(96, 301), nn.Tanh(), nn.Linear(301, 96))
-        with parts_of(state):
-            self.model = elixir.prepare(model, mesh=mesh if state else None)
+        shares = [Share(rank=rank, num_rows=8, state=part) for rank, part in enumerate(state)]
+        self.model = elixir.prepare(model, mesh=mesh if state else None, shares=shares)
         self.optimizer = elixir.HybridAdamW(self.model.parameters(), lr=0.1)
 
     def train(self) -> None:

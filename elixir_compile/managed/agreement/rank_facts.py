@@ -35,7 +35,10 @@ _NUM_DIGITS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts about the problem of a rank; a field with the name of a field of `Problem` has its value."""
+    """Facts about the problem of a rank; a field with the name of a field of `Problem` has its value.
+
+    It has more than 15 fields, one for each number or digest that ranks compare.
+    """
 
     digest: str
     """Digest of the shared lines."""
@@ -122,7 +125,6 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
         "micro-batches": str(problem.micro_batches),
-        "parts of the state": " ".join(map(str, problem.state)) or "equal",
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]

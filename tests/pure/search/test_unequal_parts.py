@@ -25,8 +25,7 @@ def test_rows_go_to_the_largest_remainders_and_ties_to_the_lower_rank() -> None:
 
 
 def shares_of(*state: float) -> tuple[Share, ...]:
-    """Return shares of four rows and these parts of the state."""
-    return tuple(Share(rank=rank, num_rows=4, state=part) for rank, part in enumerate(state))
+    return tuple(Share(rank=rank, num_rows=1, state=part) for rank, part in enumerate(state))
 
 
 def bucket(shard_numels: tuple[int, ...], **more: object) -> Bucket:
@@ -69,8 +68,8 @@ def test_a_bucket_is_ragged_where_padding_costs_more(state: tuple[float, ...], i
 
 def test_parts_of_the_state_are_one_for_each_rank() -> None:
     problem = problem_of(GRAPH, ranks(3))
-    with pytest.raises(InvalidPlan, match="expected a part of 0 or more for each of 3 ranks"):
-        replace(problem, shares=shares_of(0.6, 0.4))
+    with pytest.raises(InvalidPlan, match="2 shares for 3 ranks with 1 copies of each part"):
+        replace(problem, shares=shares_of(0.4, 0.6))
 
 
 def test_a_rank_counts_its_own_part_whoever_made_the_buckets_in_force() -> None:
@@ -79,9 +78,9 @@ def test_a_rank_counts_its_own_part_whoever_made_the_buckets_in_force() -> None:
     assert [own.seen_by(1) for own in made.buckets] == list(made.buckets)
     again = replace(problem, buckets=made.buckets, placements=made.placements, rank=2)
     assert {own.rank for own in form_buckets(again)} == {2}
-    facts = [facts_of(problem, (), (), place) for place in range(3)]
+    others = replace(problem, shares=shares_of(0.6, 0.2, 0.2))
+    facts = [facts_of(others, (), (), place) for place in range(3)]
+    assert classes_of(facts) == ((0,), (1, 2))
     assert for_all(problem, facts).rank == 2
-    assert classes_of(facts) == ((0,), (1,), (2,))
-    assert classes_of([facts[0], facts[1], facts[1]]) == ((0,), (1, 2))
     peaks = [plan(replace(problem, rank=rank), "greedy").prediction.device_peak_bytes for rank in range(3)]
     assert peaks == sorted(set(peaks))
