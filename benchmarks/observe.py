@@ -1,11 +1,16 @@
 """Measure what observing a run costs: a step that is observed against the same step that is not.
 
-    python benchmarks/observe.py [--layers 4] [--rounds 15] [--steps 6]
+    python benchmarks/observe.py [--layers 6] [--seconds 140]
 
-One compiled GPT-2 trains in blocks of steps, each block under another level, in turns. The first step of a block is not
-counted. `summary` writes a line for each step to a folder and reads counters five times per second; `full` also records
-the spans of every step. The figure of a level is the median over rounds of its median step over that without
-observation.
+One compiled GPT-2 trains in blocks of six steps, each under one level. A round has six blocks, none, summary, full,
+full, summary, none, so that a machine that becomes slower or faster during the round does so for each level alike. The
+first three steps of a block are not counted, so that each counted step also pays for the summary of the step before it
+and writes the record of the step before that. `summary` writes a line for each step to a folder and reads counters five
+times per second; `full` also records the spans of every step and writes them.
+
+The figure of a round and a level is the sum of the median steps of its two blocks over that of the blocks without
+observation, and the figure of a level the median over the rounds, with quartiles. Rounds go on for `--seconds`, so a
+busy machine has fewer of them and not a longer run: less than four minutes with the compilation.
 
 `off` cannot be compared with a program that lacks the calls. Its figure is 1 plus the time of the calls that a step
 makes while nothing is observed, over the step. Exit code 1 if off is above 1.001, summary above 1.01 or full above
@@ -23,7 +28,7 @@ from typing import Any
 
 import quiet  # noqa: F401  before torch
 import torch
-from machine import save
+from machine import RESULTS, machine, save
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
@@ -33,16 +38,24 @@ from elixir_compile.runtime.phases import Phases
 
 LIMITS = {"off": 1.001, "summary": 1.01, "full": 1.05}
 OPTIONS = {"planner": "zero3_offload", "update": "after_backward", "replan": False, "report": False}
+ROUND = ("none", "summary", "full", "full", "summary", "none")
+STEPS, UNCOUNTED = 6, 3
+"""The steps of a block, and how many of the first are not counted."""
+LEAST_ROUNDS = 4
+_VOCABULARY = 8192
 
 
 def stepper(layers: int) -> tuple[torch.nn.Module, Callable[[], float]]:
     """Return a compiled model that gathers and offloads, and a function that trains a step and returns its seconds."""
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=layers, n_embd=256, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        n_layer=layers, n_embd=512, n_head=8, vocab_size=_VOCABULARY, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     model = GPT2LMHeadModel(config).train()
     compiled = torch.compile(model, backend="elixir", options=OPTIONS)
     optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
-    tokens = torch.randint(0, 50257, (2, 128))
+    tokens = torch.randint(0, _VOCABULARY, (1, 128))
 
     def step() -> float:
         began_s = time.perf_counter()
@@ -59,6 +72,16 @@ def observed(level: str, model: torch.nn.Module, folder: Path) -> AbstractContex
     if level == "none":
         return nullcontext()
     return elixir.observe(model, folder, full=(), full_every=1 if level == "full" else 0)
+
+
+def measured_round(model: torch.nn.Module, step: Callable[[], float], folder: Path) -> dict[str, float]:
+    """Return the seconds of a step under each level, summed over the two blocks of the round."""
+    found: dict[str, float] = {}
+    for level in ROUND:
+        with observed(level, model, folder / level):
+            seconds = [step() for _ in range(STEPS)]
+        found[level] = found.get(level, 0.0) + statistics.median(seconds[UNCOUNTED:])
+    return found
 
 
 def off_s(model: torch.nn.Module, step: Callable[[], float]) -> float:
@@ -82,41 +105,60 @@ def off_s(model: torch.nn.Module, step: Callable[[], float]) -> float:
     return statistics.median(seconds)
 
 
+def written(figures: dict[str, Any]) -> Path:
+    """Write the figures as a table in Markdown, and return its path."""
+    rows = [
+        f"| {level} | {figures['ratios'][level]:.4f} | "
+        + (" to ".join(f"{value:.4f}" for value in figures["quartiles"][level][::2]) if level != "off" else "")
+        + f" | {limit} |"
+        for level, limit in LIMITS.items()
+    ]
+    made = machine()
+    lines = [
+        "# What observing a run costs",
+        "",
+        f"{made['processor']}, {made['cores']} cores, torch {made['torch']}, commit {made['commit']}. A step takes "
+        f"{figures['step_s'] * 1e3:.0f} ms; {figures['num_rounds']} rounds of {len(ROUND)} blocks in turn. "
+        "`python benchmarks/observe.py`.",
+        "",
+        "| level | step over one that is not observed | quartiles | goal |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+    ]
+    path = RESULTS / "observe_cpu.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
 def main() -> int:
     """Measure, print, save; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=6, help="steps in a block, of which the first is not counted")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=140.0, help="for how long rounds begin")
     arguments = parser.parse_args()
     model, step = stepper(arguments.layers)
-    for _ in range(4):
-        step()
-    levels = ["none", "summary", "full"]
-    medians_s: dict[str, list[float]] = {level: [] for level in levels}
+    rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(arguments.rounds):
-            for level in levels if number % 2 == 0 else reversed(levels):
-                with observed(level, model, Path(folder) / level):
-                    seconds = [step() for _ in range(arguments.steps)]
-                medians_s[level].append(statistics.median(seconds[1:]))
-    none_s = statistics.median(medians_s["none"])
-    ratios = {
-        level: [one / other for one, other in zip(medians_s[level], medians_s["none"], strict=True)]
-        for level in levels[1:]
-    }
+        measured_round(model, step, Path(folder))  # compiles, and loads what the levels need
+        began_s = time.perf_counter()
+        while len(rounds) < LEAST_ROUNDS or time.perf_counter() - began_s < arguments.seconds:
+            rounds.append(measured_round(model, step, Path(folder)))
+    none_s = statistics.median(each["none"] / ROUND.count("none") for each in rounds)
+    ratios = {level: [each[level] / each["none"] for each in rounds] for level in ("summary", "full")}
     found = {"off": 1 + off_s(model, step) / none_s} | {level: statistics.median(own) for level, own in ratios.items()}
-    for level, ratio in found.items():
-        print(f"{level:<8} {ratio:.4f}   limit {LIMITS[level]}")
-    quartiles = {level: statistics.quantiles(own, n=4) for level, own in ratios.items()}
     figures = {
         "step_s": none_s,
+        "num_rounds": len(rounds),
         "ratios": found,
-        "quartiles": quartiles,
+        "quartiles": {level: statistics.quantiles(own, n=4) for level, own in ratios.items()},
+        "rounds": ratios,
         "limits": LIMITS,
         "arguments": vars(arguments),
     }
-    print(f"step {none_s:.4f} s   saved {save('observe_cpu', figures)}")
+    for level, ratio in found.items():
+        print(f"{level:<8} {ratio:.4f}   limit {LIMITS[level]}   {figures['quartiles'].get(level, '')}")
+    print(f"step {none_s:.4f} s   saved {save('observe_cpu', figures)} and {written(figures)}")
     return int(any(ratio > LIMITS[level] for level, ratio in found.items()))
 
 

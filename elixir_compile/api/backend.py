@@ -42,6 +42,7 @@ log = logging.getLogger("elixir_compile")
 # This must run before Dynamo traces the first frame, so that a model of Hugging Face and its loss are one graph. The
 # module is imported when a user names the backend.
 compat.trace_past_logging()
+compat.check_requires_grad()
 
 
 def elixir(
@@ -178,8 +179,10 @@ def _compile_as(
 ) -> Callable[..., Any]:
     """Compile the graph, whose loss has the form of `attempt`, without further changes."""
     positions = handle_inputs(gm)
-    gate = Gate([slot_by_key(key) for key in positions.values()])
-    op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
+    slots = {position: slot_by_key(key) for position, key in positions.items()}
+    untracked = [slot for position, slot in slots.items() if not inputs[position].requires_grad]
+    gate = Gate(tuple(slots.values()), untracked)
+    op_by_op = compat.copy_of(gm) if untracked else None
     graph = model.new_graph(options, compat.graph_break_of(gm))
     if model.executor.device.type == "cpu":
         warn_of_plain_state(model)

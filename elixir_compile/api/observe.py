@@ -67,7 +67,8 @@ class Study:
             optimizers=lambda: self._observation.optimizers(),
         )
         self._sink = Summaries(_rank(), self._plan_keys, self._take, full_steps, self._counters)
-        self._observation = Observation(model, self._sink)
+        files = str if self._writer is None else self._writer.files
+        self._observation = Observation(model, self._sink, files)
         self._observation.start()
 
     @property

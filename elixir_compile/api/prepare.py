@@ -56,7 +56,9 @@ def prepare(
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
-    anything for this. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+    anything for this. Each rank owns its part of the state, `share.state`: where these parts are unequal, the rows of
+    sharded parameters are shared out by them. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for
+    the batches.
 
     Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
     shares and a mesh of two axes; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
@@ -68,7 +70,7 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh)
+    ranks = ranks_of(mesh, [share.state for share in shares])
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)

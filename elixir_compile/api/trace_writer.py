@@ -59,6 +59,12 @@ class TraceWriter:
         """Write all that was recorded of a step."""
         write_full_step(self.folder, full)
 
+    def files(self) -> str:
+        """Return the folder and the names of the files of this rank in it, and of plans, as text."""
+        own = [*own_files(self.folder, self._rank), *self.folder.glob("plan-*.json")]
+        names = ", ".join(sorted(path.name for path in own))
+        return f"{self.folder} ({names})" if names else ""
+
     def close(self) -> None:
         """Close the files."""
         if self._steps is not None:

@@ -174,7 +174,7 @@ _BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")
 _SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
 _DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
 _RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
-_HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]
+_HARDWARE = Annotated[str | None, typer.Option(help='"4 x a100-40g", "2 x l4-24g + 1 x p40-24g" or a profile.')]
 _RANKS = Annotated[int, typer.Option(min=1, help="Total number of devices of the hardware.")]
 _PARAM_DTYPE = Annotated[
     str | None,
@@ -240,11 +240,10 @@ def plan(
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
-        from elixir_compile.cli.plan import Request, run_plan
+        from elixir_compile.cli.plan import Request
         from elixir_compile.cli.reports import fail
-        from elixir_compile.cli.shares import is_for_fleet, run_shares
+        from elixir_compile.cli.shares import plan_or_share
         from elixir_compile.cli.tune import TuneRequest, run_tune
-        from elixir_compile.errors import ElixirError
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -259,23 +258,15 @@ def plan(
         options=options,
     )  # fmt: skip
     states = tuple(state_bytes or ())
-    wrong: ElixirError | None = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
-    is_shared = False
-    try:
-        is_shared = wrong is None and is_for_fleet(hardware)
-    except ElixirError as error:
-        wrong = error
+    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
     if wrong is not None:
         code = fail(wrong, as_json=as_json)
-    elif is_shared:
-        code = run_shares(request, output=output, as_json=as_json)
     elif tune:
         tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
         code = run_tune(tuned, output=output, as_json=as_json)
     else:
-        code = run_plan(
-            request, state_bytes=next(iter(states), None), is_largest=largest_batch, output=output, as_json=as_json
-        )
+        state = next(iter(states), None)
+        code = plan_or_share(request, state_bytes=state, is_largest=largest_batch, output=output, as_json=as_json)
     raise typer.Exit(code=code)
 
 

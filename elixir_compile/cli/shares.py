@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elixir_compile.api.shares import budgets_of, search_of
-from elixir_compile.cli.plan import Request
+from elixir_compile.cli.plan import Request, run_plan
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption
 from elixir_compile.hardware import Fleet
@@ -25,6 +25,19 @@ def is_for_fleet(hardware: str | None) -> bool:
     `named_fleet`."""
     fleet = None if hardware is None else named_fleet(hardware)
     return fleet is not None and fleet.as_cluster() is None
+
+
+def plan_or_share(
+    request: Request, *, state_bytes: int | None, is_largest: bool, output: Path | None, as_json: bool
+) -> int:
+    """Print the shares of `request` if its hardware is a fleet whose ranks differ, else its plan; see `run_plan`."""
+    try:
+        is_shared = is_for_fleet(request.hardware)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    if is_shared:
+        return run_shares(request, output=output, as_json=as_json)
+    return run_plan(request, state_bytes=state_bytes, is_largest=is_largest, output=output, as_json=as_json)
 
 
 def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:

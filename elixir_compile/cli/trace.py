@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -14,6 +15,7 @@ from elixir_compile.ir import Record
 from elixir_compile.ir.observed import FullStep
 from elixir_compile.ir.trace_files import Trace, plan_path, read_full_step, read_trace
 from elixir_compile.managed.saved import load_answered
+from elixir_compile.report.subject import waiting_regions
 from elixir_compile.report.trace_events import trace_events
 from elixir_compile.simulate import simulate
 
@@ -29,8 +31,8 @@ def run_trace(*, folder: Path, output: Path | None) -> int:
         if not steps:
             expected = "files of full steps, as `observe(model, folder, full=(8, 9, 10))` writes them"
             raise TraceFileError(str(folder), expected, "none")
-        planned = _planned(folder, steps)
-        events = trace_events(steps, _begins_s(trace), planned)
+        planned, waiting = _planned(folder, steps)
+        events = trace_events(steps, _begins_s(trace), planned, waiting)
     except ElixirError as error:
         return fail(error, as_json=False)
     path = output or folder / "trace.json.gz"
@@ -57,14 +59,16 @@ def _begins_s(trace: Trace) -> dict[tuple[int, int], float]:
     return found
 
 
-def _planned(folder: Path, steps: list[FullStep]) -> Record | None:
-    """Return the simulated step of the plan of the last of `steps`; None if there are several plans, or no question."""
+def _planned(folder: Path, steps: list[FullStep]) -> tuple[Record | None, Mapping[str, Sequence[str]]]:
+    """Return the simulated step of the plan of the last of `steps`, None if there are several plans or no question, and
+    the regions that wait for each copy, by its label."""
     keys = steps[-1].summary.plans
     path = plan_path(folder, keys[0]) if len(keys) == 1 else None
     if path is None or not path.exists():
-        return None
+        return None, {}
     plan, question = load_answered(path)
     if question is None:
-        return None
+        return None, waiting_regions(plan)
     problem = question.problem
-    return simulate(problem.graph, plan_at(problem.graph, plan), problem.cluster, problem.measured)
+    planned = simulate(problem.graph, plan_at(problem.graph, plan), problem.cluster, problem.measured)
+    return planned, waiting_regions(plan)

@@ -39,6 +39,7 @@ from elixir_compile.compat.distributed import set_local_tensor as set_local_tens
 from elixir_compile.compat.distributed import storage_info as storage_info
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import belongs_to_module as belongs_to_module
+from elixir_compile.compat.dynamo import check_requires_grad as check_requires_grad
 from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of

@@ -1,7 +1,7 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
@@ -39,9 +39,9 @@ class Bucket:
     """The dtype in which several ranks reduce gradients and keep them; None for the dtype of the parameters."""
     is_ragged: bool = False
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
-    rank: int = 0
-    """The rank whose shard the plan counts as this rank's: rank 0 if all ranks follow one plan and it has the largest
-    shard."""
+    rank: int = field(default=0, compare=False, repr=False)
+    """The rank whose shard counts as this rank's; 0 if shards are equal. Not compared: the bucket is that of all
+    ranks."""
 
     def __post_init__(self) -> None:
         if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, *self.shard_numels, self.group) < 0:
@@ -69,9 +69,11 @@ class Bucket:
 
     @property
     def shards_text(self) -> str:
-        """`shard_numels` as text, with three or more equal numbers as `128 x 1021`."""
+        """`shard_numels` as text, with three or more equal numbers as `128 x 1021`, and `ragged` behind them if the
+        bucket is."""
         runs = ((numel, len(list(run))) for numel, run in itertools.groupby(self.shard_numels))
-        return " ".join(f"{numel} x {count}" if count > 2 else " ".join([str(numel)] * count) for numel, count in runs)
+        texts = (f"{numel} x {count}" if count > 2 else " ".join([str(numel)] * count) for numel, count in runs)
+        return " ".join((*texts, "ragged") if self.is_ragged else texts)
 
     @property
     def flat_nbytes(self) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.errors import InvalidPlan, TraceFileError
 from elixir_compile.ir.kinds import Phase
 from elixir_compile.ir.record import Record
@@ -87,6 +87,8 @@ class StepSummary:
     """Bytes that each lane moved, by the phase in which the move was asked for: `moved_bytes["h2d"]["forward"]`."""
     host_update_s: float | None = None
     """Seconds in which the host updated parameters, also beside other phases."""
+    host_update_elements: int | None = field(default=None, metadata=LEFT_OUT)
+    """Elements of parameters that the host updated in the step; an update beside later phases counts where it ends."""
     waited_s: float | None = None
     """Seconds in which the thread of the step was blocked by a wait of ours."""
     device_peak_bytes: int | None = None
@@ -97,6 +99,8 @@ class StepSummary:
     """How often the allocator had to free its cache in this step before an allocation fit."""
     host_slab_bytes: int = 0
     """The most bytes of our host memory for parameters, state and activations at a change of phases."""
+    host_pinned_bytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of our host memory that are page-locked at the end of the step, so that copies do not block."""
     rss_bytes: int | None = None
     """Resident bytes of the process at the end of the step."""
     energy_j: float | None = None
@@ -117,6 +121,13 @@ class StepSummary:
         """Return the bytes that `lane` moved in all phases; 0 if it moved none."""
         return sum(self.moved_bytes.get(lane, {}).values())
 
+    @property
+    def host_update_elements_per_s(self) -> float | None:
+        """Elements that the host updates per second of its updates; None if it updated none."""
+        if not self.host_update_elements or not self.host_update_s:
+            return None
+        return self.host_update_elements / self.host_update_s
+
     def scalars(self) -> dict[str, float]:
         """Return the finite figures of the step under names for loggers, `elixir/period_s`; unknown ones are absent.
 
@@ -129,6 +140,7 @@ class StepSummary:
             found[f"{lane}_bytes"] = nbytes
             found[f"{lane}_bytes_per_s"] = nbytes / self.period_s if self.period_s else None
         found |= {name: getattr(self, name) for name in _PLAIN_FIGURES}
+        found["host_update_elements_per_s"] = self.host_update_elements_per_s
         return {
             f"elixir/{name}": float(value) for name, value in found.items() if value is not None and _is_finite(value)
         }
@@ -182,11 +194,13 @@ class FullStep:
 
 _PLAIN_FIGURES = (
     "host_update_s",
+    "host_update_elements",
     "waited_s",
     "device_peak_bytes",
     "device_reserved_bytes",
     "alloc_retries",
     "host_slab_bytes",
+    "host_pinned_bytes",
     "rss_bytes",
     "energy_j",
     "device_busy_share",

@@ -18,7 +18,7 @@ and a single module.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,22 +135,16 @@ def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return elements.as_strided(like.shape, like.stride())
 
 
-def ranks_of(mesh: "DeviceMesh | None", state: Sequence[float] = ()) -> Ranks | None:
-    """Return the ranks of `mesh`, which own the parts `state` of parameters; None if there is no mesh or it has one
-    rank.
+def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
+    """Return the ranks of `mesh`; None if there is no mesh or it has one rank.
 
-    The ranks own equal parts if `state` is empty. Raises UnsupportedModel for a mesh of more than two axes, and for a
-    mesh of two axes if the parts differ.
+    Raises UnsupportedModel for a mesh of more than two axes.
     """
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim > 2:
         raise UnsupportedModel("the mesh", f"it has {mesh.ndim} axes; one cuts parameters and one more copies them")
-    if mesh.ndim > 1 and len(set(state)) > 1:
-        raise UnsupportedModel(
-            "the mesh", "it has 2 axes, and ranks with unequal parts of the state need a mesh of one"
-        )
-    return Ranks(mesh, state if len(set(state)) > 1 else ())
+    return Ranks(mesh)
 
 
 @torch.no_grad()

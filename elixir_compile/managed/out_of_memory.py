@@ -32,6 +32,7 @@ from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.platforms import platform_of
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.phases import observed_files
 from elixir_compile.units import format_bytes, parse_bytes
 
 log = logging.getLogger("elixir_compile")
@@ -119,7 +120,7 @@ class EarlyShortage:
         except torch.OutOfMemoryError as error:
             self._note(graph.active, error)
             if changes_outside(graph.active.graph):
-                explain_shortage(graph.active, error)
+                self._explain(graph.active, error)
                 raise
             text = str(error)
         # Outside of the handler: the error's traceback holds the tensors of the failed forward.
@@ -138,7 +139,7 @@ class EarlyShortage:
         """Let the next forward be planned again if `error` says that the device is full in an early backward under
         `active`; raise OutOfDeviceMemory if it was planned again before."""
         if isinstance(error, torch.OutOfMemoryError):
-            explain_shortage(active, error)
+            self._explain(active, error)
             if self._is_early:
                 self._note(active, error)
 
@@ -164,8 +165,11 @@ class EarlyShortage:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            explain_shortage(active(), error)
+            self._explain(active(), error)
             raise
+
+    def _explain(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
+        explain_shortage(active, error, observed_files(self._executor.phases))
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
         """Let the graph be planned with the excess. Raises OutOfDeviceMemory if it was before, and `error` if no plan
@@ -243,13 +247,15 @@ def largest_tensors(active: ActivePlan) -> dict[str, int]:
     return {str(storage.id): storage.nbytes for storage in largest}
 
 
-def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError) -> None:
-    """Add a note to `error`: the plan in use, and the largest tensors at its peak, whose names begin with modules."""
+def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError, files: Sequence[str] = ()) -> None:
+    """Add a note to `error`: the plan in use, the largest tensors at its peak, whose names begin with modules, and
+    `files`, where figures of the run are written."""
     plan = active.plan
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest_tensors(active).items())
+    written = "".join(f"\nelixir: the steps before are in {found}" for found in files)
     error.add_note(
         f"elixir: {plan_line(plan)}   {plan.name}\nelixir: the largest tensors at the peak of the plan, at "
-        f"{plan.prediction.device_peak_at}: {largest}"
+        f"{plan.prediction.device_peak_at}: {largest}{written}"
     )
 
 

@@ -17,6 +17,52 @@ _WRAP = {1: 1 << 32}
 """By NVML's type of a value, the number at which a counter starts again: 2^32 for an unsigned int."""
 
 
+_METRICS = {
+    "device_sm_share": "NVML_GPM_METRIC_SM_UTIL",
+    "device_tensor_share": "NVML_GPM_METRIC_ANY_TENSOR_UTIL",
+    "device_dram_share": "NVML_GPM_METRIC_DRAM_BW_UTIL",
+}
+"""Exact means between two samples on Hopper and newer, with NVML's names: shares of the time in which multiprocessors
+and tensor cores work, and of the rate of the device's memory."""
+
+
+class _Metrics:
+    """NVML's GPM figures of a GPU, as means since the reading before."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        """Raises an `NVMLError`, or AttributeError with an old `pynvml`, if the GPU has none."""
+        self._nvml = nvml
+        self._handle = handle
+        self._samples: list[Any] = []
+        if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            raise AttributeError("the GPU has no GPM, which begins with Hopper")
+        for _ in range(2):
+            self._samples.append(nvml.nvmlGpmSampleAlloc())
+        nvml.nvmlGpmSampleGet(handle, self._samples[0])
+
+    def close(self) -> None:
+        """Free the samples."""
+        while self._samples:
+            self._nvml.nvmlGpmSampleFree(self._samples.pop())
+
+    def read(self) -> dict[str, float | None]:
+        """Return the figures since the last call; raises an `NVMLError` if the driver stops to tell them."""
+        nvml, (before, now) = self._nvml, self._samples
+        nvml.nvmlGpmSampleGet(self._handle, now)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(_METRICS)
+        asked.sample1, asked.sample2 = before, now
+        for place, name in enumerate(_METRICS.values()):
+            asked.metrics[place].metricId = getattr(nvml, name)
+        nvml.nvmlGpmMetricsGet(asked)
+        self._samples = [now, before]
+        known = [asked.metrics[place] for place in range(len(_METRICS))]
+        return {
+            name: metric.value / 100 if metric.nvmlReturn == nvml.NVML_SUCCESS else None
+            for name, metric in zip(_METRICS, known, strict=True)
+        }
+
+
 class GpuCounters:
     """The counters of one GPU; all calls must come from one thread."""
 
@@ -26,11 +72,15 @@ class GpuCounters:
         nvml.nvmlInit()
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._is_missing: set[str] = set()
+        self._most_width: float | None = None
+        self._metrics: _Metrics | None = None
         self._linked: dict[str, tuple[float, int]] = {}
         """By direction, the time and the value of the last reading of the counter of bytes."""
 
     def close(self) -> None:
         """End the use of NVML."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._nvml.nvmlShutdown()
 
     def read(self, now_s: float) -> dict[str, float | None]:
@@ -40,6 +90,8 @@ class GpuCounters:
         width = ask("link_width", lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(self._handle))
         energy_mj = ask("device_energy_j", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         busy_percent = ask("device_busy_share", lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+        if self._most_width is None:  # it does not change
+            self._most_width = ask("link_most_width", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(self._handle))
         found: dict[str, float | None] = {
             "device_used_bytes": ask("device_used_bytes", self._used_bytes),
             "device_busy_share": None if busy_percent is None else busy_percent / 100,
@@ -49,9 +101,17 @@ class GpuCounters:
             ),
             "link_generation": generation,
             "link_width": width,
+            "link_most_width": self._most_width,
         }
         most_per_s = _LANE_BYTES_PER_S.get(int(generation or 0), max(_LANE_BYTES_PER_S.values())) * (width or 16)
-        return found | self._fields(now_s, most_per_s)
+        return found | self._fields(now_s, most_per_s) | self._means()
+
+    def _means(self) -> dict[str, float | None]:
+        """Return the GPM figures since the last reading; None for each in the first, and if the GPU has none."""
+        if self._metrics is None:
+            self._metrics = self._ask("GPM figures", lambda: _Metrics(self._nvml, self._handle))
+            return dict.fromkeys(_METRICS)
+        return self._ask("GPM figures", self._metrics.read) or dict.fromkeys(_METRICS)
 
     def _used_bytes(self) -> float:
         # The first version of the call also counts the bytes that the driver reserves for itself.

@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from elixir_compile.ir.kinds import Lane, Phase
 from elixir_compile.ir.observed import Interval, name_of
+from elixir_compile.measure.known_executors import KnownExecutors
 from elixir_compile.measure.phases import Moment, PhaseChanges, moment_now
-from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.phases import Phases, observe_phases
 from elixir_compile.runtime.recording import ThreadSeconds
 from elixir_compile.runtime.slab import live_slab_bytes
@@ -45,6 +45,8 @@ class ObservedStep:
     moved_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes by lane and phase."""
     slab_bytes: int = 0
+    updated_elements: int = 0
+    """Elements of parameters that the host has updated in the step."""
     thread_s: dict[Lane, float | None] = field(default_factory=dict)
     """Seconds of work on lanes of threads of the host that ended in the step; None for a lane without any so far."""
     notes: dict[str, float] = field(default_factory=dict)
@@ -80,7 +82,9 @@ class StepSink(Protocol):
 class Observation:
     """The steps of `model`, told to a sink, from `start` to `stop`."""
 
-    def __init__(self, model: nn.Module, sink: StepSink) -> None:
+    def __init__(self, model: nn.Module, sink: StepSink, files: Callable[[], str] = str) -> None:
+        """`files` returns where figures of the model are written, as text; empty if nowhere."""
+        self._files = files
         self._owners = _Owners(model)
         self._sink = sink
         self._lock = threading.RLock()  # a backward runs on autograd's thread
@@ -93,10 +97,7 @@ class Observation:
         self._has_updated = False
         self._notes: dict[str, float] = {}
         """Notes made before the first step."""
-        self._known: list[weakref.ref[Phases]] = []
-        """The executors of the model; not a `WeakSet`, whose iteration takes 40 us."""
-        self._counted: dict[str, int] = {}
-        """Bytes that each lane had moved at the last change of phases."""
+        self._executors = KnownExecutors()
         self._thread_seconds = ThreadSeconds()
         self._thread_s = {Lane.HOST: 0.0, Lane.CALLER: 0.0}
         """Seconds of these lanes at the end of the last step."""
@@ -119,7 +120,7 @@ class Observation:
             for leave in self._leave:
                 leave()
             self._leave.clear()
-            for phases in self._executors():
+            for phases in self._executors.alive():
                 phases.ledger.sum_threads(None)
             if self._step is not None and self._has_updated:
                 # The time since the last phase is not the step's: nothing says what the caller does with it.
@@ -151,11 +152,8 @@ class Observation:
         with self._lock:
             if not self._owners.have(phases, lambda: [slot.param for slot in phases.slots.values()]):
                 return
-            if all(known() is not phases for known in self._known):
-                self._known.append(weakref.ref(phases))
-                phases.ledger.sum_threads(self._thread_seconds)
-                for lane, nbytes in phases.ledger.lane_bytes.items():  # from before the observation
-                    self._counted[lane] = self._counted.get(lane, 0) + nbytes
+            if phases not in self._executors:
+                self._executors.add(phases, self._thread_seconds)
             if phase is Phase.FORWARD:
                 self._drop_failed_update()
                 if self._step is None or self._has_updated:
@@ -166,8 +164,12 @@ class Observation:
     def phase_ends(self, phases: Phases, phase: Phase) -> None:
         """See `PhaseObserver`."""
         with self._lock:
-            if any(known() is phases for known in self._known):
+            if phases in self._executors:
                 self._close(phase)
+
+    def files_of(self, phases: Phases) -> str:
+        """See `PhaseObserver`."""
+        return self._files() if phases in self._executors else ""
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         with self._lock:
@@ -209,26 +211,10 @@ class Observation:
 
     def _count_bytes(self, step: ObservedStep, phase: str) -> None:
         """Count the bytes that were moved since the last change as those of `phase`."""
-        total = self._lane_bytes()
-        for lane, nbytes in total.items():
-            moved_bytes = nbytes - self._counted.get(lane, 0)
-            if moved_bytes > 0:
-                by_phase = step.moved_bytes.setdefault(lane, {})
-                by_phase[phase] = by_phase.get(phase, 0) + moved_bytes
-        self._counted = total
+        for lane, nbytes in self._executors.take_bytes().items():
+            by_phase = step.moved_bytes.setdefault(lane, {})
+            by_phase[phase] = by_phase.get(phase, 0) + nbytes
         step.slab_bytes = max(step.slab_bytes, live_slab_bytes())
-
-    def _lane_bytes(self) -> dict[str, int]:
-        """Return the bytes that each lane of the executors has moved so far."""
-        total: dict[str, int] = {}
-        for phases in self._executors():
-            for lane, nbytes in phases.ledger.lane_bytes.items():
-                total[lane] = total.get(lane, 0) + nbytes
-        return total
-
-    def _executors(self) -> list[Phases]:
-        """Return the executors of the model that are alive."""
-        return [phases for known in self._known if (phases := known()) is not None]
 
     # Steps.
 
@@ -236,7 +222,7 @@ class Observation:
         now = self._now()
         if self._step is not None:
             self._end_step(now)
-        if self._sink.step_begins(self._next_number, self._executors()):
+        if self._sink.step_begins(self._next_number, self._executors.alive()):
             now = self._now()
         changes = PhaseChanges(now, self._open[-1] if self._open else None)
         self._step = ObservedStep(number=self._next_number, changes=changes, notes=self._notes)
@@ -252,6 +238,7 @@ class Observation:
         assert step is not None, "only a step that has begun ends"
         self._count_bytes(step, name_of(step.changes.changes[-1][1]))
         step.ended = ended
+        step.updated_elements = self._executors.take_elements()
         for lane, before_s in self._thread_s.items():
             now_s = self._thread_seconds.of(lane)
             step.thread_s[lane] = None if now_s is None else now_s - before_s
@@ -266,19 +253,15 @@ class Observation:
         if step.ended.event is not None and not step.ended.event.query():
             if not waits:
                 return False
-            lanes = self._lanes()
+            lanes = self._executors.lanes
             if lanes is not None:
                 lanes.synchronize()
         self._pending.popleft()
         self._sink.step_known(step)
         return True
 
-    def _lanes(self) -> Lanes | None:
-        executors = self._executors()
-        return executors[0].lanes if executors else None
-
     def _now(self) -> Moment:
-        return moment_now(self._lanes())
+        return moment_now(self._executors.lanes)
 
 
 class _Owners:

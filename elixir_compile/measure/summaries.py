@@ -13,6 +13,7 @@ from elixir_compile.measure.full_steps import FullSteps
 from elixir_compile.measure.observation import ObservedStep
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.phases import Phases
+from elixir_compile.runtime.slab import pinned_slab_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class ProcessFigures:
     """Figures of the process at the end of a step; None where they are not known."""
 
     rss_bytes: int
+    pinned_bytes: int
     device_peak_bytes: int | None
     device_reserved_bytes: int | None
     alloc_retries: int | None
@@ -38,6 +40,7 @@ class ProcessMeter:
         has_memory = platform.has_own_memory
         return ProcessFigures(
             rss_bytes=self._process.memory_info().rss,
+            pinned_bytes=pinned_slab_bytes(),
             device_peak_bytes=platform.peak_bytes(device) if has_memory else None,
             device_reserved_bytes=platform.reserved_bytes(device) if has_memory else None,
             alloc_retries=platform.alloc_retries(device) if has_memory else None,
@@ -111,11 +114,13 @@ class Summaries:
             seconds_s=seconds_by_phase(intervals),
             moved_bytes=step.moved_bytes,
             host_update_s=step.thread_s.get(Lane.HOST),
+            host_update_elements=step.updated_elements or None,
             waited_s=step.thread_s.get(Lane.CALLER),
             device_peak_bytes=None if figures is None else figures.device_peak_bytes,
             device_reserved_bytes=None if figures is None else figures.device_reserved_bytes,
             alloc_retries=None if retries is None or before is None else retries - before,
             host_slab_bytes=step.slab_bytes,
+            host_pinned_bytes=0 if figures is None else figures.pinned_bytes,
             rss_bytes=None if figures is None else figures.rss_bytes,
             energy_j=None if counters is None else counters.difference("device_energy_j", *span_s),
             device_busy_share=None if counters is None else counters.mean("device_busy_share", *span_s),

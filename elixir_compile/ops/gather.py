@@ -78,8 +78,10 @@ REDUCE = torch.ops.elixir.reduce.default
 class Gate:
     """Handles of `slots`, through which autograd reaches the parameters. All slots belong to the same executor."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], untracked: Sequence[Slot] = ()) -> None:
         self.slots = tuple(slots)
+        self._untracked = tuple(untracked)
+        """The slots whose gradients the captured graph does not compute, because they were frozen."""
         self._generation = -1
         self._frozen: tuple[Slot, ...] = ()
         self._handles: tuple[torch.Tensor | None, ...] = ()
@@ -122,7 +124,9 @@ class Gate:
             return run(*args)
         values = self._connected(args, positions)
         with torch.DisableTorchFunctionSubclass():
-            thawed = [slot.name for slot in self.slots if slot.follow_thaw()] if op_by_op is not None else []
+            thawed = [slot.name for slot in self._untracked if slot.param.requires_grad]
+            for slot in self._untracked:
+                slot.follow_thaw()
         if op_by_op is not None and thawed:
             warnings.warn(
                 f"{', '.join(thawed)} began to require a gradient after the step was captured, so this forward runs op "

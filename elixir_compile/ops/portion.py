@@ -37,20 +37,21 @@ class Portion(DTensor):
 
     @classmethod
     @torch.compiler.disable
-    def __torch_function__(
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride] - of the decorator's result
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], DTensor):
-            args = (args[0], _with_parts_of(args[0], args[1]), *args[2:])
+        given: list[Any] = list(args)
+        if func is torch.Tensor.copy_ and len(given) > 1 and isinstance(given[1], DTensor):
+            given[1] = _with_parts_of(given[0], given[1])
         with torch.DisableTorchFunctionSubclass():
-            if func in _VIEWS_AS and args[0].shape == args[1].shape:
-                func, args = torch.ops.aten.alias.default, args[:1]  # DTensor's view expects the rows of equal parts
-            rows = _common_rows(_tensors_in((*args, *(kwargs or {}).values())))
-            return _as_portions(func(*args, **(kwargs or {})), rows)
+            if func in _VIEWS_AS and given[0].shape == given[1].shape:
+                func, given = torch.ops.aten.alias.default, given[:1]  # DTensor's view expects the rows of equal parts
+            rows = _common_rows(_tensors_in((*given, *(kwargs or {}).values())))
+            return _as_portions(func(*given, **(kwargs or {})), rows)
 
     @property
     def own_rows(self) -> slice:
@@ -113,11 +114,12 @@ class Portion(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch copies a wrapper of tensors by `clone`, below `__torch_function__`, and compares the classes.
         kept: Any = type(self)
-        self.__class__ = DTensor
+        own: Any = self
+        own.__class__ = DTensor
         try:
-            copied = copy.deepcopy(self, memo)
+            copied = copy.deepcopy(own, memo)
         finally:
-            self.__class__ = kept
+            own.__class__ = kept
         copied.__class__ = kept
         return copied
 
@@ -237,7 +239,8 @@ def _with_parts_of(target: Any, source: DTensor) -> DTensor:
         return source
     if not any(placement.is_shard() for placement in source.placements):
         return source
-    full = source.detach().full_tensor()
+    detached: Any = source.detach()
+    full = detached.full_tensor()
     if isinstance(target, Portion):
         return new_portion(full[target.own_rows].contiguous(), target.rows, target.device_mesh, target.shape)
     from torch.distributed.tensor import distribute_tensor

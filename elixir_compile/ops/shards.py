@@ -69,7 +69,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         is_other = rows_of(value) != rows_of(param) and is_sharded(value) and value.shape == param.shape
         if not is_other:
             return own_part(value)
-        value = value.detach().full_tensor()
+        value = full(value.detach())
     if not isinstance(param, DTensor) or not is_sharded(param) or value.shape != param.shape:
         return value
     if isinstance(param, Portion):

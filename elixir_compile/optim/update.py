@@ -249,6 +249,7 @@ class BucketUpdate:
             sum(home.nbytes for home, _ in copied_back),
         )
         guard = GradientGuard(self.params, self.grads)
+        num_elements = sum(weight.numel() for part in parts for weight in part.weights)
 
         def work() -> Event | None:
             lanes.host_waits(landed)
@@ -263,6 +264,7 @@ class BucketUpdate:
                     lanes.touches(part.grads, (*part.weights, *part.memory))
                     rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.buffers)
+            ledger.count_updated(num_elements)
             guard.check()
             if not copied_back:
                 return None

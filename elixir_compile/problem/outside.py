@@ -53,7 +53,7 @@ def _resting_bytes(bucket: RunningBucket, kind: Kind) -> int:
 
 def _share(slot: Slot, bucket: RunningBucket, nbytes: int) -> int:
     """Return the bytes of `slot` on this rank, if `bucket` holds `nbytes` on rank 0."""
-    return nbytes * slot.own_nbytes // bucket.spec.shard_nbytes()
+    return nbytes * slot.own_nbytes // max(bucket.spec.shard_nbytes(), 1)
 
 
 def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:

@@ -145,10 +145,9 @@ def build_problem(
     accumulates: bool,
     moves_what_fits: bool = False,
     shards: Mapping[StorageId, tuple[int, ...]] | None = None,
-    state: tuple[float, ...] = (),
+    shares: tuple[Share, ...] = (),
     rank: int = 0,
     num_copies: int = 1,
-    rank_shares: tuple[Share, ...] = (),
     in_force: Collection[tuple[Bucket, Placement]] = (),
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
@@ -164,9 +163,8 @@ def build_problem(
         graph=graph,
         cluster=cluster,
         num_copies=num_copies,
-        shares=rank_shares,
         shards=shards or {},
-        state=state,
+        shares=shares,
         rank=rank,
         budget_bytes=memory.budget_bytes,
         host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
@@ -212,7 +210,7 @@ def problem_of(
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
         host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
     )
-    return build_problem(
+    problem = build_problem(
         graph,
         cluster,
         options,
@@ -222,12 +220,12 @@ def problem_of(
         accumulates=accumulates,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
-        rank_shares=() if ranks is None else ranks.shares,
-        state=() if ranks is None else ranks.state,
-        rank=0 if ranks is None else ranks.largest,
+        shares=() if ranks is None else ranks.shares,
+        rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
     )
+    return replace(problem, shares=() if ranks is None else ranks.shares)
 
 
 def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:

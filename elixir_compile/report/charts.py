@@ -35,6 +35,9 @@ _DARK = {
 }  # fmt: skip
 """Colours on a dark ground, where they differ."""
 _INK, _RULE = "var(--ink, #222222)", "var(--rule, #d9d9d9)"
+_HOVER = "hover"
+"""The name of the layer that shows tooltips and zooms. It is set in the specification: Altair 6 calls a layer that was
+named `hover` `hover_0`."""
 _WIDTH, _HEIGHT, _LANE_HEIGHT = 1040, 280, 26
 """Pixels."""
 
@@ -73,8 +76,9 @@ def step_chart(
     spec = _finished(both.resolve_scale(x="shared", color="independent"), tables(rows, found, second))
     if not is_static:
         # One zoom for both charts. Altair would name it in each, and warn of the repetition.
+        spec["vconcat"][0]["layer"][-1]["name"] = _HOVER
         interval = {"type": "interval", "encodings": ["x"]}
-        spec["params"] = [{"name": "zoom", "select": interval, "bind": "scales", "views": ["hover", "lanes"]}]
+        spec["params"] = [{"name": "zoom", "select": interval, "bind": "scales", "views": [_HOVER, "lanes"]}]
     return spec
 
 
@@ -206,9 +210,7 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[Memor
         shown = [alt.Tooltip(f"{name}:N") for name in ("region", "op", "module", "source")]
         shown += [alt.Tooltip(f"{of}_gib:Q", format=".3f", title=f"{of}, GiB") for of in ("total", *kinds)]
         edges = {"x": x, "x2": "end_s:Q", "y": alt.value(0), "y2": alt.value(_HEIGHT)}
-        layers.append(
-            hover.mark_rect(opacity=0.001, aria=False).encode(**edges, tooltip=shown).properties(name="hover")
-        )
+        layers.append(hover.mark_rect(opacity=0.001, aria=False).encode(**edges, tooltip=shown))
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
 
 

@@ -253,18 +253,34 @@ _CAPS = {0x04: "power", 0x08: "a hardware limit", 0x20: "heat", 0x40: "heat", 0x
 
 
 def capped_clocks(seen: Observed) -> Finding | None:
-    """F10: power or heat has lowered the clocks of the device."""
-    counters = seen.full.counters
-    samples = [] if counters is None else [n for n in counters.values.get("device_clock_reasons", ()) if n is not None]
-    capped = [int(sample) for sample in samples if any(int(sample) & bit for bit in _CAPS)]
-    if not capped:
+    """F10: power or heat has lowered the clocks of the device, or the link has fewer lanes than device and slot."""
+    samples = _samples(seen, "device_clock_reasons")
+    capped = [sample for sample in samples if any(sample & bit for bit in _CAPS)]
+    widths, most = _samples(seen, "link_width"), max(_samples(seen, "link_most_width"), default=0)
+    parts: list[str] = []
+    if capped:
+        why = " and ".join(dict.fromkeys(name for bit, name in _CAPS.items() if any(sample & bit for sample in capped)))
+        parts.append(f"{why} lowered the clocks in {len(capped)} of {len(samples)} samples")
+    is_narrow = bool(widths) and max(widths) < most
+    if is_narrow:
+        parts.append(f"the link runs at x{max(widths)} of x{most}")
+    if not parts:
         return None
-    why = " and ".join(dict.fromkeys(name for bit, name in _CAPS.items() if any(sample & bit for sample in capped)))
-    text = f"{why} lowered the clocks in {len(capped)} of {len(samples)} samples"
-    share = len(capped) / len(samples)
+    named = (("device_clock_reasons", bool(capped)), ("link_width", is_narrow))
     return Finding(
-        code="F10", text=text, value=share, unit="share of the samples", limit=0.0, evidence=("device_clock_reasons",)
+        code="F10",
+        text="; ".join(parts),
+        value=len(capped) / len(samples) if capped else max(widths) / most,
+        unit="share of the samples" if capped else "share of the lanes",
+        limit=0.0 if capped else 1.0,
+        evidence=tuple(name for name, is_found in named if is_found),
     )
+
+
+def _samples(seen: Observed, name: str) -> list[int]:
+    """Return the known samples of a counter in the step, as whole numbers."""
+    counters = seen.full.counters
+    return [] if counters is None else [int(value) for value in counters.values.get(name, ()) if value is not None]
 
 
 def slow_rank(seen: Observed) -> Finding | None:

@@ -14,7 +14,7 @@
   // The library of the charts is packed. As a script of the page it has the rights of one, and is fetched from nowhere.
   const load = async () => {
     const bytes = Uint8Array.from(atob(packed.textContent), (letter) => letter.charCodeAt(0));
-    const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const unpacked = new Response(bytes).body.pipeThrough(new DecompressionStream("gzip"));
     const script = document.createElement("script");
     script.textContent = await new Response(unpacked).text();
     document.head.append(script);
@@ -28,17 +28,16 @@
       .map(([name, column]) => [name, [...column, table[name === "start_s" ? "end_s" : name].at(-1)]]));
     spec.datasets = { memory: [closed(data.memory)], lanes: [data.bars] };
     if (data.second !== undefined) spec.datasets.second = [closed(data.second.memory)];
-    // The chart is drawn out of the page, whose picture stays until the chart is there.
-    const drawn = document.createElement("div");
     // `ast` interprets expressions: the policy of the page forbids `eval`.
-    await window.vegaEmbed(drawn, spec, { ast: true, renderer: "svg", actions: false });
-    chart.replaceChildren(drawn);
+    await window.vegaEmbed(chart, spec, { ast: true, renderer: "svg", actions: false });
     chart.setAttribute("data-drawn", "yes");
   };
 
   // The picture of the chart is painted before anything is loaded. If the chart fails, the picture stays.
   if (chart !== null && packed !== null) {
-    requestAnimationFrame(() => setTimeout(() => draw().catch((error) => console.error(String(error)))));
+    const still = chart.innerHTML;
+    const fail = (error) => { chart.innerHTML = still; console.error(String(error)); };
+    requestAnimationFrame(() => setTimeout(() => draw().catch(fail)));
   }
 
   // The cursor: arrow keys walk over the regions, Home, End and P go to the first, the last and the peak.

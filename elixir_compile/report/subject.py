@@ -1,14 +1,14 @@
 """Find the buckets, activations or region of a plan under a name that a user asks about, and their moves."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.errors import UnknownSubject
 from elixir_compile.ir.bucket import Activations, Bucket
-from elixir_compile.ir.kinds import GroupId, StorageId, Verb
+from elixir_compile.ir.kinds import GroupId, RegionId, StorageId, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.schedule import Action, GroupRef, Region, RegionRef, Target
+from elixir_compile.ir.schedule import Action, GroupRef, Region, RegionRef, Target, label
 
 _COPIES = (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH)
 _BROUGHT = (Verb.GATHER, Verb.PREFETCH)
@@ -77,6 +77,19 @@ def _ahead(actions: Sequence[Action]) -> tuple[list[int], list[str]]:
             ends[at] = waits.get(action.target, at)
         following[at] = region
     return ends, following
+
+
+def waiting_regions(plan: Plan) -> Mapping[str, tuple[str, ...]]:
+    """Return, by the label of a copy, the label of the region that runs next after the wait for it, for each time that
+    the plan makes the copy, in order. A copy without a wait, or with no region behind it, is left out."""
+    actions = actions_of(plan)
+    ends, following = _ahead(actions)
+    found: dict[str, list[str]] = {}
+    for at, action in enumerate(actions):
+        if action.verb in _COPIES and ends[at] != at and following[ends[at]]:
+            region = RegionRef(region=RegionId(following[ends[at]]))
+            found.setdefault(label(action.verb, action.target), []).append(label(Verb.RUN, region))
+    return {name: tuple(regions) for name, regions in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,42 +5,59 @@
            rank 0 planned                compute  gather  reduce  h2d         d2h  host  disk
 ```
 
+Arrows lead from the moment at which Python asks for a copy, if that is known, to the copy, and from there to what waits
+for it: a wait of the thread, or else the region that the plan runs after the wait.
+
 Perfetto wants the events of one track to be nested or apart. So a span that overlaps another of its lane without being
 within it goes to a second track of the lane.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elixir_compile.ir.kinds import Lane
+from elixir_compile.ir.kinds import Lane, Verb
 from elixir_compile.ir.observed import Counters, FullStep, Live, name_of
 from elixir_compile.ir.record import Record, Span
+from elixir_compile.ir.schedule import verb_of, what_of
 
 _PHASES_TRACK = 0
+_COPYING = (Lane.H2D, Lane.D2H, Lane.GATHER)
+_COPIES = (Verb.GATHER, Verb.PREFETCH, Verb.OFFLOAD)
+_CLOCK_STEP_S = 1e-6
+"""How much earlier than the end of a copy the region that waits may seem to begin: the clock of a device has steps."""
 _TRACKS_PER_LANE = 100
 """The number of tracks of the first lane is 100, of the second 200: so tracks keep the order of the lanes."""
 Event = dict[str, Any]
 
 
 def trace_events(
-    steps: Iterable[FullStep], begins_s: Mapping[tuple[int, int], float], planned: Record | None = None
+    steps: Iterable[FullStep],
+    begins_s: Mapping[tuple[int, int], float],
+    planned: Record | None = None,
+    waiting: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of a Chrome trace of `steps`.
 
     `begins_s` are the seconds at which each step begins in the trace, by rank and step; 0 for one that is missing.
     With `planned`, the simulated step of the plan, each rank has a second process that shows it from the same times on.
+    `waiting` has, by the label of a copy, the labels of the regions that wait for it, one for each time.
     """
     events: list[Event] = []
+    ids = itertools.count(1)
     for full in steps:
         summary = full.summary
         at_s = begins_s.get((summary.rank, summary.step), 0.0)
         pid = 2 * summary.rank
         events += _phases(full, pid, at_s)
         events += _spans(full.record.spans, pid, at_s)
+        events += _arrows(full.record.spans, pid, at_s, waiting or {}, ids)
         events += _memory(full.live, pid, at_s)
         events += _counters(full.counters, pid, at_s)
         if planned is not None:
             events += _spans(planned.spans, pid + 1, at_s)
+            events += _arrows(planned.spans, pid + 1, at_s, waiting or {}, ids)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     return {"traceEvents": [*_names(events), *events], "displayTimeUnit": "ms"}
 
@@ -54,20 +71,56 @@ def _phases(full: FullStep, pid: int, at_s: float) -> Iterator[Event]:
 
 
 def _spans(spans: Iterable[Span], pid: int, at_s: float) -> Iterator[Event]:
+    for tid, span in _placed(spans):
+        args: dict[str, Any] = {"graph": span.graph} if span.graph else {}
+        if span.nbytes:
+            args["bytes"] = span.nbytes
+            if span.end_s > span.start_s:
+                args["bytes_per_s"] = round(span.nbytes / (span.end_s - span.start_s))
+        if span.issued_s is not None:
+            args["issued_us"] = _us(at_s, span.issued_s)
+        yield _x(span.label, pid, tid, at_s, (span.start_s, span.end_s), args)
+
+
+def _placed(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Yield each span with the number of its track in its process."""
     by_lane: dict[Lane, list[Span]] = {}
     for span in spans:
         by_lane.setdefault(span.lane, []).append(span)
     for place, lane in enumerate(Lane):
         for track, span in _tracks(by_lane.get(lane, ())):
-            args: dict[str, Any] = {"graph": span.graph} if span.graph else {}
-            if span.nbytes:
-                args["bytes"] = span.nbytes
-                if span.end_s > span.start_s:
-                    args["bytes_per_s"] = round(span.nbytes / (span.end_s - span.start_s))
-            if span.issued_s is not None:
-                args["issued_us"] = _us(at_s, span.issued_s)
-            tid = (place + 1) * _TRACKS_PER_LANE + track
-            yield _x(span.label, pid, tid, at_s, (span.start_s, span.end_s), args)
+            yield (place + 1) * _TRACKS_PER_LANE + track, span
+
+
+def _arrows(
+    spans: Sequence[Span], pid: int, at_s: float, waiting: Mapping[str, Sequence[str]], ids: Iterator[int]
+) -> Iterator[Event]:
+    """Yield the arrows that lead to copies and from them to what waits for them; a copy for which nothing is known to
+    wait has none."""
+    placed = sorted(_placed(spans), key=lambda found: found[1].start_s)
+    by_label: dict[str, list[tuple[int, Span]]] = {}
+    for found in placed:
+        if found[1].lane in (Lane.COMPUTE, Lane.CALLER):
+            by_label.setdefault(found[1].label, []).append(found)
+    times: Counter[tuple[Lane, str]] = Counter()
+    for tid, copy in placed:
+        if copy.lane not in _COPYING or verb_of(copy.label) not in _COPIES:
+            continue
+        number, times[copy.lane, copy.label] = times[copy.lane, copy.label], times[copy.lane, copy.label] + 1
+        regions = waiting.get(copy.label, ())
+        region = regions[min(number, len(regions) - 1)] if regions else ""
+        waits = by_label.get(f"{Verb.WAIT} {what_of(copy.label)}", ())
+        blocked = next((each for each in waits if each[1].end_s >= copy.end_s and each[1].start_s <= copy.end_s), None)
+        runs = by_label.get(region, ())
+        last = blocked or next((each for each in runs if each[1].start_s >= copy.end_s - _CLOCK_STEP_S), None)
+        if last is None:
+            continue
+        arrow = {"name": copy.label, "cat": "copy", "id": next(ids), "pid": pid}
+        is_asked = copy.issued_s is not None and copy.issued_s < copy.start_s
+        if is_asked:
+            yield arrow | {"ph": "s", "tid": _PHASES_TRACK, "ts": _us(at_s, copy.issued_s or 0.0)}
+        yield arrow | {"ph": "t" if is_asked else "s", "tid": tid, "ts": _us(at_s, copy.start_s)}
+        yield arrow | {"ph": "f", "bp": "e", "tid": last[0], "ts": _us(at_s, max(last[1].start_s, copy.start_s))}
 
 
 def _tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:

@@ -51,6 +51,7 @@ class Ledger:
         self._times: Counter[str] = Counter()
         self._bytes: Counter[tuple[Lane, str]] = Counter()
         self._lane_bytes: dict[str, int] = {}
+        self._updated_elements = 0
         self._recordings: tuple[Recording, ...] = ()
         self._thread_seconds: ThreadSeconds | None = None
         _ledgers.add(self)
@@ -92,6 +93,16 @@ class Ledger:
         """
         with self._lock:
             return dict(self._lane_bytes)
+
+    @property
+    def updated_elements(self) -> int:
+        """The elements of parameters that the host has updated since the ledger was made."""
+        return self._updated_elements
+
+    def count_updated(self, num_elements: int) -> None:
+        """Note that the host has updated `num_elements` elements of parameters."""
+        with self._lock:
+            self._updated_elements += num_elements
 
     @property
     def counts(self) -> Mapping[str, int]:

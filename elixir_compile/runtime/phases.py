@@ -32,6 +32,10 @@ class PhaseObserver(Protocol):
         """Note that the innermost `phase` on the executor of `phases` ends, if one is open."""
         ...
 
+    def files_of(self, phases: "Phases") -> str:
+        """Return where figures of the executor of `phases` are written, as text; empty if nowhere."""
+        ...
+
 
 _observers: tuple[PhaseObserver, ...] = ()
 _lock = threading.Lock()
@@ -50,6 +54,11 @@ def observe_phases(observer: PhaseObserver) -> Callable[[], None]:
             _observers = tuple(other for other in _observers if other is not observer)
 
     return leave
+
+
+def observed_files(phases: "Phases") -> tuple[str, ...]:
+    """Return where observations have written figures of the executor of `phases`, a text for each."""
+    return tuple(found for observer in _observers if (found := observer.files_of(phases)))
 
 
 class Phases:

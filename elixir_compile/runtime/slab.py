@@ -63,6 +63,8 @@ class _MappedRanges:
         self._serial_at: dict[int, int] = {}
         self._live_bytes = 0
         self._peak_bytes = 0
+        self._pinned_at: set[int] = set()
+        self._pinned_bytes = 0
 
     def add(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -72,9 +74,18 @@ class _MappedRanges:
             self._live_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
+    def note_pinned(self, address: int) -> None:
+        with self._lock:
+            self._pinned_at.add(address)
+            self._pinned_bytes += self._nbytes_at[address]
+
     def remove(self, address: int) -> None:
         with self._lock:
-            self._live_bytes -= self._nbytes_at.pop(address, 0)
+            nbytes = self._nbytes_at.pop(address, 0)
+            self._live_bytes -= nbytes
+            if address in self._pinned_at:
+                self._pinned_at.discard(address)
+                self._pinned_bytes -= nbytes
             self._starts = tuple(sorted(self._nbytes_at))
 
     def reset_peak(self) -> None:
@@ -84,6 +95,10 @@ class _MappedRanges:
     def figures(self) -> tuple[int, int]:
         with self._lock:
             return self._live_bytes, self._peak_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned_bytes
 
     def at(self, address: int) -> tuple[int, int] | None:
         with self._lock:
@@ -121,6 +136,7 @@ class Slab:
         if pin:
             self._mapping.unpin = _pin(self._mapping.address, self.nbytes)
         if self.is_pinned:
+            _mapped.note_pinned(self._mapping.address)
             # A fork copies page-locked pages at once: every DataLoader worker would copy every slab.
             self.keep_from_children()
 
@@ -165,6 +181,11 @@ def aligned_bytes(nbytes: int) -> int:
 def live_slab_bytes() -> int:
     """Return the bytes of all mapped slabs."""
     return _mapped.figures()[0]
+
+
+def pinned_slab_bytes() -> int:
+    """Return the bytes of the mapped slabs that are page-locked for an accelerator."""
+    return _mapped.pinned_bytes
 
 
 def peak_slab_bytes() -> int:

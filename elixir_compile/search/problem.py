@@ -9,7 +9,7 @@ from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
-from elixir_compile.ir.share import Share
+from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.units import MIB
 
 
@@ -42,10 +42,8 @@ class Problem:
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     rank: int = 0
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
-    state: tuple[float, ...] = ()
-    """The part of every bucket that each rank owns, summing to 1; empty if the ranks own equal shards."""
     shares: tuple[Share, ...] = ()
-    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
+    """The rows and the part of the state of each rank; empty if no shares were chosen, which makes both equal."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -115,10 +113,10 @@ class Problem:
             raise InvalidPlan(
                 f"problem {self.name}: rank {self.rank} of {self.cluster.num_ranks} ranks; expected 0 to one less."
             )
-        if self.state and (len(self.state) != self.num_shards or min(self.state) < 0 or self.num_copies > 1):
+        if self.state and (len(self.state) != self.num_shards or self.num_copies > 1):
             raise InvalidPlan(
-                f"problem {self.name}: {len(self.state)} ranks own {self.state} of the state; expected a part of 0 or "
-                f"more for each of {self.num_shards} ranks, without copies."
+                f"problem {self.name}: {len(self.state)} shares for {self.num_shards} ranks with {self.num_copies} "
+                "copies of each part; expected one per rank, without copies."
             )
         for param, numels in self.shards.items():
             is_right = len(numels) == self.num_shards and min(numels) >= 0
@@ -143,6 +141,11 @@ class Problem:
     def as_run(self, activations: tuple[Activations, ...] = ()) -> StepGraph:
         """Return the step as a plan with `activations` runs it, in `micro_batches`."""
         return as_run(self.graph, activations, self.laps(activations))
+
+    @property
+    def state(self) -> tuple[float, ...]:
+        """The part of every sharded parameter that each rank owns, summing to 1; empty if ranks own equal parts."""
+        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
     @property
     def num_shards(self) -> int:

@@ -13,21 +13,26 @@ from elixir_compile.capture.modules import executor_of
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
 from tests.run.training import Run, by_torch, hybrid_adamw, on_host
+from tests.run.uneven_checks import parts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 
 WIDTH, NUM_STEPS = 256, 9
 
 
-def trained(rank: int, world_size: int, share: float) -> list[float]:
-    """Train on the same batches on all ranks, whose mean gradients are those of one; return the losses."""
+def trained(rank: int, world_size: int, share: float, state: list[float]) -> list[float]:
+    """Train on the same batches on all ranks, whose mean gradients are those of one; return the losses.
+
+    The ranks own the parts `state` of the parameters, equal ones if it is empty.
+    """
     torch.cuda.set_device(rank)
     group = distributed.new_group(backend="nccl", timeout=timedelta(seconds=60))
     mesh = DeviceMesh.from_group(group, "cuda")
     batches = [batch.cuda() for batch in vectors(NUM_STEPS, width=WIDTH)]
     expected = by_torch(seeded(Stack, WIDTH).cuda()).train(batches)
     torch._dynamo.reset()
-    model = elixir.prepare(seeded(Stack, WIDTH).cuda(), mesh=mesh)
+    with parts_of(state):
+        model = elixir.prepare(seeded(Stack, WIDTH).cuda(), mesh=mesh)
     peak_bytes = torch.cuda.max_memory_allocated()
     options = {"inner": "aot_eager", "report": False, "device_memory": int(share * peak_bytes) if share else None}
     compiled = torch.compile(model, backend="elixir", options=options)
@@ -39,9 +44,11 @@ def trained(rank: int, world_size: int, share: float) -> list[float]:
     return [loss.item() for loss in got.losses]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_two_gpus_train_as_one(share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "state"), [(0.0, []), (0.6, []), (0.0, [0.7, 0.3]), (0.6, [0.55, 0.45]), (0.0, [0.0, 1.0])]
+)
+def test_two_gpus_train_as_one(share: float, state: list[float], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
-    found = spawn(trained, 2, share, folder=tmp_path, limit_s=300.0)
+    found = spawn(trained, 2, share, state, folder=tmp_path, limit_s=300.0)
     assert found[0] == found[1]

@@ -39,8 +39,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.compiler.reset()
 
 
+SLOW = {"quickstart.md": 19, "optimizer.md": 12, "how-the-planner-chooses.md": 9, "reading-a-plan.md": 8}
+"""Seconds of the pages that run with the slow tests: the README makes the calls of the first, and tests of plans, of
+optimizers and of `explain` those of the others."""
+
+
+def pages_with_code() -> Iterator[Any]:
+    """Yield each page with blocks; pages of many seconds are marked slow."""
+    for page in PAGES:
+        if blocks(page):
+            yield pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+
+
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_with_code())
 def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
     scope = {"__name__": "__main__", **names_in_scope()}
     for number, block in enumerate(blocks(page), start=1):

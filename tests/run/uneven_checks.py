@@ -2,18 +2,22 @@
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import elixir_compile as elixir
+from elixir_compile.ir.share import Share
 from elixir_compile.managed.cast_and_shard import ranks_of
-from elixir_compile.ops.portion import Portion, new_portion
+from elixir_compile.ops.portion import Portion, new_portion, rows_of
+from elixir_compile.ops.shards import full, own_part
 from elixir_compile.optim.guard import watch
 from elixir_compile.runtime.distributed.ranks import Ranks
 from tests.run import ranks_checks
@@ -27,12 +31,23 @@ def all_of(rank: int, world_size: int, state: list[float], checks: list[list[Any
     """Return what each of `checks`, names in `ranks_checks` with arguments, returns if each rank owns its part of
     `state`."""
 
+    with parts_of(state):
+        return ranks_checks.all_of(rank, world_size, checks)
+
+
+@contextmanager
+def parts_of(state: Sequence[float]) -> Iterator[None]:
+    """Let the ranks of models that are prepared inside own the parts `state`, and count alike whatever their rows."""
+
     def uneven(mesh: DeviceMesh | None) -> Ranks | None:
-        return ranks_of(mesh, state)
+        ranks = ranks_of(mesh)
+        if ranks is not None:
+            ranks.shares = tuple(Share(rank=own, num_rows=0, state=part) for own, part in enumerate(state))
+        return ranks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("elixir_compile.api.prepare.ranks_of", uneven)
-        return ranks_checks.all_of(rank, world_size, checks)
+        yield
 
 
 def portion_of(whole: torch.Tensor, rows: Sequence[int], mesh: DeviceMesh) -> Portion:
@@ -123,3 +138,74 @@ def saves(param: nn.Parameter, mesh: DeviceMesh, folder: str) -> None:
     for loaded in (portion_of(like, (0, 5, 5), mesh), distribute_tensor(like, mesh, [Shard(0)])):
         dcp.load({"weight": loaded}, checkpoint_id=folder)
         assert torch.equal(loaded.full_tensor(), now)
+
+
+class Run:
+    """A linear model and its optimizer, on ranks that own the parts `state`, or on one rank if there are none."""
+
+    def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 301), nn.Tanh(), nn.Linear(301, 96))
+        shares = [Share(rank=rank, num_rows=8, state=part) for rank, part in enumerate(state)]
+        self.model = elixir.prepare(model, mesh=mesh if state else None, shares=shares)
+        self.optimizer = elixir.HybridAdamW(self.model.parameters(), lr=0.1)
+
+    def train(self) -> None:
+        x = torch.linspace(-1.0, 1.0, 8 * 96).view(8, 96)
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return the full weights and statistics by name."""
+        found = {name: full(value).clone() for name, value in self.model.state_dict().items()}
+        for index, own in self.optimizer.state_dict()["state"].items():
+            found |= {f"{index}.{name}": full(value).clone() for name, value in own.items()}
+        return found
+
+
+def reshards(rank: int, world_size: int, folder: str) -> list[int]:
+    """Save from ranks with 0.7, 0.2 and 0.1 of the state, load on one rank, save there, and load on ranks with 0, 0.5
+    and 0.5; return the rows of the first weight on each rank at the end."""
+    mesh = mesh_of([world_size])
+    first = Run(mesh, (0.7, 0.2, 0.1))
+    first.train()
+    holds(first, (0.7, 0.2, 0.1)[rank])
+    expected = first.whole()
+    elixir.save(f"{folder}/first", first.model, first.optimizer, step=1)
+    alone = Run(mesh)
+    elixir.load(f"{folder}/first", alone.model, alone.optimizer)
+    equal(alone.whole(), expected)
+    if rank == 0:
+        elixir.save(f"{folder}/second", alone.model, alone.optimizer, step=1)
+    distributed.barrier()
+    last = Run(mesh, (0.0, 0.5, 0.5))
+    elixir.load(f"{folder}/second", last.model, last.optimizer)
+    equal(last.whole(), expected)
+    elixir.save(f"{folder}/third", last.model, last.optimizer, step=1)
+    elixir.load(f"{folder}/third", first.model, first.optimizer)
+    equal(first.whole(), expected)
+    last.train()
+    first.train()
+    for name, value in last.whole().items():
+        torch.testing.assert_close(value, first.whole()[name], rtol=0, atol=1e-6)
+    last.model.load_state_dict(first.model.state_dict())  # from parts to other parts
+    return list(rows_of(last.model.state_dict()["0.weight"]) or ())
+
+
+def holds(run: Run, part: float) -> None:
+    """Fail unless this rank has `part` of weights and statistics, give or take a row of each parameter that is cut."""
+    cut = [param for param in run.model.parameters() if rows_of(param) is not None]
+    assert [tuple(param.shape) for param in cut] == [(301, 96), (96, 301)]
+    state = run.optimizer.state_dict()["state"].values()
+    moments = [value for own in state for value in own.values() if rows_of(value) is not None]
+    assert len(moments) == 2 * len(cut)
+    own_bytes = sum(own_part(value).nbytes for value in (*cut, *moments))
+    whole_bytes = sum(12 * param.numel() for param in cut)
+    row_bytes = sum(12 * param.shape[1] for param in cut)
+    assert abs(own_bytes - part * whole_bytes) <= row_bytes
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []

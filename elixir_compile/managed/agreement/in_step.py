@@ -132,7 +132,7 @@ def _buckets_of_all(control: ControlChannel, problem: Problem, leader: int) -> t
 
     own_rank = control.ranks[control.rank]
     _, texts = run_on_all_ranks(control, "buckets", own_buckets, str)
-    return from_json(_BUCKETS, _Buckets, texts[leader]).buckets
+    return tuple(bucket.seen_by(problem.rank) for bucket in from_json(_BUCKETS, _Buckets, texts[leader]).buckets)
 
 
 def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket], because: str) -> Plan:

@@ -205,8 +205,8 @@ in turn are apart by less."""
 
 
 def classes_of(facts: Sequence[RankFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the places of the ranks of each class: of like devices, with like or ample memory, and equal homes in
-    force.
+    """Return the places of the ranks of each class: of like devices, with like or ample memory, equal homes in force
+    and equal shares.
 
     There is one class of all ranks if their ops differ.
     """
@@ -239,10 +239,12 @@ def _are_alike(first: RankFacts, other: RankFacts) -> bool:
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets, the largest external usage and the common rows of all ranks."""
+    """Return `problem` with the smallest budgets, the largest external usage, the common rows and the largest part of
+    the state of all ranks."""
     are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
         problem,
+        rank=problem.state.index(max(problem.state)) if problem.state else problem.rank,
         common_rows=math.gcd(*(fact.batch for fact in facts)) if are_alike else 1,
         budget_bytes=min(fact.budget_bytes for fact in facts),
         host_budget_bytes=min(fact.host_budget_bytes for fact in facts),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elixir_compile.errors import ElixirWarning, UnsupportedModel
-from elixir_compile.ir.share import Share, batch_of, check_shares, have_equal_parts, shares_to_json
+from elixir_compile.ir.share import Share, batch_of, check_shares, shares_to_json
 from elixir_compile.runtime.distributed.errors import RanksDiffer
 from elixir_compile.runtime.distributed.ranks import Ranks
 
@@ -32,8 +32,6 @@ def share_out(ranks: Ranks, shares: Sequence[Share]) -> None:
     check_shares(shares, ranks.num_ranks)
     if ranks.num_copies > 1:
         raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
-    if not have_equal_parts(shares):
-        raise UnsupportedModel("the shares", "their parts of the state are of unequal sizes")
     ranks.shares = tuple(shares)
     ranks.weigh_by([share.num_rows for share in shares])
 

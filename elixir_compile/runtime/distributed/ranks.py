@@ -11,9 +11,8 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import distributed
@@ -22,14 +21,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
-from elixir_compile.ir.schedule import BucketRef, label
-from elixir_compile.ir.share import Share
+from elixir_compile.ir.kinds import InnerVerb, Verb
+from elixir_compile.ir.schedule import BucketRef
+from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.portion import rows_of
 from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
+from elixir_compile.runtime.distributed.counted import Counted
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
 from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
@@ -41,17 +41,6 @@ log = logging.getLogger("elixir_compile")
 _PREMULTIPLIED = (torch.float32, torch.float64)
 """Dtypes that NCCL may multiply by a weight during the reduce. The weight has the dtype of the gradient, and rounding
 it to 16 bits would be off by 0.2 %."""
-
-
-class _Counted(NamedTuple):
-    """The ledger for the counts of collectives, and the bucket in their labels."""
-
-    ledger: Ledger
-    bucket: BucketRef
-
-    def span(self, verb: Verb | InnerVerb, nbytes: int) -> AbstractContextManager[object]:
-        """Count a collective of `nbytes`; its `reduce` is counted with the sum on compute."""
-        return self.ledger.span(Lane.REDUCE, label(verb, self.bucket), nbytes, times=int(verb is not Verb.REDUCE))
 
 
 class Collective:
@@ -130,9 +119,8 @@ class Ranks:
     It has more than 15 attributes: the mesh and its groups, what sends messages over them, and the weights of ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
-        """`state` is the part of all parameters that each rank owns; if it is empty, they own equal parts."""
-        self.mesh, self.state = mesh, tuple(state)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
         self.num_shards = mesh.size(-1)
         self.num_ranks = mesh.size()
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -161,9 +149,9 @@ class Ranks:
         return self.num_ranks // self.num_shards
 
     @property
-    def largest(self) -> int:
-        """The rank with the largest part of the state, for which a plan of all ranks counts; 0 if parts are equal."""
-        return self.state.index(max(self.state)) if self.state else 0
+    def state(self) -> tuple[float, ...]:
+        """The part of every sharded parameter that each rank owns; empty if the ranks own equal parts."""
+        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
     @cached_property
     def checkpoint_control(self) -> ControlChannel:
@@ -215,6 +203,7 @@ class Ranks:
             elif not isinstance(rows, torch.Tensor):
                 # NCCL sends tensors of different lengths in grouped broadcasts.
                 work = distributed.all_gather(list(rows), own, group=self._shard_group, async_op=True)
+                assert work is not None, "this process is in the group"
             else:
                 work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
@@ -281,6 +270,7 @@ class Ranks:
                     work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
                 else:  # grouped reduces
                     work = distributed.reduce_scatter(own, list(rows), mean, self._shard_group, async_op=True)
+                    assert work is not None, "this process is in the group"
         return Collective(work, what, self, self._shard_group)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:
@@ -298,7 +288,7 @@ class Ranks:
         return averaged
 
     def means(
-        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "_Counted | None" = None
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "Counted | None" = None
     ) -> list[torch.Tensor]:
         """Return the means of the gradients `tensors` over all ranks in `dtype`, with the same bits on each rank.
 
@@ -345,7 +335,7 @@ class Ranks:
         sums: dict[int, torch.Tensor] = {}
         for position, grad in sorted(zip(positions, grads, strict=True), key=lambda pair: pair[0]):
             sums[position] = sums[position] + grad if position in sums else grad
-        return list(sums), self.means(list(sums.values()), dtype, _Counted(ledger, bucket))
+        return list(sums), self.means(list(sums.values()), dtype, Counted(ledger, bucket))
 
     def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.

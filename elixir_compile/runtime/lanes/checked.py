@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.runtime.lanes.checker import Checker
+from elixir_compile.runtime.lanes.checker import Checker, has_memory
 from elixir_compile.runtime.lanes.happens_before import Actor, Clock
 from elixir_compile.runtime.lanes.interface import CopyLane, Event, Lanes, TimedEvent, Waitable
 
@@ -148,13 +148,13 @@ class Checked:
         checker, inner = self._checker, self._inner.computes(run)
 
         def checked(box: list[Any]) -> Any:
-            reads = [value for value in box if isinstance(value, torch.Tensor)]
+            reads = [value for value in box if isinstance(value, torch.Tensor) and has_memory(value)]
             checker.issue(checker.current, reads, ())
             known = {value.untyped_storage().data_ptr() for value in reads}
             del reads
             made = inner(box)
             outputs = made if isinstance(made, tuple | list) else (made,)
-            new = [value for value in outputs if isinstance(value, torch.Tensor)]
+            new = [value for value in outputs if isinstance(value, torch.Tensor) and has_memory(value)]
             checker.issue(checker.current, (), [t for t in new if t.untyped_storage().data_ptr() not in known])
             return made
 

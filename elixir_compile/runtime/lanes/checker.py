@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.errors import Race
 from elixir_compile.runtime.lanes.happens_before import Access, Actor, Cell, Clock, Source, shown
 from elixir_compile.runtime.slab import slab_at
@@ -17,6 +18,14 @@ from elixir_compile.runtime.slab import slab_at
 _HISTORY = 200
 """The actions that are kept for the text of an error."""
 _FOLDER = __file__.rpartition("/")[0]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has memory at an address.
+
+    A sparse gradient, which stays where it was made, and a gradient of many at once under `vmap` have none.
+    """
+    return tensor.layout is torch.strided and not compat.is_batched(tensor)
 
 
 class _Here(threading.local):
@@ -82,6 +91,8 @@ class Checker:
             for verb, tensors in (("reads", reads), ("writes", writes)):
                 for tensor in tensors:
                     actor = self.thread
+                    if not has_memory(tensor):
+                        continue
                     if not self._is_on_host(tensor):
                         # Only then, because a thread that works on the host gives the lane nothing to wait for.
                         actor = self.current
@@ -115,6 +126,8 @@ class Checker:
         return tensor.device.type == "cpu" and (not self._is_cpu or slab_at(tensor.data_ptr()) is not None)
 
     def _access(self, actor: Actor, verb: str, tensor: torch.Tensor) -> None:
+        if not has_memory(tensor):
+            return
         address, nbytes = tensor.data_ptr(), _extent_bytes(tensor)
         if not nbytes:
             return

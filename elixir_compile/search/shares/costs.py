@@ -71,7 +71,10 @@ def treatments_of(graph: StepGraph, savings: frozenset[Saving] = frozenset(Savin
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Way:
-    """One way to run the step, as arrays: with an entry per op, or per lap."""
+    """One way to run the step, as arrays: with an entry per op, or per lap.
+
+    It has more than 15 fields, because what is proportional to the rows and what is not are arrays of their own.
+    """
 
     micro_batches: int
     treatment: Treatment

@@ -47,6 +47,8 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     """Return the buckets in force that the graph touches, then new ones for every other parameter of the graph."""
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
     in_force = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
+    if problem.state:
+        in_force = tuple(bucket.seen_by(problem.rank) for bucket in in_force)
     owned = {param for bucket in in_force for param in bucket.params}
     params = [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
     min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))

@@ -102,6 +102,8 @@ def test_both_charts_zoom_as_one() -> None:
     sheet = sheet_of(made, problem)
     spec = charts.step_chart(sheet.memory, sheet.bars, made.budget_bytes)
     assert [param["views"] for param in spec["params"]] == [["hover", "lanes"]]
+    memory, lanes = spec["vconcat"]
+    assert [memory["layer"][-1]["name"], lanes["name"]] == ["hover", "lanes"], "the views that zoom have these names"
     assert "params" not in charts.step_chart(sheet.memory, sheet.bars, made.budget_bytes, is_static=True)
     assert charts.svg(spec).startswith("<svg")
     assert json.dumps(spec, allow_nan=False)

@@ -244,6 +244,17 @@ def test_f10_clocks_are_capped(reasons: tuple[int | None, ...], said: str) -> No
         assert found.text == f"{said} lowered the clocks in {sum(map(bool, known))} of {len(known)} samples"
 
 
+@pytest.mark.parametrize(("widths", "said"), [((8, None), "the link runs at x8 of x16"), ((8, 16), ""), ((None,), "")])
+def test_f10_the_link_is_narrow(widths: tuple[int | None, ...], said: str) -> None:
+    own = seen([])
+    values = {"link_width": widths, "link_most_width": (16,) * len(widths)}
+    counters = Counters(at_s=tuple(map(float, range(len(widths)))), values=values)
+    found = findings.capped_clocks(replace(own, full=replace(own.full, counters=counters)))
+    assert ("" if found is None else found.text) == said
+    if found is not None:
+        assert (found.value, found.limit, found.evidence) == (0.5, 1.0, ("link_width",))
+
+
 def test_f11_a_rank_is_slow() -> None:
     def ranks(busy_s: float) -> Finding | None:
         # All periods are equal, because the other ranks wait for the slow one.

@@ -63,7 +63,7 @@ def test_events_of_a_track_nest_and_all_spans_are_there(spans: list[Span], other
     assert_nested(events)
     timed = [event for event in events if event["ph"] != "M"]
     assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
-    shown = [event for event in timed if event["name"] == "run fwd.0"]
+    shown = [event for event in timed if event["ph"] == "X" and event["name"] == "run fwd.0"]
     assert len(shown) == 2 * len(spans) + len(others) + 3 * len(others)
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in timed if event["ph"] == "X"} <= named
@@ -90,3 +90,30 @@ def test_copies_at_the_same_time_get_a_second_track_and_rates() -> None:
     assert step["args"] == {"plan": "a", "loss": 1.0}
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert processes == ["rank 0 measured"]
+
+
+def test_arrows_lead_from_the_request_to_the_copy_and_to_what_waits_for_it() -> None:
+    spans = [
+        Span(lane=Lane.H2D, label="gather b0", start_s=0.2, end_s=0.4, issued_s=0.1),
+        Span(lane=Lane.H2D, label="gather b0", start_s=0.6, end_s=0.7, issued_s=0.6),
+        Span(lane=Lane.H2D, label="gather b1", start_s=0.1, end_s=0.2),
+        Span(lane=Lane.H2D, label="gather b2", start_s=0.1, end_s=0.2),
+        Span(lane=Lane.CALLER, label="wait b1", start_s=0.15, end_s=0.25),
+        Span(lane=Lane.COMPUTE, label="run fwd.0", start_s=0.0, end_s=0.1),
+        Span(lane=Lane.COMPUTE, label="run fwd.1", start_s=0.45, end_s=0.5),
+        Span(lane=Lane.COMPUTE, label="run bwd.0", start_s=0.8, end_s=0.9),
+    ]
+    waiting = {"gather b0": ("run fwd.1", "run bwd.0"), "gather b2": ("run fwd.0",)}
+    events = trace_events([full_step(spans)], {}, waiting=waiting)["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    arrows: dict[int, list[tuple[str, str, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in "stf":
+            arrows[event["id"]].append((event["ph"], names[event["pid"], event["tid"]], event["ts"] / 1e6))
+    assert sorted(map(tuple, arrows.values())) == [
+        (("s", "h2d", 0.1), ("f", "caller", 0.15)),
+        (("s", "h2d", 0.6), ("f", "compute", 0.8)),
+        (("s", "phases", 0.1), ("t", "h2d", 0.2), ("f", "compute", 0.45)),
+    ]
+    ends = [event for event in events if event["ph"] == "f"]
+    assert all(event["bp"] == "e" for event in ends)

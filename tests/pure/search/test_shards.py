@@ -28,7 +28,7 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.ir.share import largest_remainder
+from elixir_compile.ir.share import Share, largest_remainder
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
@@ -100,7 +100,7 @@ def shared_problems(draw: st.DrawFn, fewest: int = 1) -> Problem:
     wide = reduced_in_fp32(graph, num_ranks, chance) if draw(st.booleans()) else {}
     hybrid, max_bytes = draw(st.booleans()), draw(st.sampled_from([256, 2048, 1 << 16]))
     more = {"shards": shards, "reduce_dtypes": wide, "bucket_max_bytes": max_bytes, "num_copies": num_copies}
-    more["state"] = state
+    more["shares"] = tuple(Share(rank=rank, num_rows=1, state=part) for rank, part in enumerate(state))
     return problem_of(graph, ranks(num_ranks * num_copies), hybrid, **more)
 
 

@@ -307,6 +307,7 @@ def test_without_transformers_a_named_model_names_the_package_to_install(monkeyp
     assert "pip install elixir-compile[hf]" in done.stderr
 
 
+@pytest.mark.slow  # two captures of a GPT-2: 7 s
 def test_recompute_saves_less(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     fields = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64}

@@ -141,6 +141,9 @@ window.addEventListener("load", () => setTimeout(async () => {
   const said = () => document.getElementById("cursor").textContent;
   const chart = document.getElementById("step-chart");
   if (chart !== null) {
+    for (let tries = 0; tries < 100 && chart.dataset.drawn !== "yes"; tries++) {
+      await new Promise((done) => setTimeout(done, 50));
+    }
     seen.drawn = chart.dataset.drawn;
     press("p"); seen.peak = said();
     press("Home"); seen.first = said();
@@ -249,7 +252,7 @@ def test_in_a_browser_the_charts_are_those_of_the_picture_and_zoom_as_one(tmp_pa
     assert drawn
     for axis in ("ticks", "zoomed"):
         assert seen[axis][0] == seen[axis][-1]  # the seconds of memory and of the lanes
-    assert seen["ticks"][0] != seen["zoomed"][0]
+    assert (seen["drawn"], seen["ticks"][0] != seen["zoomed"][0]) == ("yes", True)
 
 
 @pytest.mark.browser

@@ -41,6 +41,8 @@ def test_the_trace_shows_measured_and_planned_steps_of_the_same_labels(folder: P
     starts_us = {event["name"]: event["ts"] for event in events if event["name"].startswith("step ")}
     assert starts_us["step 2"] > starts_us["step 1"] > 0
     assert any(event["ph"] == "C" and event["name"] == "memory" for event in events)
+    arrows = {event["pid"] for event in events if event["ph"] == "f" and event["name"].startswith("gather")}
+    assert arrows == {0, 1}, "gathers lead to the regions that wait for them, measured and planned"
     again = CliRunner().invoke(app, ["trace", str(folder), "-o", str(folder / "own.json")])
     assert again.exit_code == 0
     assert json.loads((folder / "own.json").read_text())["traceEvents"] == events

@@ -146,6 +146,6 @@ def test_if_nothing_fits_the_error_names_the_smallest_need(gpt2: Path) -> None:
     done = tune(gpt2, *words, "--json")
     assert done.exit_code == 2
     needed_bytes = json.loads(done.stdout)["needed_bytes"]
-    for batch in (1, 4):
-        alone = cli("plan", gpt2, "--seq", SEQ, "--hardware", "a100-40g", "--batch", batch, *words[2:], "--json")
-        assert json.loads(alone.stdout)["needed_bytes"] >= needed_bytes
+    # The smallest batch needs the least of all settings.
+    alone = cli("plan", gpt2, "--seq", SEQ, "--hardware", "a100-40g", "--batch", 1, *words[2:], "--json")
+    assert json.loads(alone.stdout)["needed_bytes"] >= needed_bytes

@@ -29,7 +29,7 @@ def saved(name: str) -> dict[str, Any]:
     return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])  # 8 and 5 s
 def test_ratios_equal_the_saved_table(grid: Any, number: int) -> None:
     """Gap and rules as ratios, work as counts: seconds of another machine are other seconds."""
     model = grid.SMALL[2 * number]

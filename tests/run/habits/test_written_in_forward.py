@@ -184,7 +184,7 @@ class Momentum(nn.Module):
     @torch.no_grad()
     def follow(self) -> None:
         for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            own.mul_(0.9).add_(other, alpha=0.1)
+            own.mul_(0.9).add_(other * 0.1)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -286,8 +286,8 @@ class Codebook(nn.Module):
         if self.training:
             with torch.no_grad():
                 hits = functional.one_hot(nearest, 6).float()
-                self.counts.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-                self.sums.mul_(0.9).add_(hits.t() @ hidden, alpha=0.1)
+                self.counts.mul_(0.9).add_(hits.sum(0) * 0.1)
+                self.sums.mul_(0.9).add_(hits.t() @ hidden * 0.1)
                 self.codes.copy_(self.sums / self.counts.unsqueeze(1))
         loss = self.head(hidden + (code - hidden).detach()).square().mean()
         return loss + functional.mse_loss(hidden, code)

@@ -29,6 +29,10 @@ class Nvml:
     NVML_FI_DEV_POWER_INSTANT = 186
     NVML_FI_DEV_PCIE_COUNT_TX_BYTES = 197
     NVML_FI_DEV_PCIE_COUNT_RX_BYTES = 198
+    NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
     nvmlMemory_v2 = 2  # noqa: N815 - the name of NVML
 
     def __init__(self, *, kind: int = ULONGLONG) -> None:
@@ -38,6 +42,13 @@ class Nvml:
         self.field_error = 0
         self.asked: list[str] = []
         self.is_open = False
+        self.has_gpm = False
+        self.num_samples = 0
+        """GPM samples that were made and not freed."""
+        self.clock = 0
+
+    def c_nvmlGpmMetricsGet_t(self) -> Any:  # noqa: N802 - the name of NVML
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(8)])
 
     def __getattr__(self, name: str) -> Any:
         """Answer each function of NVML, and note that it was called."""
@@ -60,16 +71,38 @@ class Nvml:
             if arguments[0] != UUID:
                 raise NvmlError("Not Found")
             return "handle"
+        if name.startswith("nvmlGpm"):
+            return self._gpm(name, arguments)
         if name == "nvmlDeviceGetFieldValues":
             return [self._field(number) for number in arguments[1]]
         return {
             "nvmlDeviceGetCurrPcieLinkGeneration": 4,
-            "nvmlDeviceGetCurrPcieLinkWidth": 16,
+            "nvmlDeviceGetCurrPcieLinkWidth": 8,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
             "nvmlDeviceGetTotalEnergyConsumption": self.energy_mj,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=75, memory=10),
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=7 << 30),
             "nvmlDeviceGetCurrentClocksEventReasons": 4,
         }[name]
+
+    def _gpm(self, name: str, arguments: Any) -> Any:
+        """Answer with percentages that are the time between the samples, plus the number of the metric."""
+        self.clock += name == "nvmlGpmSampleGet"
+        if name == "nvmlGpmQueryDeviceSupport":
+            return SimpleNamespace(isSupportedDevice=int(self.has_gpm))
+        if name == "nvmlGpmSampleAlloc":
+            self.num_samples += 1
+            return SimpleNamespace(at=None)
+        if name == "nvmlGpmSampleGet":
+            arguments[1].at = self.clock
+        elif name == "nvmlGpmSampleFree":
+            self.num_samples -= 1
+        else:
+            asked = arguments[0]
+            for metric in asked.metrics[: asked.numMetrics]:
+                metric.value = float(asked.sample2.at - asked.sample1.at + metric.metricId)
+                metric.nvmlReturn = 3 if metric.metricId == 5 else 0
+        return None
 
     def _field(self, number: int) -> Any:
         value = {186: 350_000, 197: self.tx, 198: self.rx}[number]
@@ -89,12 +122,39 @@ def test_figures_have_units_and_rates_are_of_two_readings() -> None:
     later = gpu.read(10.5)
     assert later == {
         "device_used_bytes": 7 << 30, "device_busy_share": 0.75, "device_power_w": 350.0, "device_energy_j": 6.0,
-        "device_clock_reasons": 4, "link_generation": 4, "link_width": 16, "link_tx_bytes_per_s": 40 << 30,
-        "link_rx_bytes_per_s": 2 << 30,
+        "device_clock_reasons": 4, "link_generation": 4, "link_width": 8, "link_most_width": 16,
+        "device_sm_share": None, "device_tensor_share": None, "device_dram_share": None,
+        "link_tx_bytes_per_s": 40 << 30, "link_rx_bytes_per_s": 2 << 30,
     }  # fmt: skip
     gpu.close()
     assert not nvml.is_open
     assert not set(NEVER) & set(nvml.asked)
+    assert nvml.asked.count("nvmlDeviceGetMaxPcieLinkWidth") == 1, "the slot stays what it is"
+
+
+def test_exact_shares_are_means_between_two_readings_until_the_driver_stops_to_tell_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="elixir_compile")
+    nvml = Nvml()
+    nvml.has_gpm = True
+    gpu = GpuCounters(nvml, UUID)
+
+    def shares(now_s: float) -> list[float | None]:
+        found = gpu.read(now_s)
+        return [found[name] for name in ("device_sm_share", "device_tensor_share", "device_dram_share")]
+
+    assert shares(0.0) == [None] * 3, "a mean needs two samples"
+    for second in (1.0, 2.0):
+        assert shares(second) == [0.03, None, 0.11]
+    nvml.fails = {"nvmlGpmSampleGet": "Unknown Error"}
+    assert shares(3.0) == [None] * 3
+    assert [line for line in caplog.messages if "GPM" in line] == [
+        "NVML tells no GPM figures of this GPU: Unknown Error"
+    ]
+    gpu.read(4.0)
+    gpu.close()
+    assert (nvml.num_samples, nvml.is_open) == (0, False)
 
 
 def test_a_counter_of_32_bits_may_wrap_once_and_is_unknown_if_it_may_wrap_twice() -> None:
@@ -103,12 +163,12 @@ def test_a_counter_of_32_bits_may_wrap_once_and_is_unknown_if_it_may_wrap_twice(
     gpu = GpuCounters(nvml, UUID)
     gpu.read(0.0)
     nvml.tx += 3000
-    # 16 lanes of generation 4 move at most 31.5 GB/s: 2^32 bytes in 0.136 s.
+    # 8 lanes of generation 4 move at most 15.8 GB/s: 2^32 bytes in 0.273 s.
     assert gpu.read(0.1)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1)
     nvml.tx += 3000
-    assert gpu.read(0.3)["link_tx_bytes_per_s"] is None
+    assert gpu.read(0.4)["link_tx_bytes_per_s"] is None
     nvml.tx += 3000
-    assert gpu.read(0.4)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1), "the next reading is known again"
+    assert gpu.read(0.5)["link_tx_bytes_per_s"] == pytest.approx(3000 / 0.1), "the next reading is known again"
 
 
 def test_what_is_not_supported_is_none_with_one_line_each(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,7 +75,7 @@ def test_a_block_ends_where_another_takes_its_address() -> None:
 
 
 def recorded(planner: str, num_steps: int = 4) -> tuple[FullStep, torch.nn.Module, torch.Tensor, elixir.HybridAdamW]:
-    model = seeded(Stack, 64, 4)
+    model = seeded(Stack, 64, 2)
     options = {"inner": "aot_eager", "report": False, "replan": False, "planner": planner, "update": "after_backward"}
     compiled = torch.compile(model, backend="elixir", options=options)
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)

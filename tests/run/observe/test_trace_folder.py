@@ -30,7 +30,13 @@ def trained(num_steps: int, **options: object) -> torch.nn.Module:
     return model
 
 
-def test_a_folder_has_the_summaries_the_plan_and_the_full_steps(tmp_path: Path) -> None:
+def fail_for_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("out of memory. Tried to allocate 64.00 KiB")
+
+
+def test_a_folder_has_the_summaries_the_plan_and_the_full_steps_and_errors_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "steps-r0.jsonl").write_text("of an earlier run\n")
     (tmp_path / "steps-r1.jsonl").write_text("")
     model = seeded(Stack, 8, 1)
@@ -63,11 +69,29 @@ def test_a_folder_has_the_summaries_the_plan_and_the_full_steps(tmp_path: Path) 
     assert full.record.counts["gather"] > 0
     gathered_bytes = sum(each.nbytes for (lane, _), each in spans.items() if lane is Lane.H2D)
     assert gathered_bytes == full.summary.lane_bytes("h2d"), "the spans of a step have the bytes of its summary"
+    num_elements = sum(param.numel() for param in model.parameters())
+    # The update of the last step may still run when the observation stops.
+    updated = sum(each.host_update_elements or 0 for each in study.summaries)
+    assert 5 * num_elements <= updated <= 6 * num_elements, "the host updates every element once per step"
+    figures = study.scalars()
+    rate_per_s = figures["elixir/host_update_elements"] / figures["elixir/host_update_s"]
+    assert figures["elixir/host_update_elements_per_s"] == pytest.approx(rate_per_s)
     # Phases are those of the spans: no region of the forward runs in an interval of the backward.
     for span in full.record.spans:
         if span.lane is Lane.COMPUTE and span.label.startswith("run"):
             phase = next(each.phase for each in full.intervals if each.start_s <= span.end_s <= each.end_s)
             assert span.label.startswith(f"run {'fwd' if phase == 'forward' else 'bwd'}")
+
+    with elixir.observe(compiled, tmp_path / "again"), monkeypatch.context() as patch:
+        for batch in vectors(2, width=8):
+            compiled(batch).backward()
+            optimizer.step()
+        patch.setattr("elixir_compile.runtime.executor.Executor.check", fail_for_memory)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            compiled(batch).backward()
+        (note,) = raised.value.__notes__
+        assert f"the steps before are in {tmp_path / 'again'} (plan-" in note
+        assert "steps-r0.jsonl)" in note
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_file_is_named(tmp_path: Path) -> None:

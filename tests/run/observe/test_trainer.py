@@ -1,6 +1,7 @@
 """`ElixirCallback` with a real `transformers.Trainer`: the figures of a run add up, and reach its logs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.ir.trace_files import read_trace
-from tests.run.models import hf_batches, small_gpt2
+from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,6 +55,37 @@ def trained(folder: Path, callback: Any, **arguments: Any) -> Any:
     return trainer
 
 
+def test_the_callback_observes_from_the_begin_of_a_training_to_its_end_and_adds_figures_to_logs_with_a_loss(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from elixir_compile.integrations.transformers import ElixirCallback
+
+    model = seeded(Stack, 8, 1)
+    compiled: Any = torch.compile(
+        model, backend="elixir", options={"inner": "aot_eager", "report": False, "planner": "keep_all"}
+    )
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
+    callback: Any = ElixirCallback()
+    state, logged = SimpleNamespace(is_world_process_zero=True), []
+    callback.on_train_begin(None, state, None, model=model)
+    for batch in vectors(3, width=8):
+        compiled(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logs = {"loss": 2.0}
+        callback.on_log(None, state, None, logs=logs)
+        logged.append(logs)
+    evaluated = {"eval_runtime": 1.0}
+    callback.on_log(None, state, None, logs=evaluated)
+    callback.on_train_end(None, state, None)
+    assert logged[0] == {"loss": 2.0}, "at the first log no step has ended"
+    assert [logs["elixir/of_step"] for logs in logged[1:]] == [0, 1]
+    assert evaluated == {"eval_runtime": 1.0}
+    assert [dict(each.notes) for each in callback.study.summaries] == [{"loss": 2.0}] * 3
+    assert "forward" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # a training: 6 s
 def test_the_figures_of_a_trainer_add_up_and_reach_its_loggers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

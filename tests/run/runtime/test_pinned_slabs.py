@@ -10,7 +10,7 @@ import torch
 
 from elixir_compile.platforms import Platform, cores
 from elixir_compile.runtime import slab as slabs
-from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.slab import Slab, pinned_slab_bytes
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -62,10 +62,14 @@ def flags_of(slab: Slab) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs Linux")
 def test_a_pinned_slab_is_not_copied_to_forked_children_and_any_other_is(platform: FakePlatform) -> None:
+    before_bytes = pinned_slab_bytes()
     pinned = Slab(1 << 16, pin=True)
     assert pinned.is_pinned
+    assert pinned_slab_bytes() == before_bytes + pinned.nbytes
     assert "dc" in flags_of(pinned)
     assert "dc" not in flags_of(Slab(1 << 16, pin=False))
+    del pinned
+    assert pinned_slab_bytes() == before_bytes
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
