@@ -4,6 +4,7 @@ own_part(param)       the local tensor of this rank, or the parameter itself if 
 as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,6 +78,18 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     mesh = param.device_mesh
     parts, index = value.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
     return (parts[index] if index < len(parts) else value[:0]).clone()
+
+
+def part_numels(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:
+    """Return the number of elements in each of `num_shards` shards of `param`; in each copy if it is replicated."""
+    if not is_sharded(param):
+        return (param.numel(),) * num_shards
+    row_numel, rows = math.prod(param.shape[1:]), rows_of(param)
+    if rows is not None:
+        return tuple(row_numel * own for own in rows)
+    num_rows = -(-param.shape[0] // num_shards)
+    starts = range(0, num_rows * num_shards, num_rows)
+    return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
 
 
 def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:

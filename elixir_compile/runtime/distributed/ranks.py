@@ -7,7 +7,6 @@ A gradient is the mean over all ranks. It is computed in fp32 for parameters wit
 """
 
 import logging
-import math
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +24,7 @@ from elixir_compile.ir.kinds import InnerVerb, Verb
 from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.portion import rows_of
-from elixir_compile.ops.shards import is_sharded, part_like
+from elixir_compile.ops.shards import part_like, part_numels
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
 from elixir_compile.runtime.distributed.counted import Counted
@@ -179,14 +177,7 @@ class Ranks:
 
     def parts_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
-        if not is_sharded(param):
-            return (param.numel(),) * self.num_shards
-        row_numel, rows = math.prod(param.shape[1:]), rows_of(param)
-        if rows is not None:
-            return tuple(row_numel * own for own in rows)
-        num_rows = -(-param.shape[0] // self.num_shards)
-        starts = range(0, num_rows * self.num_shards, num_rows)
-        return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
+        return part_numels(param, self.num_shards)
 
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the gradient of `param` is averaged."""
