@@ -69,7 +69,7 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh, [share.state for share in shares])
+    ranks = ranks_of(mesh)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
