@@ -56,8 +56,8 @@ def prepare(
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
-    anything for this. Each owns its `state` of all rows of sharded parameters. See `weigh` for a loss that is a mean
-    over tokens, and `ShareSampler` for the batches.
+    anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
+    of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
     Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
     shares and a mesh of two axes; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
@@ -69,7 +69,7 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh, [share.state for share in shares])
+    ranks = ranks_of(mesh)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass, field, replace
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
 from elixir_compile.ir.words import commented, word, words
@@ -37,9 +38,9 @@ class Bucket:
     """Index of the optimizer's param group, counted over all optimizers."""
     reduce_dtype: str | None = None
     """The dtype in which several ranks reduce gradients and keep them; None for the dtype of the parameters."""
-    is_ragged: bool = False
+    is_ragged: bool = field(default=False, metadata=LEFT_OUT)
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
-    rank: int = field(default=0, compare=False, repr=False)
+    rank: int = field(default=0, compare=False, repr=False, metadata=LEFT_OUT)
     """The rank whose shard counts as this rank's; 0 if shards are equal. Not compared: the bucket is that of all
     ranks."""
 

@@ -1,8 +1,9 @@
 """The plan: all decisions about a graph, as a value between the planning and the acting half."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
@@ -80,11 +81,11 @@ class Plan:
     """The name of the machine: `1 x cpu`."""
     num_copies: int = 1
     """Number of ranks that hold the same part of a bucket: more than 1 for hybrid sharding."""
-    rank: int = 0
+    rank: int = field(default=0, metadata=LEFT_OUT)
     """The rank whose homes, schedule and seconds these are; 0 in a plan that all ranks follow."""
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...] = field(default=(), metadata=LEFT_OUT)
     """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
-    classes: tuple[RankClass, ...] = ()
+    classes: tuple[RankClass, ...] = field(default=(), metadata=LEFT_OUT)
     """The classes of ranks, each with a plan of its own; empty if all ranks follow this plan."""
     budget_bytes: int
     base_bytes: int = 0

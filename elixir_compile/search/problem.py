@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.recompute import as_run, first_equal, laps_at
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
@@ -40,9 +41,9 @@ class Problem:
     each rank has all elements. A parameter without an entry is cut evenly."""
     num_copies: int = 1
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
-    rank: int = 0
+    rank: int = field(default=0, metadata=LEFT_OUT)
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...] = field(default=(), metadata=LEFT_OUT)
     """The rows and the part of the state of each rank; empty if no shares were chosen, which makes both equal."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
@@ -79,7 +80,7 @@ class Problem:
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
     """Placements in force, one per bucket in force; the planner moves them only further from the device."""
-    released: frozenset[BucketId] | None = None
+    released: frozenset[BucketId] | None = field(default=None, metadata=LEFT_OUT)
     """The sharded buckets that all ranks gather for each window and release after it, where the plans of ranks differ:
     every other sharded bucket stays gathered. None if the planner may choose."""
     micro_batches: int = 1
