@@ -13,6 +13,7 @@ from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from elixir_compile.compat.autograd import is_batched as is_batched
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors
+from elixir_compile.compat.capturing import check_requires_grad as check_requires_grad
 from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines
 from elixir_compile.compat.capturing import outside_captures as outside_captures
 from elixir_compile.compat.compilers import Strides as Strides
@@ -39,7 +40,6 @@ from elixir_compile.compat.distributed import set_local_tensor as set_local_tens
 from elixir_compile.compat.distributed import storage_info as storage_info
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import belongs_to_module as belongs_to_module
-from elixir_compile.compat.dynamo import check_requires_grad as check_requires_grad
 from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of

@@ -121,3 +121,19 @@ class _Template:
         if self._template is None:
             self._template = self._compiled(self._source)
         return self._template.render(*args, **kwargs)
+
+
+def check_requires_grad() -> None:
+    """Make Dynamo notice that a frozen parameter of a module was thawed, which torch 2.11 does not.
+
+    torch 2.11 skips the guards of a module's tensors while its dict of parameters is the same, those on `requires_grad`
+    too. Each backend that differentiates, `aot_eager` too, then silently computes no gradient of the thawed parameter.
+    The setting holds for the whole process.
+
+    `torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags`: checked on torch 2.11, where it is changed, and
+    2.13, which checks `requires_grad` under either value. Gone: nothing happens, and a forward after a thaw runs op by
+    op (see `Gate.call`).
+    """
+    name = "skip_tensor_guards_with_matching_dict_tags"
+    if torch.__version__ < "2.13" and hasattr(torch._dynamo.config, name):
+        setattr(torch._dynamo.config, name, False)

@@ -52,7 +52,7 @@ def pages_with_code() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("page", pages_with_code())
+@pytest.mark.parametrize("page", list(pages_with_code()))
 def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
     scope = {"__name__": "__main__", **names_in_scope()}
     for number, block in enumerate(blocks(page), start=1):
