@@ -148,6 +148,11 @@ def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     call this together: it takes an all-reduce of one number, so call it where a loss is printed, not in every step.
 
     Raises NotPrepared for a model that is not prepared, and PeerFailed if a rank does not call this.
+
+    Example:
+        loss = compiled(batch)
+        loss.backward()
+        print("loss of all ranks:", float(elixir.mean_loss(model, loss)))
     """
     managed = managed_model(compat.undo_compile(model))
     if managed is None:

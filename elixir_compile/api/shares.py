@@ -74,8 +74,8 @@ def shares(
     shares fit the memory of the ranks.
 
     Example:
-        shares = elixir.shares(model, sample, batch=64, mesh=mesh)
-        elixir.prepare(model, mesh=mesh, shares=shares)
+        for share in elixir.shares(model, batch, batch=64, hardware="2 x l4-24g + 1 x a6000-48g"):
+            print(share.num_rows, "rows in", share.micro_batches, "micro-batches")
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
     fleet = _named(hardware or chosen.hardware)

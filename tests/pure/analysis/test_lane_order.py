@@ -217,6 +217,20 @@ def test_a_schedule_broken_in_any_place_is_refused_with_both_actions(name: str, 
         assert sorted(marked) == sorted(map(list, named)), what
 
 
+@pytest.mark.parametrize("update", Update)
+def test_a_plan_with_sums_of_gradients_is_also_checked_for_a_step_without_earlier_gradients(update: Update) -> None:
+    graph, made = in_mode("shards on the host", update)
+    verify(graph, with_sums(made))
+    for what, bad in breaks(graph, made):
+        refused(graph, with_sums(bad), what)
+
+
+def with_sums(made: Plan) -> Plan:
+    """Return `made` with memory for the sum of each bucket's gradients."""
+    buckets = (dataclasses.replace(bucket, sum_nbytes=bucket.flat_nbytes) for bucket in made.buckets)
+    return dataclasses.replace(made, buckets=tuple(buckets))
+
+
 def test_the_error_shows_both_actions_in_the_schedule() -> None:
     graph, made = PLANS["host and device"]
     actions = [action for action in made.schedules[0].actions if str(action).split() != ["wait", "b2"]]

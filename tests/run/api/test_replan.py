@@ -273,7 +273,7 @@ def test_the_step_profiler_returns_stats_once_and_then_stops_recording() -> None
     watch = StepProfiler(executor, is_on=True, records=True)
     answers = []
     for _ in range(NUM_WATCHED + 3):
-        answers.append(watch.forward_begins())
+        answers.append(watch.forward_begins(num_rows=4))
         with executor.ledger.span(Lane.COMPUTE, "run fwd.0"):
             pass
     assert [answer is not None for answer in answers] == [False] * NUM_WATCHED + [True, False, False]
@@ -285,8 +285,8 @@ def test_a_stopped_step_profiler_returns_no_stats() -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, is_on=True, records=True)
     for _ in range(STEPS_SKIPPED + 1):
-        assert watch.forward_begins() is None
+        assert watch.forward_begins(num_rows=4) is None
     assert executor.ledger.is_recording
     watch.stop()
     assert not executor.ledger.is_recording
-    assert all(watch.forward_begins() is None for _ in range(NUM_WATCHED))
+    assert all(watch.forward_begins(num_rows=4) is None for _ in range(NUM_WATCHED))

@@ -11,7 +11,7 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.analysis.lane_works import Works
 from elixir_compile.ir import Plan, StepGraph, Update
-from tests.run.processes import apart, spawn
+from tests.run.processes import spawn
 from tests.run.races.combinations import Combination, batches_of, run_of
 from tests.run.races.recorded_order import Recording, claims_of, differences, recorded
 from tests.run.races.update_moments import Moment, updates_at
@@ -65,29 +65,17 @@ def recorded_steps(run: Run, batches: Sequence[torch.Tensor], moment: Moment) ->
     return recording
 
 
-def orders_of(number: int, folder: str) -> list[str]:
-    """Train case `number` in this process, and return how the rules differ from the run at each moment of updates."""
-    recordings, graph, plan = trained((*QUICK, *SLOW)[number], Path(folder), tuple(Moment))
-    claims, wrong = claims_of(graph, plan), list[str]()
-    for moment, recording in zip(Moment, recordings, strict=True):
-        found = differences(recording, NUM_STEPS, claims)
-        wrong += [f"{moment}: claimed {first} {second}" for first, second in found.claimed]
-        wrong += [f"{moment}: missing {first} {second}" for first, second in found.missing]
-        wrong += [f"{moment}: only {found.num_agreeing} pairs"] if found.num_agreeing < 6 else []
-    return wrong
-
-
-# In a process of its own: beside the models of two hundred other tests, on a busy machine, the recorded order lacked
-# pairs in two of seven runs; alone, in none of sixty.
 @pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, id=str(case), marks=[pytest.mark.slow] if case in SLOW else [])
-        for number, case in enumerate((*QUICK, *SLOW))
-    ],
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: str(case)
 )
-def test_the_rules_order_what_the_run_orders(number: int, tmp_path: Path) -> None:
-    assert apart(orders_of, number, str(tmp_path)) == []
+def test_the_rules_order_what_the_run_orders(case: Combination, tmp_path: Path) -> None:
+    recordings, graph, plan = trained(case, tmp_path, tuple(Moment))
+    claims = claims_of(graph, plan)
+    for recording in recordings:
+        found = differences(recording, NUM_STEPS, claims)
+        assert found.num_agreeing >= 6
+        assert found.claimed == []
+        assert found.missing == []
 
 
 @pytest.fixture(scope="module")
