@@ -62,9 +62,7 @@ def check_order(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_in
     raise illegal_actions(sentence, plan, rank_index, places)
 
 
-def _first_conflict_of(
-    plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int
-) -> Conflict | None:
+def _first_conflict_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int) -> Conflict | None:
     with collector_off():
         works = Works()
         issue_steps(works, plan, touches, rank_index)

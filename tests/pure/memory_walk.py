@@ -185,10 +185,11 @@ class _Walk:
             self.take("sent", bucket.id, bucket.flat_shard_nbytes)
 
     def unpack(self, bucket: Bucket) -> None:
-        """Free the shard from the host. Parameters copied out of the flat buffer need its bytes a second time."""
+        """Free the shard from the host. Parameters copied out of the flat buffer need its bytes a second time; only a
+        single parameter is used in place, unless padding lies between its elements."""
         sent_bytes = self.held.get(("sent", bucket.id), 0)
         self.drop("sent", bucket.id)
-        is_copied = bucket.is_sharded and len(bucket.params) > 1
+        is_copied = bucket.is_sharded and (len(bucket.params) > 1 or has_padding_inside(bucket))
         self.opening[bucket.id] = bucket.flat_nbytes if is_copied else sent_bytes
 
     def reduce(self, bucket: Bucket) -> None:
@@ -285,6 +286,13 @@ def _sum_host_bytes(bucket: Bucket, home: Placement) -> int:
     if bucket.sum_nbytes > bucket.nbytes:
         return bucket.sum_nbytes + (bucket.nbytes if is_there else 0)
     return bucket.sum_nbytes * row_numel(bucket) // max(bucket.numel, 1) if is_there else 0
+
+
+def has_padding_inside(bucket: Bucket) -> bool:
+    """Whether a rank before the last one with elements has a shorter part than another, so that padding follows it."""
+    longest = max(bucket.shard_numels)
+    last = max((rank for rank, numel in enumerate(bucket.shard_numels) if numel), default=0)
+    return not bucket.is_ragged and any(numel < longest for numel in bucket.shard_numels[:last])
 
 
 def row_numel(bucket: Bucket) -> int:

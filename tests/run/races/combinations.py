@@ -143,9 +143,10 @@ def _made(case: Combination, **options: Any) -> Run:
     # Without accumulation, it is ruled out: a combination with accumulation has the same problem, and the plan cache
     # would remember that its gradients stayed.
     accumulate = None if case.num_backwards > 1 else False
+    dtype = {"param_dtype": "bfloat16"} if case.is_mixed else {}
     known = {
         "inner": "aot_eager", "report": False, "replan": False, "planner": "greedy", "activations": case.activations,
-        "micro_batches": case.micro_batches, "accumulate": accumulate, **({"param_dtype": "bfloat16"} if case.is_mixed else {}),
+        "micro_batches": case.micro_batches, "accumulate": accumulate, **dtype,
     }  # fmt: skip
     compiled = torch.compile(own, backend="elixir", options={**known, **options})
     return Run(model=own, compiled=compiled, optimizer=hybrid_adamw(own.parameters()))
