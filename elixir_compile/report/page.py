@@ -91,7 +91,7 @@ def plan_sheet(
     held = survey.held
     assert held is not None
     planned = simulate(graph, plan, cluster, priced)
-    measured = None if measured is None else measured.of_graph(plan.name)
+    measured = None if measured is None else measured.of_graph(plan.name, [bucket.id for bucket in plan.buckets])
     records = {figures.PLANNED: planned} | ({} if measured is None else {figures.MEASURED: measured})
     op_seconds = OpSeconds(graph, cluster, priced).of(plan.activations, laps_of(plan))
     return PlanSheet(
