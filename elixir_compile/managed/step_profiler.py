@@ -45,7 +45,7 @@ class StepProfiler:
         """The seconds of compute, if there are several ranks."""
         self._shares_step = False
         """Whether other graphs run in the same steps."""
-        self._reads_memory = True
+        self._reads_memory = self._platform.has_own_memory
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
@@ -62,7 +62,7 @@ class StepProfiler:
         """
         if not self._is_on or self._name in outstanding:
             return None
-        self._reads_memory = self._platform.has_own_memory and not outstanding
+        self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())
         if self._user_peak_bytes:
             self._notice_reset()

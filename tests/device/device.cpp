@@ -279,6 +279,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     std::lock_guard lock(machine().mutex);
     for (DeviceIndex device = 0; device < kDevices; ++device) {
       drain_device(device);
+      devices[device].free.clear();  // else a block that is used again would be allocated and not reserved
       auto& reserved = devices[device].stats.reserved_bytes;
       count(reserved, devices[device].stats.allocated_bytes[0].current - reserved[0].current);
     }
