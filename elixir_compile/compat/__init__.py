@@ -62,6 +62,9 @@ from elixir_compile.compat.dynamo import trace_artifact as trace_artifact
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
+from elixir_compile.compat.history import allocator_snapshot as allocator_snapshot
+from elixir_compile.compat.history import start_allocator_history as start_allocator_history
+from elixir_compile.compat.history import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.kernels import Kernels as Kernels
 from elixir_compile.compat.symbols import is_multiple as is_multiple
 from elixir_compile.compat.symbols import may_have_any_value_from as may_have_any_value_from
