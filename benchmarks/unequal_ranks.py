@@ -31,7 +31,7 @@ FLEETS = {
 """Batches in rows, by the text of a fleet."""
 MODELS = {"gpt2-1.5b": 512, "llama-7b": 512}
 """Tokens of a row, by model."""
-HOST_MEMORIES = ("0", "100GiB")
+HOST_MEMORIES = ("1MB", "100GiB")
 """Host memory of each rank: none, as Cephalo has it, and some."""
 
 
