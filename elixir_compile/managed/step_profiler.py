@@ -17,6 +17,7 @@ from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.recording import Recording
+from elixir_compile.search import Problem
 from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.units import format_bytes, format_s
@@ -44,8 +45,9 @@ class StepProfiler:
         self._peak_bytes = 0
         """The peak of the steps so far, as the user sees it."""
 
-    def forward_begins(self, num_rows: int) -> StepStats | None:
-        """Note the beginning of a step of `num_rows`; return the measurements, once, if enough steps have passed."""
+    def forward_begins(self, problem: Problem) -> StepStats | None:
+        """Note the beginning of a step that solves `problem`; return the measurements, once, if enough steps have
+        passed."""
         if not self._is_on:
             return None
         self._began_s.append(time.perf_counter())
@@ -57,7 +59,7 @@ class StepProfiler:
             return None
         stats = self._end()
         if self._executor.ranks is not None:
-            self.balance.note(stats.spans, STEPS_TIMED, num_rows)
+            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device)
         return stats
 
     def restart(self) -> None:

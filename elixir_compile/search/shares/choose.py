@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elixir_compile.analysis.rows import graph_of_rows
 from elixir_compile.errors import InvalidOption, NoFeasibleShares
 from elixir_compile.hardware import Fleet
 from elixir_compile.ir import Saving, StepGraph
 from elixir_compile.ir.share import Share
+from elixir_compile.search.joint.balance import fixed_share
 from elixir_compile.search.shares import rules
 from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, most_room
 from elixir_compile.search.shares.costs import LEAST_ROWS, treatments_of, ways_of
@@ -126,6 +128,14 @@ class ShareSearch:
         found = assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=True)
         found = found or assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=False)
         return None if found is None else self._choice(found, offers, rows)
+
+    def fixed_shares(self, choice: Choice) -> tuple[float, ...]:
+        """Return the share of the seconds of each rank that does not depend on its rows."""
+        fleet, graph = self.ask.fleet, self.ask.graph
+        return tuple(
+            fixed_share(graph_of_rows(graph, max(rows, LEAST_ROWS)), fleet.seen_by(rank).device)
+            for rank, rows in enumerate(choice.rows)
+        )
 
     def _rows(self) -> list[int]:
         return list(range(0, self.ask.batch + 1, self.quantum))

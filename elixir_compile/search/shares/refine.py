@@ -68,7 +68,7 @@ def refined(search: ShareSearch, simulated: Callable[[Choice], SimulatedStep | N
     shortest = min(found.values(), key=_step_s, default=None)
     own = shortest
     for _ in range(_MOST_ROUNDS):
-        rows = None if own is None else balanced_rows(own.choice.rows, own.step.busy_s)
+        rows = None if own is None else balanced_rows(own.choice.rows, own.step.busy_s, search.fixed_shares(own.choice))
         own = None if rows is None or rows in found else try_out(search.of_rows(rows))
         if own is not None and shortest is not None and _step_s(own) < (1 - _GAIN) * _step_s(shortest):
             shortest = own
