@@ -161,6 +161,16 @@ def ranks(figures: dict[str, Any]) -> Iterator[Comparison]:
     yield in_turn(setting, "FSDP2, compiled, with `CPUOffloadPolicy`", host["ours"], host["FSDP2, compiled"])
 
 
+def emulated_skew(figures: dict[str, Any]) -> Iterator[Comparison]:
+    """Yield shares beside equal rows if one rank is slower."""
+    runs, rows = figures["runs"], "/".join(map(str, figures["rows"]))
+    setting = f"2 gloo ranks, the second **emulated** as three times slower, 16 rows as {rows}"
+    yield Comparison(setting=setting, peer="equal rows", ratio=paired(*(runs[name]["wall_s"] for name in RUNS)))
+
+
+RUNS = ("shares", "equal rows")
+
+
 def host_updates(figures: dict[str, Any]) -> Iterator[Comparison]:
     """Yield an update on the host beside those of others. The file has ratios of rates: theirs are inverted here."""
     names = {"mixed: C": "bf16, fp32 master", "split: C": "bf16, split master", "fp32: fused op": "fp32"}
@@ -197,6 +207,10 @@ SECTIONS = (
     Section(
         "Two ranks", "ranks_cpu", "python benchmarks/ranks.py",
         "Seconds of a step of one rank, at the peak of the peer.", ranks,
+    ),
+    Section(
+        "Ranks that differ, emulated", "emulated_skew_cpu", "python benchmarks/emulated_skew.py",
+        "Seconds of a step of both ranks; the slower rank runs each region three times.", emulated_skew,
     ),
     Section(
         "Updates on the host", "optimizer_pass_cpu", "python benchmarks/optimizer_pass.py",
@@ -260,10 +274,31 @@ def gaps() -> Iterator[str]:
     yield from table(("figure", "least", "1/4", "1/2", "3/4", "most"), rows)
 
 
+RULES = {"even": "equal rows", "by_speed": "rows by speed", "cephalo": "the rows of Cephalo's program"}
+
+
+def fleets() -> Iterator[str]:
+    """Yield the section of mixed fleets: the shares of the planner beside those of rules."""
+    rows = read("unequal_ranks")["rows"]
+    yield from (
+        "",
+        "## Mixed fleets",
+        "",
+        f"`python benchmarks/unequal_ranks.py`: {len(rows)} trainings on fleets of 4 to 64 GPUs that are not here, so",
+        "steps are **simulated**: ours over that of other rows. [All rows](../benchmarks/results/unequal_ranks.md).",
+        "",
+    )
+    found: list[tuple[str, ...]] = []
+    for rule, name in RULES.items():
+        ratios = [row["ours"]["step_s"] / row[rule]["step_s"] for row in rows if row["ours"] and row[rule]]
+        found.append((name, *(f"{value:.2f}" for value in (min(ratios), statistics.median(ratios), max(ratios)))))
+    yield from table(("peer", "least", "median", "most"), found)
+
+
 def page() -> str:
     """Return the page in Markdown."""
     sections = [line for section in SECTIONS for line in section.lines()]
-    return "\n".join([HEAD.rstrip(), *sections, *observing(), *predictions(), *gaps()]) + "\n"
+    return "\n".join([HEAD.rstrip(), *sections, *observing(), *predictions(), *gaps(), *fleets()]) + "\n"
 
 
 if __name__ == "__main__":

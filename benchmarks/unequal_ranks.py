@@ -1,109 +1,156 @@
-"""Shares of mixed fleets: ours beside equal rows, rows by speed, and Cephalo's program. By the search's formula.
+"""Shares of mixed fleets: ours beside equal rows, rows by speed, and Cephalo's program. All are simulated.
 
-    python benchmarks/unequal_ranks.py [-o benchmarks/results/unequal_ranks.md]
+    python benchmarks/unequal_ranks.py [-o benchmarks/results/unequal_ranks.md] [--only 1]
 
-No device is used: the step is captured with fake tensors and priced on data sheets. Each rule gets the same machines,
-memory and ways to run its rows; a rule whose rows do not fit a device has no figure. The first fleet is the example of
-Cephalo (arXiv 2411.01075); the next two follow the two clusters of its evaluation, of 8 and of 64 devices.
+No device is used: the step is captured with fake tensors and priced on data sheets. For each rule every class of ranks
+is planned, and all ranks are simulated together; each rule gets the same machines, memory and ways to run its rows. The
+first fleet is the example of Cephalo (arXiv 2411.01075); the next two follow the two clusters of its evaluation, of 8
+and of 64 devices.
 """
 
 import argparse
 import json
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from machine import machine
 
+from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.models import TextBatch, find_model
+from elixir_compile.api.share_plans import SharePlans
 from elixir_compile.api.shares import budgets_of, search_of
+from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import parse_fleet
 from elixir_compile.options import parse_options
-from elixir_compile.search.shares.choose import Choice
+from elixir_compile.search.shares.choose import RULES
+from elixir_compile.search.shares.refine import refined
 from elixir_compile.units import format_s
-from elixir_compile.version import __version__
 
-FLEETS = {
-    "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g": (64, 128),
-    "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g | 2 x p40-24g + 2 x p100-16g": (64, 128),
-    "4 x 8 x a10g-24g | 2 x 8 x v100-16g | 2 x 8 x t4-16g": (512,),
-}
-"""Batches in rows, by the text of a fleet."""
-MODELS = {"gpt2-1.5b": 512, "llama-7b": 512}
-"""Tokens of a row, by model."""
-HOST_MEMORIES = ("0", "100GiB")
-"""Host memory of each rank: none, as Cephalo has it, and some."""
+FOUR = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g"
+EIGHT = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g | 2 x p40-24g + 2 x p100-16g"
+MANY = "4 x 8 x a10g-24g | 2 x 8 x v100-16g | 2 x 8 x t4-16g"
+NO_HOST = "1MB"
+"""The least that a budget may be: the state is on devices alone, as Cephalo has it."""
+TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training step on one fleet."""
+
+    model: str
+    fleet: str
+    batch: int
+    host_memory: str
+    """Of each rank."""
+
+
+CASES = (
+    Case(model="gpt2-1.5b", fleet=FOUR, batch=64, host_memory="100GiB"),
+    Case(model="gpt2-1.5b", fleet=FOUR, batch=64, host_memory=NO_HOST),
+    Case(model="gpt2-1.5b", fleet=FOUR, batch=128, host_memory="100GiB"),
+    Case(model="gpt2-1.5b", fleet=EIGHT, batch=128, host_memory="100GiB"),
+    Case(model="gpt2-1.5b", fleet=EIGHT, batch=128, host_memory=NO_HOST),
+    Case(model="gpt2-1.5b", fleet=MANY, batch=512, host_memory="100GiB"),
+    Case(model="llama-7b", fleet=MANY, batch=512, host_memory="100GiB"),
+)
 
 
 def main() -> None:
-    """Write the table, and its figures as JSON beside it."""
+    """Simulate the cases, and write the table with its figures as JSON beside it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "unequal_ranks.md")
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--only", type=int, nargs="*", help="places of cases, from 0 on")
     args = parser.parse_args()
-    rows = [row for model in args.models for row in rows_of(model, MODELS[model])]
-    args.output.write_text(table(rows), encoding="utf-8")
-    found = {"benchmark": "unequal_ranks", "version": __version__, "by": "formula of the search", "rows": rows}
-    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for place, case in enumerate(CASES):
+        if args.only is None or place in args.only:
+            rows.append(row_of(case))
+            found = {"benchmark": "unequal_ranks", "machine": machine(), "simulated": True, "rows": rows}
+            args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            args.output.write_text(table(rows), encoding="utf-8")
     print(table(rows))
 
 
-def rows_of(name: str, seq: int) -> list[dict[str, object]]:
-    """Return the figures of one model on all fleets, with float32 parameters."""
-    model, inputs = find_model(name, TextBatch(batch=8, seq=seq, dtype=torch.float32, recompute=False))
-    capture = capture_model(model, inputs, options=parse_options({}))
-    found: list[dict[str, object]] = []
-    for text, batches in FLEETS.items():
-        fleet = parse_fleet(text)
-        for host_memory in HOST_MEMORIES:
-            options = parse_options({"host_memory": host_memory})
-            for batch in batches:
-                search = search_of(capture, fleet, budgets_of(fleet, capture, options), batch, options)
-                rules = {"even": search.even(), "greedy": search.greedy(), "cephalo": search.cephalo()}
-                ours = attempt(search.best)
-                row: dict[str, object] = {"model": name, "fleet": text, "batch": batch, "host_memory": host_memory}
-                row |= {"ours_s": None if ours is None else ours.step_s, "rows": None if ours is None else ours.rows}
-                row |= {f"{rule}_s": None if made is None else made.step_s for rule, made in rules.items()}
-                for made in rules.values():
-                    assert made is None or (ours is not None and ours.step_s <= made.step_s * (1 + 1e-9)), row
-                found.append(row)
-                print(row, flush=True)
-    return found
+@cache
+def captured(model: str) -> Capture:
+    """Return the step of `model` with float32 parameters."""
+    built, inputs = find_model(model, TextBatch(batch=8, seq=TOKENS, dtype=torch.float32, recompute=False))
+    return capture_model(built, inputs, options=parse_options({}))
 
 
-def attempt(best: Callable[[], Choice]) -> Choice | None:
-    """Return the choice of `best`, or None if nothing fits."""
+def row_of(case: Case) -> dict[str, Any]:
+    """Return the seconds and rows of all rules in `case`."""
+    began_s = time.process_time()
+    fleet, capture = parse_fleet(case.fleet), captured(case.model)
+    options = parse_options({"host_memory": case.host_memory, "plan_cache": False})
+    search = search_of(capture, fleet, budgets_of(fleet, capture, options), case.batch, options)
+    plans = SharePlans(capture, fleet, options)
+    row: dict[str, Any] = {
+        "model": case.model,
+        "fleet": case.fleet,
+        "batch": case.batch,
+        "host_memory": case.host_memory,
+    }
     try:
-        return best()
-    except MemoryError:
-        return None
+        ours = refined(search, plans.simulated)
+    except NoFeasiblePlan as error:
+        return row | {"ours": None, "why": str(error), "cpu_s": time.process_time() - began_s}
+    assert ours is not None, case
+    row["ours"] = {"step_s": ours.step.step_s, "busy_s": ours.step.busy_s, "rows": ours.choice.rows}
+    row["formula"] = {"step_s": search.best().step_s, "rows": search.best().rows}
+    for rule in RULES:
+        choice = search.of_rule(rule)
+        step = None if choice is None else plans.simulated(choice)
+        row[rule] = None
+        if choice is not None and step is not None:
+            row[rule] = {"step_s": step.step_s, "rows": choice.rows, "formula_s": choice.step_s}
+            assert ours.step.step_s <= step.step_s, (case, rule)
+    row["cpu_s"] = time.process_time() - began_s
+    print(row, flush=True)
+    return row
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Return the figures as Markdown."""
     lines = [
         "# Shares of mixed fleets",
         "",
-        "Seconds of a step by the formula of the search, on data sheets: nothing was run. `python",
-        "benchmarks/unequal_ranks.py` writes this file. A dash says that the rows of a rule do not fit.",
-        "Rows of 512 tokens, float32; `host` is the memory of the host that each rank may use.",
+        "Seconds of a step **by simulation** on data sheets: nothing was run. `python benchmarks/unequal_ranks.py`",
+        "writes this file. Behind the seconds of a rule is how many times as long they are as ours; a dash says that",
+        f"its rows do not fit. Rows of {TOKENS} tokens, float32; `host` is the host memory of each rank.",
         "",
-        "| model | fleet | rows | host | ours | equal rows | by speed | Cephalo's |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | fleet | rows | host | ours | our rows | equal rows | by speed | Cephalo's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        fleet = str(row["fleet"]).replace("|", "\\|")
-        ours_s = row["ours_s"]
-        others = " | ".join(_cell(row[f"{rule}_s"], ours_s) for rule in ("even", "greedy", "cephalo"))
-        own = "-" if not isinstance(ours_s, float) else format_s(ours_s)
-        lines.append(f"| {row['model']} | {fleet} | {row['batch']} | {row['host_memory']} | {own} | {others} |")
+        cells = [row["model"], row["fleet"].replace("|", "\\|"), str(row["batch"]), row["host_memory"]]
+        ours = row["ours"]
+        cells += ["-", "-"] if ours is None else [format_s(ours["step_s"]), rows_text(ours["rows"])]
+        cells += ["-" if ours is None else cell(row[rule], ours["step_s"]) for rule in RULES]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(seconds: object, ours_s: object) -> str:
-    if not isinstance(seconds, float) or not isinstance(ours_s, float):
-        return "-"
-    return f"{format_s(seconds)} ({seconds / ours_s:.2f})"
+def cell(figures: dict[str, Any] | None, ours_s: float) -> str:
+    """Return the seconds of a rule as a cell."""
+    return "-" if figures is None else f"{format_s(figures['step_s'])} ({figures['step_s'] / ours_s:.2f})"
+
+
+def rows_text(rows: list[int] | tuple[int, ...]) -> str:
+    """Return the rows of all ranks, equal ones in a row together: `17 x 2, 23, 7`."""
+    runs: list[list[int]] = []
+    for count in rows:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return ", ".join(str(count) if times == 1 else f"{count} x {times}" for count, times in runs)
 
 
 if __name__ == "__main__":

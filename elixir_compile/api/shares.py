@@ -41,7 +41,7 @@ from elixir_compile.problem.machine import (
 from elixir_compile.problem.planning import savings_of
 from elixir_compile.runtime.distributed.control import new_control_channel
 from elixir_compile.search.shares.choose import Ask, ShareSearch
-from elixir_compile.search.shares.costs import Budget, State
+from elixir_compile.search.shares.offers import Budget, State
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

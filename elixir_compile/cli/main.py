@@ -226,7 +226,7 @@ def plan(
     ] = None,
     activations: _ACTIVATIONS = None,
     accumulate: _ACCUMULATE = False,
-    planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
+    planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule; for a fleet: cephalo.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: _STATE_BYTES = None,
     largest_batch: _LARGEST_BATCH = False,

@@ -1,19 +1,26 @@
 """`elixir-compile plan MODEL --batch 64 --hardware "2 x l4-24g + 1 x p40-24g"`: the shares of ranks that differ."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from elixir_compile.analysis.laps import micro_batches_of
+from elixir_compile.api.share_plans import SharePlans
 from elixir_compile.api.shares import budgets_of, search_of
-from elixir_compile.cli.plan import Request, run_plan
+from elixir_compile.cli.plan import Request, nothing_on_stdout, run_plan
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption
 from elixir_compile.hardware import Fleet
+from elixir_compile.ir import Plan
+from elixir_compile.ir.rank_class import spans_text
 from elixir_compile.ir.share import shares_to_json
+from elixir_compile.managed.saved import save_plan
 from elixir_compile.problem.machine import named_fleet
-from elixir_compile.search.shares.choose import Choice, RankOutlook, ShareSearch
+from elixir_compile.search.shares.choose import RULES, Choice, RankOutlook, ShareSearch
+from elixir_compile.search.shares.refine import refined
 from elixir_compile.units import format_bytes, format_s
 
 _LEAST_WIDTH = 120
@@ -41,9 +48,10 @@ def plan_or_share(
 
 
 def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
-    """Share out the batch of `request` among the ranks of its fleet, print the shares, write them to `output`; return
-    the exit code: 2 if nothing fits, 1 on errors.
+    """Share out the batch of `request` among the ranks of its fleet, print the shares, write them and the plans of the
+    ranks to `output`; return the exit code: 2 if nothing fits, 1 on errors.
 
+    The planner `cephalo`, `even` or `by_speed` stands for the shares of this rule, to compare with.
     If `as_json`, stdout gets the JSON of the shares and nothing else.
     """
     try:
@@ -51,17 +59,19 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         assert fleet is not None
         if request.ranks not in (1, fleet.num_ranks):
             raise InvalidOption("ranks", request.ranks, f"{fleet.num_ranks}, as {fleet.name} has devices")
+        request, rule = _without_rule(request)
         options = request.parsed_options()
         capture = request.capture()
         search = search_of(capture, fleet, budgets_of(fleet, capture, options), request.batch, options)
-        choice = search.best()
+        plans = SharePlans(capture, fleet, options)
+        with nothing_on_stdout():
+            choice = _chosen(search, plans, rule)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        if output is not None:
-            output.write_text(shares_to_json(choice.shares), encoding="utf-8")
-            notes.print(f"shares: {output}", markup=False)
+        for path in () if output is None else _written(output, choice, plans):
+            notes.print(f"written: {path}", markup=False)
     except OSError as error:
         notes.print(f"error: cannot write {output}: {error.strerror}", markup=False)
         return 1
@@ -70,47 +80,97 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _LEAST_WIDTH)
-    console.print(shares_table(choice, fleet, capture.graph.name))
-    for name, value in comparison(choice, search):
+    with nothing_on_stdout():
+        rows = comparison(choice, search, plans)
+    console.print(shares_table(choice, fleet, capture.graph.name, plans.of(choice.shares)))
+    for name, value in rows:
         console.print(f"{name:<13} {value}", markup=False)
     return 0
 
 
-def shares_table(choice: Choice, fleet: Fleet, model: str) -> Table:
-    """Return a table with a row for the ranks of each class with equal shares."""
+def _without_rule(request: Request) -> tuple[Request, str | None]:
+    """Return `request` without a rule for shares as its planner, and this rule if there is one."""
+    planner = request.options.get("planner")
+    if planner not in RULES:
+        return request, None
+    return replace(request, options={**request.options, "planner": None}), str(planner)
+
+
+def _chosen(search: ShareSearch, plans: SharePlans, rule: str | None) -> Choice:
+    """Return the shares of `rule`, or if it is None, the shortest in the simulation of all ranks; the shortest by the
+    formula of the search if no shares have plans. Raises NoFeasibleShares if nothing fits."""
+    if rule is None:
+        found = refined(search, plans.simulated)
+        return search.best() if found is None else found.choice
+    choice = search.of_rule(rule)
+    if choice is None:
+        raise search.no_room()
+    return choice
+
+
+def _written(output: Path, choice: Choice, plans: SharePlans) -> list[Path]:
+    """Write the shares to `output`, and beside it the plan of each class of ranks with its question: `shares.json`,
+    `shares.0.json`, `shares.2.json` by the first ranks. Return the files of shares and plans."""
+    output.write_text(shares_to_json(choice.shares), encoding="utf-8")
+    found = [output]
+    made = plans.of(choice.shares)
+    for plan, question in zip(made or (), plans.questions(choice.shares) if made else (), strict=True):
+        path = output.with_suffix(f".{plan.rank}{output.suffix}")
+        save_plan(plan, path, question)
+        found.append(path)
+    return found
+
+
+def shares_table(choice: Choice, fleet: Fleet, model: str, plans: tuple[Plan, ...] | None) -> Table:
+    """Return a table with a row for the ranks of each class with equal shares.
+
+    The bytes and the busy share are those of `plans`; without plans, those that the search expects.
+    """
     batch = sum(choice.rows)
     table = Table(title=f"{model}, {batch} rows on {fleet.name}", title_justify="left")
     for name in ("rank", "device"):
         table.add_column(name)
     for name in ("rows", "micro-batches", "state", "peak", "host", "busy"):
         table.add_column(name, justify="right")
-    table.add_column("activations")
-    labels = [(share.num_rows, share.micro_batches, share.state) for share in choice.shares]
-    for ranks in fleet.classes(labels):
+    for ranks in fleet.classes([(share.num_rows, share.state) for share in choice.shares]):
         share, outlook = choice.shares[ranks[0]], choice.ranks[ranks[0]]
+        plan = next((plan for plan in plans or () if plan.rank == ranks[0]), None)
+        figures = (share.micro_batches, outlook.peak_bytes, outlook.host_bytes, _busy(outlook, choice))
+        if plan is not None:
+            line = next(line for line in plan.classes if line.ranks == ranks)
+            figures = (micro_batches_of(plan), line.device_peak_bytes, line.host_peak_bytes, line.busy_share)
         table.add_row(
-            _ranks_text(ranks),
+            spans_text(ranks),
             fleet.seats[ranks[0]].cluster.device.name,
             str(share.num_rows),
-            str(share.micro_batches),
+            str(figures[0]),
             f"{share.state:.1%}",
-            format_bytes(outlook.peak_bytes),
-            format_bytes(outlook.host_bytes),
-            f"{_busy(outlook, choice):.0%}",
-            outlook.treatment,
+            *map(format_bytes, figures[1:3]),
+            f"{figures[3]:.0%}",
         )
     return table
 
 
-def comparison(choice: Choice, search: ShareSearch) -> list[tuple[str, str]]:
-    """Return (name, text) of the seconds of `choice` by the formula of the search, and of the shares of other rules."""
-    figures = [("step", f"{format_s(choice.step_s)}, by the formula of the search")]
-    for name, other in (("equal rows", search.even()), ("by speed", search.greedy()), ("Cephalo's", search.cephalo())):
+def comparison(choice: Choice, search: ShareSearch, plans: SharePlans) -> list[tuple[str, str]]:
+    """Return (name, text) of the seconds of a step with the shares of `choice`, and with those of the rules."""
+    own = plans.simulated(choice)
+    if own is None:
+        figures = [("step", f"{format_s(choice.step_s)} by the formula of the search: the ranks have no plans")]
+    else:
+        figures = [("step", f"{format_s(own.step_s)}, all ranks simulated together")]
+        bound_s = next((plan.bound_s for plan in plans.of(choice.shares) or ()), None)
+        if bound_s is not None:
+            figures.append(("bound", f"{format_s(bound_s)} with these rows, by the slowest rank alone"))
+    for name, rule in (("equal rows", "even"), ("by speed", "by_speed"), ("Cephalo's", "cephalo")):
+        other = search.of_rule(rule)
+        step = None if other is None or own is None else plans.simulated(other)
         if other is None:
             figures.append((name, "do not fit"))
+        elif step is None or own is None:
+            figures.append((name, f"{format_s(other.step_s)} by the formula: {_rows_text(other)} rows"))
         else:
-            times = other.step_s / choice.step_s
-            figures.append((name, f"{format_s(other.step_s)}, {times:.2f} times as long: {_rows_text(other)} rows"))
+            times = step.step_s / own.step_s
+            figures.append((name, f"{format_s(step.step_s)}, {times:.2f} times as long: {_rows_text(other)} rows"))
     return figures
 
 
@@ -121,14 +181,3 @@ def _rows_text(choice: Choice) -> str:
 
 def _busy(outlook: RankOutlook, choice: Choice) -> float:
     return outlook.busy_s / choice.step_s if choice.step_s else 1.0
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    """Return `ranks` as text: `0-1, 4`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][-1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

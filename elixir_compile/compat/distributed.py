@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,17 @@ def scaled_sum(factor: float) -> Any:
     `torch.distributed._make_nccl_premul_sum`: torch 2.11 to 2.13. Gone: AttributeError when ranks weigh gradients.
     """
     return torch.distributed._make_nccl_premul_sum(factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def refuses_redistribution() -> AbstractContextManager[object]:
+    """Return a context in which an op of DTensors raises RuntimeError if it would send parts between ranks.
+
+    `torch.distributed.tensor._utils.ExplicitRedistributionContext`: torch 2.11 to 2.13. Gone: ImportError at the first
+    op of a tensor in parts of unequal sizes.
+    """
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext
+
+    return ExplicitRedistributionContext()
 
 
 def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:

@@ -232,7 +232,7 @@ class PlannedGraph:
         if self.planner.sizes.differ(self.active.captured, args):
             self.profiler.restart()
             return
-        stats = self.profiler.forward_begins(self.active.graph.batch, self._outstanding.names())
+        stats = self.profiler.forward_begins(self.active.problem, self._outstanding.names())
         if stats is not None:
             self._progress.measured(self.active.plan, stats)
             self._stats = stats if self.planner.may_replan and not stats.is_shared else None

@@ -5,34 +5,36 @@ The step takes as long on every rank, since ranks wait for each other; what a ra
 
 from collections.abc import Sequence
 
-from elixir_compile.ir import Lane
+from elixir_compile.hardware import DeviceProfile
+from elixir_compile.ir import Lane, StepGraph
 from elixir_compile.ir.record import Span
 from elixir_compile.runtime.distributed.control import ControlChannel
-from elixir_compile.search.joint.balance import balance_line
+from elixir_compile.search.joint.balance import balance_line, fixed_share
 
 
 class RankBalance:
     """Keeps the seconds of this rank until every rank has its own."""
 
     def __init__(self) -> None:
-        self._own: tuple[int, float] | None = None
+        self._own: tuple[int, float, float] | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether this rank has seconds that it has not exchanged."""
         return self._own is not None
 
-    def note(self, spans: Sequence[Span], num_steps: int, num_rows: int) -> None:
-        """Keep the seconds of compute in `spans`, recorded in `num_steps` steps of `num_rows` rows each."""
+    def note(self, spans: Sequence[Span], num_steps: int, graph: StepGraph, device: DeviceProfile) -> None:
+        """Keep the seconds of compute in `spans`, recorded in `num_steps` steps of `graph` on `device`."""
         busy_s = sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE)
         if busy_s > 0:
-            self._own = (num_rows, busy_s / num_steps)
+            self._own = (graph.batch, busy_s / num_steps, fixed_share(graph, device))
 
     def line(self, control: ControlChannel) -> str | None:
         """Return a line that suggests other rows, if one rank is slower; all ranks, with their seconds known, must call
         this."""
         assert self._own is not None, "`is_known` comes first"
-        rows, busy_s = self._own
+        text = " ".join(f"{number:.9g}" for number in self._own)
         self._own = None
-        said = [text.split() for text in control.exchange(f"{rows} {busy_s:.9g}", "seconds of ranks")]
-        return balance_line([int(own[0]) for own in said], [float(own[1]) for own in said])
+        said = [list(map(float, own.split())) for own in control.exchange(text, "seconds of ranks")]
+        rows, busy_s, fixed = zip(*said, strict=True)
+        return balance_line([int(own) for own in rows], busy_s, fixed)

@@ -19,6 +19,7 @@ from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.recording import Recording
+from elixir_compile.search import Problem
 from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.units import format_bytes, format_s
@@ -54,8 +55,8 @@ class StepProfiler:
         self._peak_bytes = 0
         """The peak of the steps so far, as the user sees it."""
 
-    def forward_begins(self, num_rows: int, outstanding: Collection[str] = ()) -> StepStats | None:
-        """Note a forward of `num_rows`; return the measurements, once, if enough steps have passed.
+    def forward_begins(self, problem: Problem, outstanding: Collection[str] = ()) -> StepStats | None:
+        """Note a forward of a step that solves `problem`; return the measurements, once, if enough steps have passed.
 
         `outstanding` are the names of the graphs of outstanding forwards. If the graph itself is among them, this is no
         new step. If another is, that graph reads the peak of the step.
@@ -72,7 +73,7 @@ class StepProfiler:
             return None
         stats = self._end()
         if self._executor.ranks is not None and not self._shares_step:
-            self.balance.note(stats.spans, STEPS_TIMED, num_rows)
+            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device)
         return stats
 
     def share_step(self) -> None:

@@ -7,16 +7,19 @@
 The placement stays `Shard(0)`, whose parts are those of `torch.chunk`: 4, 4 and 2 rows. Pointwise ops, foreach
 optimizers, norms and `clip_grad_norm_` read this rank's part only, so they are right with any sizes. Answered anew are
 the reads that compute where a part lies: `full_tensor`, `redistribute`, and the three methods by which distributed
-checkpoints find a part. Ops of DTensor itself that exchange parts of the dimension that is cut, such as `param[2:5]`,
-are not: use `full_tensor()`.
+checkpoints find a part. Ops that would send parts between ranks by the rule of `torch.chunk`, such as `param[2:5]`, or
+whose result is cut in another dimension, such as `param.t()`, raise NotImplementedError: use `full_tensor()`.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+
+from elixir_compile.compat.distributed import refuses_redistribution
 
 if TYPE_CHECKING or distributed.is_available():
     from torch.distributed.tensor import DTensor, Shard
@@ -50,8 +53,19 @@ class Portion(DTensor):
         with torch.DisableTorchFunctionSubclass():
             if func in _VIEWS_AS and given[0].shape == given[1].shape:
                 func, given = torch.ops.aten.alias.default, given[:1]  # DTensor's view expects the rows of equal parts
-            rows = _common_rows(_tensors_in((*given, *(kwargs or {}).values())))
-            return _as_portions(func(*given, **(kwargs or {})), rows)
+            tensors = list(_tensors_in((*given, *(kwargs or {}).values())))
+            rows = _common_rows(tensors)
+            _require_same_rows([each for each in given if isinstance(each, DTensor)])
+            if rows:
+                given = [_summed_up(each) for each in given]
+            try:
+                with refuses_redistribution():
+                    found = func(*given, **(kwargs or {}))
+            except RuntimeError as error:
+                if "Implicit redistribution" not in str(error):
+                    raise
+                raise _unsupported(func, rows) from error
+            return _as_portions(found, rows, func, frozenset(map(_layout, tensors)))
 
     @property
     def own_rows(self) -> slice:
@@ -206,23 +220,69 @@ def _common_rows(tensors: Iterable[DTensor]) -> dict[_Layout, tuple[int, ...]]:
     for tensor in tensors:
         rows = rows_of(tensor)
         if found.setdefault(_layout(tensor), rows) != rows:
-            texts = (
-                "equal parts" if own is None else "-".join(map(str, own)) for own in (found[_layout(tensor)], rows)
-            )
-            raise ValueError(
-                f"the ranks own {' rows of one tensor and '.join(texts)} of another: `full_tensor()` returns the rows "
-                "of all ranks, and `copy_` converts the parts of one tensor to those of the other."
-            )
+            raise _other_rows(found[_layout(tensor)], rows)
     return {layout: rows for layout, rows in found.items() if rows is not None}
 
 
-def _as_portions(found: Any, rows: Mapping[_Layout, tuple[int, ...]]) -> Any:
-    """Return `found` with every DTensor in it whose layout is in `rows` as a Portion with these rows."""
+def _require_same_rows(operands: Sequence[DTensor]) -> None:
+    """Raise ValueError if two of the `operands` of an op have equal lengths in dimension 0 and other parts of it."""
+    cut = [each for each in operands if any(placement.is_shard() for placement in each.placements)]
+    for first, second in itertools.combinations(cut, 2):
+        is_paired = first.shape[:1] == second.shape[:1] and first.placements == second.placements
+        if is_paired and rows_of(first) != rows_of(second):
+            raise _other_rows(rows_of(first), rows_of(second))
+
+
+def _summed_up(value: Any) -> Any:
+    """Return `value` on every rank, if it is a DTensor of which ranks hold terms of a sum, such as a norm."""
+    if not isinstance(value, DTensor) or not all(placement.is_partial() for placement in value.placements):
+        return value
+    from torch.distributed.tensor import Replicate
+
+    return value.redistribute(placements=[Replicate()] * len(value.placements))
+
+
+def _other_rows(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> ValueError:
+    texts = ("equal parts" if own is None else "-".join(map(str, own)) for own in (first, second))
+    return ValueError(
+        f"the ranks own {' rows of one tensor and '.join(texts)} of another: `full_tensor()` returns the rows "
+        "of all ranks, and `copy_` converts the parts of one tensor to those of the other."
+    )
+
+
+def _as_portions(
+    found: Any, rows: Mapping[_Layout, tuple[int, ...]], func: Callable[..., Any], given: frozenset[_Layout]
+) -> Any:
+    """Return `found`, the result of `func`, with every DTensor in it that is cut as a Portion of `rows` as a Portion.
+
+    Raises NotImplementedError if a DTensor is cut otherwise and has none of the layouts `given` to `func`: where its
+    parts lie is not known.
+    """
     if type(found) in (list, tuple):
-        return type(found)(_as_portions(each, rows) for each in found)
-    if type(found) is DTensor and _layout(found) in rows:
-        return with_rows(found, rows[_layout(found)])
-    return found
+        return type(found)(_as_portions(each, rows, func, given) for each in found)
+    if type(found) is not DTensor or not any(placement.is_shard() for placement in found.placements):
+        return found
+    layout = _layout(found)
+    if layout in rows:
+        return with_rows(found, rows[layout])
+    if not rows or layout in given:
+        return found
+    # A result with other columns, such as a sum over dimension 1, has the same rows on each rank.
+    for (shape, placements), counts in rows.items():
+        index = found.device_mesh.get_local_rank(found.device_mesh.ndim - 1)
+        if placements == layout[1] and shape[:1] == layout[0][:1] and found.to_local().shape[0] == counts[index]:
+            return with_rows(found, counts)
+    raise _unsupported(func, rows)
+
+
+def _unsupported(func: Callable[..., Any], rows: Mapping[_Layout, tuple[int, ...]]) -> NotImplementedError:
+    """Return the error of the op `func`, which would take parts of `rows` for equal parts."""
+    texts = " and ".join("-".join(map(str, own)) for own in rows.values())
+    name = getattr(func, "__name__", str(func))
+    return NotImplementedError(
+        f"`{name}` would send parts of a tensor of which the ranks own {texts} rows, or cut it in another dimension. "
+        "`full_tensor()` returns it as a plain tensor."
+    )
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[DTensor]:

@@ -276,10 +276,8 @@ class _Follower:
         entry = self._sequence[self._next]
         if isinstance(entry, Collective):
             return entry.bucket in self._ready
-        if entry.bucket not in self._held:
-            return True
-        # A second copy that no region reads takes the place of the first, once compute has waited for that.
-        return entry not in self._own and self._held[entry.bucket]
+        # A second copy that this rank has no use for takes the place of the first.
+        return entry.bucket not in self._held or entry not in self._own
 
     def _reach(self, use: Use) -> None:
         """Issue the sequence up to `use`, which is awaited now, if it is not issued."""
@@ -306,10 +304,13 @@ class _Follower:
         if isinstance(entry, Collective):
             self._written += self._ready.pop(entry.bucket)
             return
-        is_held = entry.bucket in self._held
         verbs = [Verb.GATHER]
         if entry in self._own:
             self._held[entry.bucket] = False
-        else:
-            verbs = [Verb.RELEASE, Verb.GATHER, Verb.WAIT] if is_held else [Verb.GATHER, Verb.WAIT, Verb.RELEASE]
+        elif entry.bucket not in self._held:
+            verbs = [Verb.GATHER, Verb.WAIT, Verb.RELEASE]
+        elif self._held[entry.bucket]:
+            verbs = [Verb.RELEASE, Verb.GATHER, Verb.WAIT]
+        else:  # the rank waits for the second copy where it would have waited for the first
+            verbs = [Verb.WAIT, Verb.RELEASE, Verb.GATHER]
         self._written += [Action(verb=verb, target=BucketRef(entry.bucket)) for verb in verbs]

@@ -21,6 +21,7 @@ from elixir_compile.managed.agreement.rank_facts import (
     facts_of,
     facts_to_text,
     for_all,
+    homes_of,
     leader_of,
     lines_of,
     ops_of,
@@ -127,6 +128,19 @@ def test_ranks_with_more_memory_than_any_plan_takes_are_one_class() -> None:
     other = replace(ample, budget_bytes=10**8, host_budget_bytes=10**10)
     assert classes_of([ample, other]) == ((0, 1),)
     assert classes_of([ample, replace(other, budget_bytes=100)]) == ((0,), (1,))
+
+
+def test_a_bucket_that_is_whole_on_each_rank_may_be_released_on_some() -> None:
+    """Only gathers of shards are collectives; whether a copy of the rank's own stays is its home."""
+    for shards, is_legal in (((PLAN.buckets[0].numel,), True), ((201, 200), False)):
+        bucket = replace(PLAN.buckets[0], shard_numels=shards)
+        kept = replace(PLAN.placements[0], resident=True)
+        both = [
+            replace(PROBLEM, buckets=(bucket,), placements=(placement,))
+            for placement in (kept, replace(kept, resident=False))
+        ]
+        assert (lines_of(both[0], {}) == lines_of(both[1], {})) == is_legal
+        assert homes_of(both[0]) != homes_of(both[1])
 
 
 def test_shares_must_be_equal_on_all_ranks() -> None:

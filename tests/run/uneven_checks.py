@@ -76,6 +76,17 @@ def reads(param: nn.Parameter, mesh: DeviceMesh) -> None:
     assert param.redistribute(placements=[Shard(0)]) is param
     with pytest.raises(NotImplementedError, match=r"own 7-2-1 rows cannot become .* `full_tensor\(\)`"):
         param.redistribute(placements=[Shard(1)])
+    for op in (lambda: param[2:5], param.t, lambda: param.cumsum(0), lambda: torch.cat([param, param])):
+        with pytest.raises(NotImplementedError, match=r"own 7-2-1 rows, or cut it .* `full_tensor\(\)`"):
+            op()
+    with pytest.raises(ValueError, match=r"own 7-2-1 rows of one tensor and equal parts of another"):
+        torch.add(param, distribute_tensor(torch.ones(10, 1), mesh, [Shard(0)]))
+    sums = param.detach().sum(1)
+    assert rows_of(sums) == ROWS
+    assert torch.equal(sums.full_tensor(), WHOLE.sum(1))
+    assert torch.equal(param.detach().sum(0).full_tensor(), WHOLE.sum(0))
+    own = param.detach()
+    torch.testing.assert_close((own / own.norm()).full_tensor(), WHOLE / WHOLE.norm())
     weights = torch.arange(40.0).view(10, 4)
     (param.full_tensor() * weights).sum().backward()
     assert torch.equal(param.grad.full_tensor(), weights)

@@ -142,17 +142,22 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         *(
             f"bucket {bucket.id} of {' '.join(bucket.params)}"
             + ("" if bucket.reduce_dtype is None else f", reduced in {bucket.reduce_dtype}")
-            + (", resident" if placement.resident else "")
+            + (", resident" if placement.resident and bucket.is_sharded else "")
             for bucket, placement in placed
         ),
     )
 
 
 def homes_of(problem: Problem) -> tuple[str, ...]:
-    """Return a line for the homes of each bucket in force; they are equal on all ranks that follow one plan."""
+    """Return a line for the homes of each bucket in force; they are equal on all ranks that follow one plan.
+
+    A bucket of which each rank has all elements is copied to the device by each rank alone: whether it stays there is
+    a home too.
+    """
     return tuple(
         f"bucket {placement.bucket}, param {placement.param}, optim {placement.optim}"
         + (", streamed" if placement.streamed else "")
+        + (", resident" if placement.resident else "")
         for placement in problem.placements
     )
 

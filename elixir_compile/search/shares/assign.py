@@ -96,6 +96,32 @@ def assign(
     return Assignment(step_s=step_s, quanta=quanta, ways=ways, parts=parts)
 
 
+def assign_fixed(
+    offers: Sequence[Offers], counts: Sequence[int], state_bytes: int, *, equal_parts: bool
+) -> Assignment | None:
+    """Return the choice with the shortest step in which rank i has row `counts[i]` of `offers[i]`; None if nothing
+    fits. See `assign` for the parts of the state."""
+    part_bytes = -(-state_bytes // len(offers)) if equal_parts else 0
+    step_s = [offer.step_s[count] for offer, count in zip(offers, counts, strict=True)]
+    rooms = [offer.room_bytes[count] for offer, count in zip(offers, counts, strict=True)]
+    allowed = [room >= part_bytes for room in rooms]
+    for limit_s in np.unique(np.concatenate(step_s)):
+        within = [fits & (seconds <= limit_s) for fits, seconds in zip(allowed, step_s, strict=True)]
+        if not all(fits.any() for fits in within):
+            continue
+        if equal_parts:
+            ways = tuple(int(np.where(fits, own, np.inf).argmin()) for fits, own in zip(within, step_s, strict=True))
+            parts = (1 / len(offers),) * len(offers)
+        else:
+            ways = tuple(int(np.where(fits, room, _NONE).argmax()) for fits, room in zip(within, rooms, strict=True))
+            chosen = [int(room[way]) for room, way in zip(rooms, ways, strict=True)]
+            if sum(chosen) < state_bytes:
+                continue
+            parts = filled(chosen, state_bytes)
+        return Assignment(step_s=float(limit_s), quanta=tuple(counts), ways=ways, parts=parts)
+    return None
+
+
 def _orders(offers: Sequence[Offers]) -> tuple[list[_Bytes], list[tuple[float, float]]]:
     """Return, by class, the place of each offer among all by (step_s, busy_s), and the distinct pairs in order."""
     pairs = np.concatenate([np.stack([offer.step_s.ravel(), offer.busy_s.ravel()], axis=1) for offer in offers])

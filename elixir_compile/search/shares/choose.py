@@ -3,19 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from elixir_compile.analysis.rows import graph_of_rows
 from elixir_compile.errors import InvalidOption, NoFeasibleShares
 from elixir_compile.hardware import Fleet
 from elixir_compile.ir import Saving, StepGraph
 from elixir_compile.ir.share import Share
+from elixir_compile.search.joint.balance import fixed_share
 from elixir_compile.search.shares import rules
-from elixir_compile.search.shares.assign import Assignment, Offers, assign, most_room
-from elixir_compile.search.shares.costs import LEAST_ROWS, Budget, State, Way, offers_of, treatments_of, ways_of
+from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, most_room
+from elixir_compile.search.shares.costs import LEAST_ROWS, treatments_of, ways_of
+from elixir_compile.search.shares.offers import Budget, MixedWay, State, mixed_ways, offers_of
 from elixir_compile.units import format_bytes
 
 _MOST_QUANTA = 256
 """Rows are shared out in so many pieces at most, so that the search of 64 ranks takes less than a second."""
+
+RULES = ("even", "by_speed", "cephalo")
+"""The rules to compare with, by the names that the command line takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,8 @@ class RankOutlook:
     """What the choice expects of one rank."""
 
     treatment: str
-    """What is done with its activations: `kept`, `recomputed`, `recomputed, offloaded`."""
+    """What is done with its activations: `kept`, `recomputed`, `recomputed, offloaded`, or in a share of the layers
+    alone, `recomputed in 3/8`."""
     busy_s: float
     """Seconds of its own compute and update."""
     peak_bytes: int
@@ -72,7 +77,7 @@ class ShareSearch:
             for rank in ranks:
                 self.class_of[rank] = number
         self._firsts = [ranks[0] for ranks in classes]
-        self.ways = ways_of(ask.graph, treatments_of(ask.graph, ask.savings), ask.batch)
+        self.ways = mixed_ways(ways_of(ask.graph, treatments_of(ask.graph, ask.savings), ask.batch))
         self.offers = [self._with_zero_apart(offers) for offers in self._offers(self._rows())]
 
     def best(self) -> Choice:
@@ -80,18 +85,18 @@ class ShareSearch:
 
         Raises NoFeasibleShares with the room of all classes if nothing fits.
         """
-        state_bytes = self.ask.state.nbytes
-        found = assign(self.offers, self.class_of, state_bytes, equal_parts=True)
-        even = self.even()
+        found: Assignment | None = None
+        for equal_parts in (True, False):
+            if found is None:
+                found = assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=equal_parts)
+        made = None
         if found is not None:
             made = self._choice(found, self.offers, [self.quantum * count for count in found.quanta])
-            return made if even is None or made.step_s <= even.step_s else even
-        if even is not None:
-            return even
-        found = assign(self.offers, self.class_of, state_bytes, equal_parts=False)
-        if found is None:
-            raise self._no_room()
-        return self._choice(found, self.offers, [self.quantum * count for count in found.quanta])
+        # Equal rows need not be whole quanta.
+        choices = [choice for choice in (made, self.even()) if choice is not None]
+        if not choices:
+            raise self.no_room()
+        return min(choices, key=lambda choice: choice.step_s)
 
     def even(self) -> Choice | None:
         """Return equal shares; None if they do not fit some rank."""
@@ -107,27 +112,30 @@ class ShareSearch:
         found = rules.cephalo(self.offers, self.class_of, number_of, self.ask.state.nbytes)
         return None if found is None else self.of_rows([self.quantum * count for count in found])
 
+    def of_rule(self, name: str) -> Choice | None:
+        """Return the shares of the rule called `name`, one of `RULES`; None if they do not fit."""
+        return {"even": self.even, "by_speed": self.greedy, "cephalo": self.cephalo}[name]()
+
     def of_rows(self, rows: Sequence[int]) -> Choice | None:
-        """Return the fastest way for each rank to run its `rows` beside an equal part of the state; None if a rank has
-        no room, or a single row."""
+        """Return the fastest way for each rank to run its `rows`, beside an equal part of the state if that fits each
+        rank, else beside parts of any size; None if nothing fits, or a rank has a single row."""
         kinds = sorted(set(rows))
         if 1 in kinds:
             return None
         offers = self._offers(kinds)
-        part_bytes = -(-self.ask.state.nbytes // len(rows))
-        quanta = tuple(kinds.index(count) for count in rows)
-        ways: list[int] = []
-        for number, count in zip(self.class_of, quanta, strict=True):
-            fitting = np.flatnonzero(offers[number].room_bytes[count] >= part_bytes)
-            if not len(fitting):
-                return None
-            ways.append(int(min(fitting, key=lambda way: offers[number].step_s[count, way])))
-        step_s = max(
-            float(offers[number].step_s[count, way])
-            for number, count, way in zip(self.class_of, quanta, ways, strict=True)
+        counts = [kinds.index(count) for count in rows]
+        own = [offers[number] for number in self.class_of]
+        found = assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=True)
+        found = found or assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=False)
+        return None if found is None else self._choice(found, offers, rows)
+
+    def fixed_shares(self, choice: Choice) -> tuple[float, ...]:
+        """Return the share of the seconds of each rank that does not depend on its rows."""
+        fleet, graph = self.ask.fleet, self.ask.graph
+        return tuple(
+            fixed_share(graph_of_rows(graph, max(rows, LEAST_ROWS)), fleet.seen_by(rank).device)
+            for rank, rows in enumerate(choice.rows)
         )
-        parts = (1 / len(rows),) * len(rows)
-        return self._choice(Assignment(step_s=step_s, quanta=quanta, ways=tuple(ways), parts=parts), offers, rows)
 
     def _rows(self) -> list[int]:
         return list(range(0, self.ask.batch + 1, self.quantum))
@@ -147,8 +155,6 @@ class ShareSearch:
         """
         if self.quantum <= LEAST_ROWS <= self.ask.batch // len(self.class_of):
             offers.room_bytes[0] = -1
-        if self.quantum == 1:
-            offers.room_bytes[1] = -1
         return offers
 
     def _choice(self, found: Assignment, offers: Sequence[Offers], rows: Sequence[int]) -> Choice:
@@ -162,20 +168,20 @@ class ShareSearch:
             ranks.append(self._outlook(rank, way, rows[rank], found.parts[rank], offers[number].busy_s[count, place]))
         return Choice(shares=tuple(shares), step_s=found.step_s, ranks=tuple(ranks))
 
-    def _outlook(self, rank: int, way: Way, rows: int, part: float, busy_s: float) -> RankOutlook:
+    def _outlook(self, rank: int, way: MixedWay, rows: int, part: float, busy_s: float) -> RankOutlook:
         count = max(rows, LEAST_ROWS)
         budget = self.ask.budgets[rank]
         working_bytes = int(way.peak_bytes([count])[0] + way.in_flight_bytes)
         state_bytes = round(part * self.ask.state.nbytes)
         on_device = max(0, min(state_bytes, budget.device_bytes - working_bytes))
         return RankOutlook(
-            treatment=way.treatment.text,
+            treatment=way.text,
             busy_s=float(busy_s),
             peak_bytes=working_bytes + on_device,
             host_bytes=state_bytes - on_device + round(count * way.away_each),
         )
 
-    def _no_room(self) -> NoFeasibleShares:
+    def no_room(self) -> NoFeasibleShares:
         """Return the error with the room of each class, each with the rows that leave the most room in all."""
         batch, state_bytes = self.ask.batch, self.ask.state.nbytes
         rooms = most_room(self.offers, self.class_of)
@@ -190,14 +196,14 @@ class ShareSearch:
 
 
 def quantum_of(batch: int) -> int:
-    """Return the rows in which a batch is shared out: the smallest power of two of 2 or more that gives at most 256
-    quanta, or the smallest divisor of the batch that does; 1 for an odd batch of at most 256.
+    """Return the rows in which a batch is shared out: the smallest power of two that gives at most 256 quanta, or the
+    smallest divisor of the batch that does; so a row for a batch of at most 256.
 
     Raises InvalidOption if `batch` is less than 2, or has no such divisor.
     """
     if batch < LEAST_ROWS:
         raise InvalidOption("batch", batch, f"a whole number of rows, {LEAST_ROWS} or more")
-    quantum = LEAST_ROWS
+    quantum = 1
     while batch > quantum * _MOST_QUANTA:
         quantum *= 2
     if batch % quantum == 0:

@@ -7,11 +7,9 @@ activations) is a few arrays with an entry per op, from which the seconds and by
 ```text
   op      launches l + max(flops / rate, moved bytes / rate)        flops and bytes are  same + rows x each
   lap k   F_k, B_k    sum of its ops;  AG_k, RS_k   collectives of its parameters and gradients
-  step    sum_k max(AG_k, F_k, offloads_k) + sum_k max(AG_k + RS_k, B_k, prefetches_k) + update
-  room    device - activations - what is gathered + host
 ```
 
-The maximum over ranks of these sums is a lower bound of the step in which ranks wait for each other lap by lap.
+`offers` makes the sums of a step of these arrays.
 """
 
 from collections.abc import Sequence
@@ -26,10 +24,8 @@ from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import as_run, laps_at
 from elixir_compile.analysis.rows import counted_by_rows, moved_shares, require_rows
 from elixir_compile.analysis.slices import arrived_name, leaving_name
-from elixir_compile.cost import collective_s
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Batched, Kind, Phase, Saving, StepGraph, StorageId
-from elixir_compile.search.shares.assign import Offers
 from elixir_compile.search.space.modes import activations_of, deepest, depths_of, layers_of
 
 _Numbers = npt.NDArray[np.float64]
@@ -231,63 +227,3 @@ def _by_lap(step: StepGraph, starts: Sequence[int], offloaded: set[StorageId]) -
                     seen.add(key)
                     found[2][number] += storages[name].nbytes
     return found[0], found[1], found[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """The memory of one rank for the step, and what it holds besides."""
-
-    device_bytes: int
-    """Bytes of the device, less what is used outside of the step."""
-    host_bytes: int
-    """Bytes of the host that this rank may use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The training state of all ranks together."""
-
-    num_elements: int
-    """Elements of the trained parameters."""
-    nbytes: int
-    """Bytes of parameters, gradients and optimizer state."""
-
-
-def offers_of(
-    ways: Sequence[Way], rows: Sequence[int], cluster: Cluster, budget: Budget, state: State, num_ranks: int
-) -> Offers:
-    """Return what a rank that sees `cluster` can do with each number of `rows` in each of `ways`.
-
-    The update is priced for an equal part of the state: the part on the device as far as there is room, the rest on
-    the host.
-    """
-    counts = [count or LEAST_ROWS for count in rows]
-    shape = (len(rows), len(ways))
-    step_s, busy_s = np.full(shape, np.inf), np.full(shape, np.inf)
-    room_bytes = np.full(shape, -1, dtype=np.int64)
-    for column, way in enumerate(ways):
-        lap_s = way.lap_s(counts, cluster)
-        gather_s = np.array([collective_s(int(nbytes), cluster) for nbytes in way.gathered_bytes])
-        reduce_s = np.array([collective_s(int(nbytes), cluster) for nbytes in way.reduced_bytes])
-        moves = np.asarray(counts, dtype=float)[:, None] * way.moves_each
-        link_s = moves / np.where(way.is_backward, cluster.h2d.bytes_per_s, cluster.d2h.bytes_per_s)
-        others_s = np.maximum(np.where(way.is_backward, gather_s + reduce_s, gather_s), link_s)
-        on_device = budget.device_bytes - way.in_flight_bytes - way.peak_bytes(counts)
-        on_host = budget.host_bytes - np.asarray(counts, dtype=float) * way.away_each
-        update = _update_s(on_device, cluster, state, num_ranks)
-        is_offered = np.array([count % way.micro_batches == 0 and count >= LEAST_ROWS for count in counts])
-        fits = (on_device >= 0) & (on_host >= 0)
-        room = np.where(fits, on_device + on_host, np.minimum(on_device, on_host).clip(max=-1))
-        step_s[:, column] = np.where(is_offered, np.maximum(lap_s, others_s).sum(axis=1) + update, np.inf)
-        busy_s[:, column] = np.where(is_offered, lap_s.sum(axis=1) + update, np.inf)
-        room_bytes[:, column] = np.where(is_offered, room, -1).astype(np.int64)
-    return Offers(step_s=step_s, busy_s=busy_s, room_bytes=room_bytes)
-
-
-def _update_s(on_device: _Numbers, cluster: Cluster, state: State, num_ranks: int) -> _Numbers:
-    """Return the seconds of the update of an equal part of the state, if `on_device` bytes of it fit the device."""
-    part_bytes = state.nbytes / num_ranks
-    share = np.clip(on_device / part_bytes, 0.0, 1.0) if part_bytes else np.ones_like(on_device)
-    elements = state.num_elements / num_ranks
-    host_per_s = cluster.host.update_elements_per_s / cluster.num_local_ranks
-    return elements * (share / cluster.device.update_elements_per_s + (1 - share) / host_per_s)

@@ -14,6 +14,9 @@ import numpy as np
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.shares.assign import Offers
 
+_FEW_RANKS = 8
+_MOST_TIMES = 8
+
 
 def even(num_ranks: int, total: int) -> tuple[int, ...]:
     """Return `total` rows or quanta in equal numbers; lower ranks get one more if they cannot be equal."""
@@ -37,14 +40,16 @@ def cephalo(
     """Return the quanta of each rank by Cephalo's dynamic program, or None if it finds nothing.
 
     `micro_batches` is the number of micro-batches of each way. Its table has the shortest step of the first ranks for
-    each number of quanta and each sum of the sizes of their micro-batches.
+    each number of quanta and each sum of the sizes of their micro-batches. Of many ranks, one gets at most eight times
+    an even part: its options are tried on the whole table.
     """
     total = offers[0].busy_s.shape[0] - 1
     shape = (total + 1, total + 1)
     table = np.full(shape, np.inf)
     table[0, 0] = 0.0
     choices: list[np.ndarray] = []
-    options = [_options(offer, micro_batches, total) for offer in offers]
+    most = total if len(class_of) <= _FEW_RANKS else min(total, _MOST_TIMES * -(-total // len(class_of)))
+    options = [_options(offer, micro_batches, most) for offer in offers]
     for number in class_of:
         best, choice = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
         for place, (quanta, size, step_s, _) in enumerate(options[number]):
@@ -70,10 +75,10 @@ _Option = tuple[int, int, float, int]
 """Quanta, size of a micro-batch in quanta, seconds, and bytes of room."""
 
 
-def _options(offer: Offers, micro_batches: Sequence[int], total: int) -> list[_Option]:
-    """Return what a rank can take: of ways with equal quanta and sizes, the fastest."""
+def _options(offer: Offers, micro_batches: Sequence[int], most: int) -> list[_Option]:
+    """Return what a rank can take, up to `most` quanta: of ways with equal quanta and sizes, the fastest."""
     found: dict[tuple[int, int], _Option] = {}
-    for quanta in range(1, total + 1):
+    for quanta in range(1, most + 1):
         for way, number in enumerate(micro_batches):
             step_s = float(offer.step_s[quanta, way])
             size = -(-quanta // number)

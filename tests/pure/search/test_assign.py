@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.search.shares import rules
-from elixir_compile.search.shares.assign import Assignment, Offers, assign, filled, most_room
+from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, filled, most_room
 
 MS_PER_ROW = {"l4": 7.42, "a6000": 2.84, "p40": 15.6}
 """Published by Cephalo (arXiv 2411.01075): a row of the forward of a GPT of 2.7B at 512 tokens."""
@@ -145,6 +145,10 @@ def test_equal_to_brute_force(question: tuple[list[Offers], int], equal_parts: b
         rooms = most_room(offers, range(len(offers)))
         assert rooms is not None
         assert sum(rooms) >= state_bytes
+        again = assign_fixed(offers, found.quanta, state_bytes, equal_parts=equal_parts)
+        assert again is not None
+        assert again.step_s == found.step_s
+        holds(again, offers, state_bytes)
 
 
 @given(questions(), st.integers(0, 2))

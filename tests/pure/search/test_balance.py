@@ -1,12 +1,16 @@
 """`balance`: rows by the seconds that ranks were seen to compute."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.search.joint.balance import balance_line, balanced_rows
+from elixir_compile.analysis.rows import graph_of_rows
+from elixir_compile.search.joint.balance import balance_line, balanced_rows, fixed_share
+from tests.pure.search.test_choose_shares import MIXED
+from tests.pure.search.test_micro_batch_count import TRAINED
 
 
 def longest_s(rows: tuple[int, ...], before: list[int], busy_s: list[float]) -> float:
@@ -30,6 +34,25 @@ def test_a_rank_that_is_three_times_slower_gets_a_third_of_the_rows() -> None:
     assert balance_line([8, 8], [0.08, 0.24]) == (
         "uneven    ranks compute 8/8 rows in 80 ms, 240 ms; shares would be 12/4: 50% shorter"
     )
+
+
+def test_seconds_that_no_row_takes_stay_where_they_are() -> None:
+    """Rank 1 has 90 ms of launches: more rows cost it as much as rank 0."""
+    assert balanced_rows([8, 8], [0.08, 0.16], [0.0, 0.5625]) == (12, 4)
+    assert balanced_rows([8, 8], [0.08, 0.16]) == (11, 5)
+    line = balance_line([8, 8], [0.08, 0.16], [0.0, 0.5625])
+    assert line is not None
+    assert line.endswith("shares would be 12/4: 22% shorter")
+
+
+def test_launches_and_weights_are_the_fixed_share_of_a_step() -> None:
+    device = MIXED.seats[0].cluster.device
+    slow_launch = replace(device, launch_s=1.0)
+    no_launch = replace(device, launch_s=0.0)
+    large = graph_of_rows(TRAINED, 1 << 20)
+    assert fixed_share(TRAINED, slow_launch) > 0.99
+    assert 0 <= fixed_share(large, no_launch) < 0.001 < fixed_share(TRAINED, device)
+    assert fixed_share(replace(TRAINED, undivided="it draws random numbers"), device) == 0.0
 
 
 def test_ranks_within_a_tenth_are_left_alone() -> None:

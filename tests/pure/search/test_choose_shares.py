@@ -11,7 +11,8 @@ from elixir_compile.errors import InvalidOption, InvalidPlan, NoFeasibleShares
 from elixir_compile.hardware import parse_fleet
 from elixir_compile.ir import Batched, Phase, StepGraph
 from elixir_compile.search.shares.choose import Ask, Choice, ShareSearch, quantum_of
-from elixir_compile.search.shares.costs import Budget, State, treatments_of, ways_of
+from elixir_compile.search.shares.costs import treatments_of, ways_of
+from elixir_compile.search.shares.offers import Budget, State
 from elixir_compile.units import GIB, MIB
 from tests.pure.analysis.test_micro_batches import STEP
 from tests.pure.search.test_micro_batch_count import TRAINED
@@ -108,7 +109,7 @@ def test_ranks_beyond_the_rows_have_none() -> None:
 
 
 def test_quanta_have_divisors_and_are_few() -> None:
-    assert [quantum_of(batch) for batch in (2, 64, 512, 513 * 2, 4096, 63)] == [2, 2, 2, 6, 16, 1]
+    assert [quantum_of(batch) for batch in (2, 64, 512, 513 * 2, 4096, 63)] == [1, 1, 2, 6, 16, 1]
     for batch in (1, 0, 521):
         with pytest.raises(InvalidOption, match="option batch"):
             quantum_of(batch)

@@ -14,7 +14,7 @@ from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.analysis.collectives import collectives_of
 from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb, plan_from_json, plan_to_json
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
@@ -23,7 +23,7 @@ from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.joint.classes import plan_classes, with_buckets_formed
 from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.planner import floor_bytes
-from elixir_compile.search.skeleton import common_sequence, following, released_by, skeleton_of
+from elixir_compile.search.skeleton import Use, common_sequence, following, released_by, skeleton_of
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.writing import write_out
 from tests.pure.memory_walk import walk_memory
@@ -55,6 +55,13 @@ def with_share(problem: Problem, share: float) -> Problem:
     """The budget at `share` of the way from the least to what keeps everything on the device."""
     least, most = floor_bytes(problem), plan(problem, "keep_all").prediction.device_peak_bytes
     return replace(problem, budget_bytes=int(least + share * max(0, most - least)))
+
+
+def with_its_peak(graph: StepGraph, made: Plan) -> Plan:
+    """The plan `made`, whose actions were changed by hand, with the peak of its actions as budget and prediction."""
+    peak = plan_timeline(graph, made).peak
+    prediction = replace(made.prediction, device_peak_bytes=peak.nbytes, device_peak_at=peak.op)
+    return replace(made, budget_bytes=peak.nbytes, prediction=prediction, formula="")
 
 
 @given(shared_problems(fewest=2), st.floats(0.0, 1.0), st.floats(0.0, 1.2))
@@ -145,6 +152,26 @@ def test_micro_batches_are_each_ranks_own() -> None:
             f"{verb} {name}": times for name in released for verb, times in (("gather", 2), ("reduce", 1))
         }
     assert skeleton_of(made[0]) == skeleton_of(made[1]) == skeleton_of(made[2])
+
+
+def test_a_copy_of_others_may_come_before_the_own_copy_is_awaited() -> None:
+    """A rank gathers its second bucket ahead of the first; then others gather the second bucket once more."""
+    problem = with_buckets_formed(problem_of(chain_of(6), TWO))
+    made = greedy(with_share(problem, 0.0))
+    actions = list(made.schedules[0].actions)
+    first, second = [at for at, action in enumerate(actions) if action.verb is Verb.GATHER][:2]
+    actions.insert(first, actions.pop(second))
+    made = replace(made, schedules=(replace(made.schedules[0], actions=tuple(actions)),))
+    verify(problem.graph, with_its_peak(problem.graph, made))
+    sequence = list(common_sequence([made]))
+    ahead = sequence[0]
+    assert isinstance(ahead, Use)
+    sequence.insert(1, ahead._replace(number=1))
+    followed = next(following(made, sequence, released_by(made)), None)
+    assert followed is not None
+    verify(problem.graph, with_its_peak(problem.graph, followed))
+    expected = [str(name) for name in collectives_of(made)]
+    assert list(map(str, collectives_of(followed))) == [expected[0], expected[0], *expected[1:]]
 
 
 def test_a_plan_that_has_no_room_to_follow_is_refused() -> None:

@@ -268,12 +268,12 @@ def test_a_region_without_a_span_prevents_the_correction(asked: Asked) -> None:
     assert correct(problem, plan, replace(stats, spans=spans)) is None
 
 
-def test_the_step_profiler_returns_stats_once_and_then_stops_recording() -> None:
+def test_the_step_profiler_returns_stats_once_and_then_stops_recording(asked: Asked) -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, "m", Options(), records=True)
     answers = []
     for _ in range(NUM_WATCHED + 3):
-        answers.append(watch.forward_begins(num_rows=4))
+        answers.append(watch.forward_begins(asked.problem))
         with executor.ledger.span(Lane.COMPUTE, "run fwd.0"):
             pass
     assert [answer is not None for answer in answers] == [False] * NUM_WATCHED + [True, False, False]
@@ -281,12 +281,12 @@ def test_the_step_profiler_returns_stats_once_and_then_stops_recording() -> None
     assert not executor.ledger.is_recording
 
 
-def test_a_stopped_step_profiler_returns_no_stats() -> None:
+def test_a_stopped_step_profiler_returns_no_stats(asked: Asked) -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, "m", Options(), records=True)
     for _ in range(STEPS_SKIPPED + 1):
-        assert watch.forward_begins(num_rows=4) is None
+        assert watch.forward_begins(asked.problem) is None
     assert executor.ledger.is_recording
     watch.stop()
     assert not executor.ledger.is_recording
-    assert all(watch.forward_begins(num_rows=4) is None for _ in range(NUM_WATCHED))
+    assert all(watch.forward_begins(asked.problem) is None for _ in range(NUM_WATCHED))

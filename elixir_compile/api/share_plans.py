@@ -1,0 +1,89 @@
+"""The plans of the ranks of a fleet for given shares, searched and simulated together, without any rank.
+
+```text
+  capture, share of each rank --rows of each class--> problems --search, one order of collectives--> plans
+```
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from elixir_compile.analysis.rows import graph_of_rows
+from elixir_compile.api.preview.capture import Capture
+from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.hardware import Fleet
+from elixir_compile.ir import Plan
+from elixir_compile.ir.share import Share
+from elixir_compile.options import Options
+from elixir_compile.problem.cache import plan_for
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.classes import plan_classes
+from elixir_compile.search.question import Question, question_of
+from elixir_compile.search.shares.choose import Choice
+from elixir_compile.search.shares.costs import LEAST_ROWS
+from elixir_compile.search.shares.refine import SimulatedStep
+
+log = logging.getLogger("elixir_compile")
+
+
+def simulated_step(plans: Sequence[Plan]) -> SimulatedStep:
+    """Return the step of all ranks that follow `plans`, one for each class, as the plans predict it together."""
+    step_s = plans[0].prediction.step_s
+    busy_s = {rank: line.busy_share * step_s for line in plans[0].classes for rank in line.ranks}
+    return SimulatedStep(step_s=step_s, busy_s=tuple(busy_s[rank] for rank in sorted(busy_s)))
+
+
+class SharePlans:
+    """The plans of the ranks of a fleet for any shares of one captured step; each question is searched once."""
+
+    def __init__(self, capture: Capture, fleet: Fleet, options: Options) -> None:
+        self._capture, self._fleet, self._options = capture, fleet, options
+        self._found: dict[tuple[Share, ...], tuple[Plan, ...] | None] = {}
+
+    def simulated(self, choice: Choice) -> SimulatedStep | None:
+        """Return the step of all ranks with the shares of `choice`, or None if they have no plans."""
+        plans = self.of(choice.shares)
+        return None if plans is None else simulated_step(plans)
+
+    def of(self, shares: tuple[Share, ...]) -> tuple[Plan, ...] | None:
+        """Return the plan of each class of like ranks, or None if a class has none, or if the plans cannot follow one
+        sequence of collectives.
+
+        These are the plans that the ranks would agree on; their prediction is that of all ranks together. A rank
+        without rows runs two. The field `classes` of each plan says which ranks follow which.
+        """
+        if shares not in self._found:
+            try:
+                self._found[shares] = self._searched(shares)
+            except (NoFeasiblePlan, InvalidPlan) as error:
+                log.info("shares of %s rows have no plans: %s", [share.num_rows for share in shares], error)
+                self._found[shares] = None
+        return self._found[shares]
+
+    def questions(self, shares: tuple[Share, ...]) -> tuple[Question, ...]:
+        """Return what the plans of `shares` answer, in their order."""
+        return tuple(question_of(*self._asked(shares, ranks[0])) for ranks in self._members(shares))
+
+    def _members(self, shares: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each class."""
+        return self._fleet.classes([(share.num_rows, share.state) for share in shares])
+
+    def _searched(self, shares: tuple[Share, ...]) -> tuple[Plan, ...]:
+        members = self._members(shares)
+        asked = [self._asked(shares, ranks[0]) for ranks in members]
+        options = {problem.rank: own for problem, own in asked}
+
+        def each(work: Callable[[int], Plan]) -> list[Plan]:
+            return [work(number) for number in range(len(asked))]
+
+        problems = [problem for problem, _ in asked]
+        return plan_classes(problems, members, lambda problem: plan_for(problem, options[problem.rank]), each)
+
+    def _asked(self, shares: tuple[Share, ...], rank: int) -> tuple[Problem, Options]:
+        """Return the problem of `rank` with the rows of its share, and the options with its memory."""
+        rows = shares[rank].num_rows or LEAST_ROWS
+        own = replace(self._capture, graph=graph_of_rows(self._capture.graph, rows))
+        problem = replace(own.problem(self._fleet.seen_by(rank), self._options), rank=rank, shares=shares)
+        memory = {"device_memory": problem.budget_bytes, "host_memory": problem.host_budget_bytes}
+        return problem, replace(self._options, **memory, hardware=None)
