@@ -12,6 +12,7 @@ from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from elixir_compile.compat.autograd import is_batched as is_batched
+from elixir_compile.compat.autograd import keeps_tangents as keeps_tangents
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors
 from elixir_compile.compat.capturing import check_requires_grad as check_requires_grad
 from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines
