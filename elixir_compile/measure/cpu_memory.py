@@ -25,7 +25,8 @@ class CpuMemory:
     def __init__(self, kinds: dict[int, str]) -> None:
         """`kinds` are the kinds of blocks that are there before the step, by address."""
         self._kinds = kinds
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # torch 2.11 warns unless events are kept over cycles; here there is one.
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._resident = Resident()
         self._began = anchor()
 
