@@ -219,6 +219,24 @@ SECTIONS = (
 )  # fmt: skip
 
 
+def observing(file: str = "observe_cpu") -> Iterator[str]:
+    """Yield the section of what observing a run costs; without the file of results it has empty cells."""
+    levels = {"off": "", "summary": "of every step", "full": "of every step, memory events aside"}
+    rows = [(level, what, "not run", "") for level, what in levels.items()]
+    said = "`python benchmarks/observe.py`."
+    if (RESULTS / f"{file}.json").exists():
+        figures = read(file)
+        made = figures["machine"]
+        said = f"`python benchmarks/observe.py`, torch {made['torch']}, commit {made['commit']}."
+        ratios, quartiles = figures["ratios"], figures["quartiles"]
+        between = {level: f" [{low:.4f}, {high:.4f}]" for level, (low, _, high) in quartiles.items()}
+        cells = {level: f"{ratio:.4f}{between.get(level, '')}" for level, ratio in ratios.items()}
+        rows = [(level, what, cells[level], f"{figures['limits'][level]}") for level, what in levels.items()]
+    yield from ("", "## Observing a run", "", said)
+    yield "Seconds of a step over those of the same step without observation, in turn; `off` is the time of its calls."
+    yield from ("", *table(("level", "of", "ratio", "goal"), rows))
+
+
 def predictions() -> Iterator[str]:
     """Yield the section of predictions: planned figures beside measured ones."""
     figures = read("fidelity_cpu")
@@ -280,7 +298,7 @@ def fleets() -> Iterator[str]:
 def page() -> str:
     """Return the page in Markdown."""
     sections = [line for section in SECTIONS for line in section.lines()]
-    return "\n".join([HEAD.rstrip(), *sections, *predictions(), *gaps(), *fleets()]) + "\n"
+    return "\n".join([HEAD.rstrip(), *sections, *observing(), *predictions(), *gaps(), *fleets()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -183,9 +183,9 @@ def observe(
     files of an earlier run in it are replaced.
 
     `full` are the numbers of the steps to record span by span, "auto" for 8, 9 and 10, and `full_every` adds each
-    step whose number it divides. With `memory_events`, these steps also get the bytes on a CPU by kind over time, and
-    take up to twice as long; of steps in a row, every other one. `counters_hz` is how often per second the counters of
-    the machine are read; 0 for never.
+    step whose number it divides. With `memory_events`, these steps also get the bytes on the device by kind over time.
+    On a CPU they then take up to twice as long, and of steps in a row, every other one has them. `counters_hz` is how
+    often per second the counters of the machine are read; 0 for never.
 
     Raises NestedMeasurement if the model is observed already, and InvalidOption for a wrong number.
 

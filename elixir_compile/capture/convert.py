@@ -213,16 +213,16 @@ class _Builder:
     def _start_tangents(self, first: int) -> None:
         """Make the tangents, inputs of the backward alone, results of its first op, which has the index `first`.
 
-        Autograd makes the tangents then and frees them after their last use.
+        Autograd makes the tangents then, and frees them after their last use, or after the backward under torch 2.11.
         """
-        tangents = [
-            d for d in self.drafts.values() if d.kind is Kind.INPUT and d.id.startswith(_PREFIX[Phase.BACKWARD])
-        ]
+        inputs = (d.id for d in self.drafts.values() if d.kind is Kind.INPUT)
+        tangents = [name for name in inputs if name.startswith(_PREFIX[Phase.BACKWARD])]
         if first < len(self.ops):
-            op = self.ops[first]
-            self.ops[first] = replace(op, writes=(*(d.id for d in tangents), *op.writes))
-            for draft in tangents:
-                draft.kind = Kind.TEMP
+            self.ops[first] = replace(self.ops[first], writes=(*tangents, *self.ops[first].writes))
+            if compat.keeps_tangents():
+                self.ops[-1] = replace(self.ops[-1], reads=tuple(dict.fromkeys((*self.ops[-1].reads, *tangents))))
+            for name in tangents:
+                self.drafts[name].kind = Kind.TEMP
 
     def _mark_gradients(self, graph: fx.Graph, storages: dict[fx.Node, tuple[StorageId, ...]]) -> None:
         """Set the kind of each temporary storage with a parameter's gradient to GRAD.

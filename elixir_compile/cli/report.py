@@ -182,6 +182,6 @@ def _figure(sheet: PlanSheet | None, figure: str, *, is_dark: bool) -> str:
         "memory": lambda: charts.memory_chart(rows, budget_bytes, second),
         "lanes": lambda: charts.lanes_chart(bars),
         "curve": lambda: charts.curve_chart(sheet.curve),
-        "step": lambda: charts.step_chart(rows, bars, budget_bytes, second, is_static=True),
+        "step": lambda: charts.step_chart(rows, bars, budget_bytes, second, sheet.rates, is_static=True),
     }
     return charts.picture(specs[figure](), is_dark=is_dark)

@@ -12,6 +12,7 @@ from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from elixir_compile.compat.autograd import is_batched as is_batched
+from elixir_compile.compat.autograd import keeps_tangents as keeps_tangents
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors
 from elixir_compile.compat.capturing import check_requires_grad as check_requires_grad
 from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines
@@ -61,6 +62,9 @@ from elixir_compile.compat.dynamo import trace_artifact as trace_artifact
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
+from elixir_compile.compat.history import allocator_snapshot as allocator_snapshot
+from elixir_compile.compat.history import start_allocator_history as start_allocator_history
+from elixir_compile.compat.history import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.kernels import Kernels as Kernels
 from elixir_compile.compat.symbols import is_multiple as is_multiple
 from elixir_compile.compat.symbols import may_have_any_value_from as may_have_any_value_from

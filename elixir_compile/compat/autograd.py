@@ -105,3 +105,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
     from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
 
     return _functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor)
+
+
+def keeps_tangents() -> bool:
+    """Return whether a compiled backward holds the gradients of its outputs until it returns.
+
+    Autograd makes a gradient of zeros for an output without one, as the logits beside a loss. AOTAutograd's backward
+    holds it in a tuple of arguments: torch 2.11. torch 2.13 drops the tuple before the first op.
+    """
+    return torch.__version__ < "2.13"

@@ -1,7 +1,8 @@
 """The spans and peaks of a step. Simulated and measured steps have the same type, so `diff` can compare the two."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -64,6 +65,17 @@ def tallies(spans: Iterable[Span]) -> Mapping[tuple[Lane, str], Tally]:
     return found
 
 
+def _counted(spans: Iterable[Span]) -> Mapping[str, int]:
+    """Return the number of actions of `spans` by verb; an action that passes two lanes counts once."""
+    times: Counter[str] = Counter()
+    for (_, label), tally in tallies(spans).items():
+        times[label] = max(times[label], tally.times)
+    counts: Counter[str] = Counter()
+    for label, number in times.items():
+        counts[label.partition(" ")[0]] += number
+    return dict(counts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """A step: its spans, its peaks in bytes, and the number of actions by verb."""
@@ -76,14 +88,28 @@ class Record:
     counts: Mapping[str, int] = field(default_factory=dict)
     """Number of executed actions by verb: `gather`, `release`, `offload`, `reduce`."""
 
-    def of_graph(self, name: str) -> "Record":
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """The names of the captured graphs that ran in the step, in the order of their first spans."""
+        return tuple(dict.fromkeys(span.graph for span in self.spans if span.graph))
+
+    def of_graph(self, name: str, buckets: Collection[str] | None = None) -> "Record":
         """Return the record with the spans of the graph `name` alone, and of updates, which belong to no graph.
 
-        If no span is of the graph, as in a file of format 1 or under another name, the record itself is returned.
+        If `buckets` are given, only updates of these are included. If other graphs ran in the step, the counts are
+        those of the spans that are left; seconds and peaks stay those of the whole step. If no span is of the graph,
+        as in a file of format 1 or under another name, the record itself is returned.
         """
-        if not any(span.graph == name for span in self.spans):
+        graphs = self.graphs
+        if name not in graphs:
             return self
-        return replace(self, spans=tuple(span for span in self.spans if span.graph in (name, "")))
+
+        def is_own(span: Span) -> bool:
+            what = span.label.partition(" ")[2].partition(".")[0]
+            return span.graph == name or (not span.graph and (buckets is None or what in buckets))
+
+        spans = tuple(span for span in self.spans if is_own(span))
+        return replace(self, spans=spans, counts=self.counts if len(graphs) == 1 else _counted(spans))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s) and self.step_s >= 0):

@@ -204,8 +204,13 @@ class ManagedModel:
                 other.profiler.restart()  # Inference runs the same buckets, and regions of the same labels.
         else:
             for other in self.graphs:
-                if other is not graph and not other.is_inference:
-                    other.profiler.stop()  # Spans of two graphs have the same labels.
+                if other is graph or other.is_inference:
+                    continue
+                if self._outstanding.share_step(graph, other):
+                    graph.profiler.share_step()
+                    other.profiler.share_step()
+                else:
+                    other.profiler.stop()  # The steps of two graphs alternate.
             graph.learn_from_steps(args)
             self._outstanding.begin(graph)
         graph.keep_current(args)

@@ -51,6 +51,7 @@ class GraphRuns:
 class JointGraph(Protocol):
     """A graph to plan together with others of the same model: a `PlannedGraph`."""
 
+    name: str
     runs: GraphRuns
     planner: GraphPlanner
     description: str
@@ -144,6 +145,22 @@ class OutstandingForwards:
     def is_alone(self, graph: JointGraph) -> bool:
         """Whether no graph but `graph` trains."""
         return all(other is graph or other.is_superseded or other.is_inference for other in self._graphs)
+
+    def share_step(self, graph: JointGraph, other: JointGraph) -> bool:
+        """Return whether `graph`, whose forward begins, runs in the same steps as `other`, beside its forward.
+
+        Graphs for inputs of other sizes run in different steps.
+        """
+        return (
+            other in self._executor.saved.outstanding_owners()
+            or other in graph.runs.beside
+            or graph in other.runs.beside
+        )
+
+    def names(self) -> list[str]:
+        """Return the name of the graph of each outstanding forward, in order."""
+        owners = self._executor.saved.outstanding_owners()
+        return [graph.name for owner in owners for graph in self._graphs if graph is owner]
 
     def descriptions(self) -> list[str]:
         """Return the description of each graph with an outstanding forward, in order of capture."""

@@ -81,7 +81,7 @@ class PlannedGraph:
         self._active: ActivePlan | None = None
         self._progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
         self.planner = GraphPlanner(executor, regions, options, self._progress)
-        self.profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.planner.may_replan)
+        self.profiler = StepProfiler(executor, name, options, records=self.planner.may_replan)
         self._stats: StepStats | None = None
         """The measurements of the first steps, until the plan is corrected by them."""
         self.programs = ProgramVersions(executor, regions, self._progress)
@@ -232,10 +232,10 @@ class PlannedGraph:
         if self.planner.sizes.differ(self.active.captured, args):
             self.profiler.restart()
             return
-        stats = self.profiler.forward_begins(self.active.problem)
+        stats = self.profiler.forward_begins(self.active.problem, self._outstanding.names())
         if stats is not None:
             self._progress.measured(self.active.plan, stats)
-            self._stats = stats if self.planner.may_replan else None
+            self._stats = stats if self.planner.may_replan and not stats.is_shared else None
         # Parameters do not move while a forward is outstanding.
         if self._stats is not None and not self._executor.saved.outstanding_owners():
             stats, self._stats = self._stats, None

@@ -4,13 +4,15 @@ import logging
 import statistics
 import sys
 import time
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 
 import torch
 
 from elixir_compile import compat
-from elixir_compile.ir import Phase, Plan
+from elixir_compile.ir import Lane, Phase, Plan, Span, Verb, verb_of
 from elixir_compile.managed.rank_balance import RankBalance
+from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import device_bytes
@@ -27,16 +29,24 @@ STEPS_TIMED = 5
 
 
 class StepProfiler:
-    """Measures the first steps of a compilation, which calls it at the beginning of every forward."""
+    """Measures the first steps of a compilation, which calls it at the first forward of every step."""
 
-    def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
+    def __init__(self, executor: Executor, name: str, options: Options, *, records: bool) -> None:
+        """`name` is that of the graph whose steps are measured. Spans are recorded if `records`, or on several ranks.
+
+        Nothing is measured unless `options` ask for a report or for new plans.
+        """
         self._executor = executor
+        self._name = name
         self._device = executor.device
         self._platform = platform_of(executor.device)
-        self._is_on = is_on
+        self._is_on = options.report or options.replan
         self._records = records or executor.ranks is not None
         self.balance = RankBalance()
         """The seconds of compute, if there are several ranks."""
+        self._shares_step = False
+        """Whether other graphs run in the same steps."""
+        self._reads_memory = self._platform.has_own_memory
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
@@ -45,11 +55,15 @@ class StepProfiler:
         self._peak_bytes = 0
         """The peak of the steps so far, as the user sees it."""
 
-    def forward_begins(self, problem: Problem) -> StepStats | None:
-        """Note the beginning of a step that solves `problem`; return the measurements, once, if enough steps have
-        passed."""
-        if not self._is_on:
+    def forward_begins(self, problem: Problem, outstanding: Collection[str] = ()) -> StepStats | None:
+        """Note a forward that solves `problem`; return the measurements, once, if enough steps have passed.
+
+        `outstanding` are the names of the graphs of outstanding forwards. If the graph itself is among them, this is no
+        new step. If another is, that graph reads the peak of the step.
+        """
+        if not self._is_on or self._name in outstanding:
             return None
+        self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())
         if self._user_peak_bytes:
             self._notice_reset()
@@ -58,9 +72,13 @@ class StepProfiler:
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
         stats = self._end()
-        if self._executor.ranks is not None:
+        if self._executor.ranks is not None and not self._shares_step:
             self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device)
         return stats
+
+    def share_step(self) -> None:
+        """Note that other graphs run in the same steps: spans of theirs are told apart by the name of the graph."""
+        self._shares_step = True
 
     def restart(self) -> None:
         """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""
@@ -71,7 +89,7 @@ class StepProfiler:
         del self._began_s[STEPS_SKIPPED:]
 
     def stop(self) -> None:
-        """Stop measuring: spans of this compilation cannot be told apart from spans of another."""
+        """Stop measuring: steps of this compilation alternate with steps of another, so their periods hold both."""
         self._is_on = False
         if self._recording is not None:
             self._recording.stop()
@@ -79,7 +97,7 @@ class StepProfiler:
         self._restore_peak()
 
     def _begin(self) -> None:
-        if self._platform.has_own_memory:
+        if self._reads_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
             self._user_peak_bytes = self._platform.user_peak_bytes(self._device)
             self._platform.reset_peak(self._device)
@@ -106,16 +124,27 @@ class StepProfiler:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
-        has_memory = self._platform.has_own_memory
+        has_memory = self._reads_memory
         stats = StepStats(
             period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
-            spans=spans,
+            is_shared=self._shares_step,
+            graph_s=self._graph_s(spans),
+            spans=() if self._shares_step else spans,
             device_peak_bytes=self._platform.peak_bytes(self._device) if has_memory else None,
             foreign_bytes=self._foreign_bytes,
             reserved_bytes=self._platform.reserved_bytes(self._device) if has_memory else None,
         )
         self._restore_peak()
         return stats
+
+    def _graph_s(self, spans: Iterable[Span]) -> float | None:
+        """Return the mean seconds per step in which regions of the graph ran; None if nothing was recorded."""
+        own_s = [
+            span.end_s - span.start_s
+            for span in spans
+            if span.graph == self._name and span.lane is Lane.COMPUTE and verb_of(span.label) == Verb.RUN
+        ]
+        return sum(own_s) / STEPS_TIMED if own_s else None
 
 
 def own_bytes(executor: Executor) -> int:
@@ -188,7 +217,8 @@ class Progress:
             peak = f"peak {format_bytes(stats.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
         if stats.reserved_bytes is not None:
             peak += f"   reserved {format_bytes(stats.reserved_bytes)}"
-        self.say(f"measured  {peak}   step {format_s(stats.period_s)}   {plan.name}")
+        own = "" if stats.graph_s is None or not stats.is_shared else f", {format_s(stats.graph_s)} of it in this graph"
+        self.say(f"measured  {peak}   step {format_s(stats.period_s)}{own}   {plan.name}")
 
     def say(self, line: str) -> None:
         """Log `line`."""

@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from elixir_compile.compat import is_profiling
-from elixir_compile.ir.observed import Counters, FullStep, Interval, StepSummary
+from elixir_compile.ir.observed import Counters, FullStep, StepSummary
 from elixir_compile.ir.record import Origin, Record
-from elixir_compile.measure.cpu_memory import CpuMemory, kinds_of
+from elixir_compile.measure.cpu_memory import CpuMemory
+from elixir_compile.measure.device_memory import DeviceMemory
 from elixir_compile.measure.observation import ObservedStep
+from elixir_compile.measure.phases import StepTimes
+from elixir_compile.measure.step_memory import StepMemory, kinds_of
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.phases import Phases
@@ -29,12 +32,10 @@ class _Recorded:
 
     recordings: list[tuple[Ledger, Recording]]
     counts_before: Counter[str]
-    memory: CpuMemory | None
+    memory: StepMemory | None
     counts: Counter[str] = field(default_factory=Counter)
     summary: StepSummary | None = None
-    intervals: tuple[Interval, ...] = ()
-    began_s: float = 0.0
-    """When the step began, on the clock of `time.perf_counter`."""
+    times: StepTimes | None = None
     counters: Counters | None = None
 
 
@@ -67,15 +68,7 @@ class FullSteps:
         if not self._wants(number):
             return False
         known = list(executors)
-        model, memory = self._model(), None
-        # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
-        # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
-        # stopped one has freed, and torch 2.13 then writes to freed memory.
-        on_cpu = all(not platform_of(each.lanes.device).has_own_memory for each in known)
-        may_start = number > self._last_profiled + 1 and not is_profiling()
-        if self._memory_events and on_cpu and model is not None and may_start:
-            self._last_profiled = number
-            memory = CpuMemory(kinds_of(model, self._optimizers()))
+        memory = self._memory(number, known)
         counts: Counter[str] = Counter()
         for each in known:
             counts.update(each.ledger.counts)
@@ -85,6 +78,25 @@ class FullSteps:
         recordings = [(each.ledger, each.ledger.start_recording(clock)) for each in known]
         self._running = _Recorded(recordings=recordings, counts_before=counts, memory=memory)
         return True
+
+    def _memory(self, number: int, executors: Iterable[Phases]) -> "StepMemory | None":
+        """Return what records the memory of step `number`; None if it is not asked for, or cannot be had now."""
+        model = self._model()
+        devices = [each.lanes.device for each in executors]
+        if not self._memory_events or model is None:
+            return None
+        for device in devices:
+            platform = platform_of(device)
+            if platform.has_own_memory:
+                blocks = platform.record_blocks(device)
+                return None if blocks is None else DeviceMemory(blocks, kinds_of(model, self._optimizers(), device))
+        # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
+        # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
+        # stopped one has freed, and torch 2.13 then writes to freed memory.
+        if number <= self._last_profiled + 1 or is_profiling():
+            return None
+        self._last_profiled = number
+        return CpuMemory(kinds_of(model, self._optimizers(), torch.device("cpu")))
 
     def ends(self, number: int) -> None:
         """End the record of step `number`, if there is one."""
@@ -107,8 +119,7 @@ class FullSteps:
         """
         recorded = self._ended.get(summary.step)
         if recorded is not None:
-            recorded.summary, recorded.intervals = summary, step.intervals
-            recorded.began_s, recorded.counters = step.changes.began.host_s, counters()
+            recorded.summary, recorded.times, recorded.counters = summary, step.times, counters()
 
     def drop(self) -> None:
         """Stop recording a step that has not ended, without a result."""
@@ -122,17 +133,18 @@ class FullSteps:
     def hand_over(self) -> None:
         """Hand over the records of all steps that are known."""
         for number, recorded in list(self._ended.items()):
-            if recorded.summary is not None:
+            if recorded.summary is not None and recorded.times is not None:
                 del self._ended[number]
-                self._take(_full_step(recorded, recorded.summary))
+                self._take(_full_step(recorded, recorded.summary, recorded.times))
 
 
-def _full_step(recorded: _Recorded, summary: StepSummary) -> FullStep:
+def _full_step(recorded: _Recorded, summary: StepSummary, times: StepTimes) -> FullStep:
     spans = [span for _, recording in recorded.recordings for span in recording.spans()]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
     places = [place for _, recording in recorded.recordings for place in recording.places]
     memory = recorded.memory
-    live = None if memory is None else memory.live(recorded.began_s, recorded.intervals, spans, places)
+    gradients = [taken for _, recording in recorded.recordings for taken in recording.gradients]
+    live = None if memory is None else memory.live(times, spans, places, gradients)
     record = Record(
         origin=Origin.MEASURED,
         step_s=summary.period_s,
@@ -141,4 +153,4 @@ def _full_step(recorded: _Recorded, summary: StepSummary) -> FullStep:
         spans=tuple(spans),
         counts={verb: times for verb, times in recorded.counts.items() if times > 0},
     )
-    return FullStep(summary=summary, intervals=recorded.intervals, record=record, live=live, counters=recorded.counters)
+    return FullStep(summary=summary, intervals=times.intervals, record=record, live=live, counters=recorded.counters)

@@ -4,16 +4,14 @@
   there before the step          param, master, moment, buffer, grad, gathered by address, else other
   taken under a gather           gathered              taken in the forward, freed within it            temp
   taken under a prefetch         saved                 taken in the forward, alive at its end           saved
-  taken in the backward, freed   grad                  in the backward, else                            temp
-    between a reduce or an offload
-    and the next work, or alive at
-    its end
+  taken in the backward, and     grad                  in the backward, else                            temp
+    reduced, or alive at its end
   taken in the update, freed     temp                  in the update, alive at its end                  moment
     within it                                          in no phase of ours                              other
 ```
 
 Nothing is read from a plan. The order of the allocator's events is exact; labels refine what phase and lifetime tell,
-because ops between two regions run under no label. The gradient of a copy that is waited for later counts as temp.
+because ops between two regions run under no label. The executor says which blocks it reduced, by address.
 """
 
 import bisect
@@ -27,7 +25,6 @@ from elixir_compile.ir.record import Span
 
 _UNTHREADED = frozenset({Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.H2D, Lane.D2H})
 """The lanes whose work the thread of the step issues."""
-_TAKING = (Verb.REDUCE, Verb.OFFLOAD)
 
 
 @dataclass(slots=True)
@@ -36,9 +33,12 @@ class _Block:
 
     nbytes: int
     born_s: float
+    address: int = 0
     kind: str = ""
     """The kind if it was there before the step, else empty until its end is known."""
     died_s: float | None = None
+    is_gradient: bool = False
+    """Whether the executor took it for the gradient of a parameter."""
 
 
 def live_by_kind(
@@ -47,16 +47,19 @@ def live_by_kind(
     intervals: Sequence[Interval],
     spans: Sequence[Span],
     places: Sequence[Span] = (),
+    gradients: Iterable[tuple[float, int]] = (),
 ) -> Live:
     """Return the bytes by kind over a step.
 
     `resident` has bytes and kind of the blocks before the step, by address. `events` are (seconds since the step began,
     address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed. `places` are the
-    stretches in which memory was allocated for an action, before its span.
+    stretches in which memory was allocated for an action, before its span. `gradients` are (seconds, address) of blocks
+    that became gradients of parameters.
     """
-    before = [_Block(nbytes, 0.0, kind) for nbytes, kind in resident.values()]
+    before = [_Block(nbytes, 0.0, kind=kind) for nbytes, kind in resident.values()]
     blocks, changes = _blocks(dict(zip(resident, before, strict=True)), events)
     running = _Running(spans, places)
+    _mark_gradients(blocks, gradients)
     for block in blocks:
         block.kind = _kind_of(block, intervals, running)
     return _summed(before, changes)
@@ -84,13 +87,34 @@ def _blocks(alive: dict[int, _Block], events: Iterable[tuple[float, int, int]]) 
         if died is not None:
             died.died_s = at_s
             del alive[address]
-        born = _Block(nbytes, at_s) if nbytes > 0 else None
+        born = _Block(nbytes, at_s, address) if nbytes > 0 else None
         if born is not None:
             alive[address] = born
             found.append(born)
         if born is not None or died is not None:
             changes.append(_Change(at_s, born, died))
     return found, changes
+
+
+CLOCKS_APART_S = 1e-4
+"""How far the profiler's times of allocations may be from the clock of the host: it converts them from a counter of the
+processor. Two gathers are further apart."""
+
+
+def _mark_gradients(blocks: Iterable[_Block], gradients: Iterable[tuple[float, int]]) -> None:
+    """Mark the blocks that became gradients: of those at the address, the one that was alive, or nearly so."""
+    by_address: dict[int, list[_Block]] = {}
+    for block in blocks:
+        by_address.setdefault(block.address, []).append(block)
+
+    def apart_s(block: _Block, at_s: float) -> float:
+        died_s = at_s if block.died_s is None else block.died_s
+        return max(block.born_s - at_s, at_s - died_s, 0.0)
+
+    for at_s, address in gradients:
+        nearest = min(by_address.get(address, ()), key=lambda block: apart_s(block, at_s), default=None)
+        if nearest is not None and apart_s(nearest, at_s) <= CLOCKS_APART_S:
+            nearest.is_gradient = True
 
 
 class _Running:
@@ -114,11 +138,6 @@ class _Running:
             if place < bisect.bisect_right(self._starts_s, time_s) - _DEEPEST:
                 break
         return ""
-
-    def last_verb(self, time_s: float) -> str:
-        """Return the verb of the span that began last before `time_s`; empty if there is none."""
-        place = bisect.bisect_right(self._starts_s, time_s) - 1
-        return _verb(self._spans[place]) if place >= 0 else ""
 
 
 _DEEPEST = 4
@@ -144,10 +163,7 @@ def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) ->
         return Kind.SAVED
     if interval.phase is Phase.FORWARD:
         return Kind.TEMP if is_gone else Kind.SAVED
-    if not is_gone:
-        return Kind.GRAD
-    assert block.died_s is not None, "a block that is gone has died"
-    return Kind.GRAD if running.last_verb(block.died_s) in _TAKING else Kind.TEMP
+    return Kind.GRAD if block.is_gradient or not is_gone else Kind.TEMP
 
 
 def _interval_at(intervals: Sequence[Interval], time_s: float) -> Interval | None:

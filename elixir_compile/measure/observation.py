@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from elixir_compile.ir.kinds import Lane, Phase
 from elixir_compile.ir.observed import Interval, name_of
 from elixir_compile.measure.known_executors import KnownExecutors
-from elixir_compile.measure.phases import Moment, PhaseChanges, moment_now
+from elixir_compile.measure.phases import Moment, PhaseChanges, StepTimes, moment_now
 from elixir_compile.runtime.phases import Phases, observe_phases
 from elixir_compile.runtime.recording import ThreadSeconds
 from elixir_compile.runtime.slab import live_slab_bytes
@@ -57,6 +57,12 @@ class ObservedStep:
         """The phases of the ended step, once its events are past."""
         assert self.ended is not None, f"step {self.number} has not ended"
         return self.changes.intervals(self.ended)
+
+    @property
+    def times(self) -> StepTimes:
+        """The phases of the ended step on both clocks, once its events are past."""
+        assert self.ended is not None, f"step {self.number} has not ended"
+        return self.changes.times(self.ended)
 
 
 class StepSink(Protocol):

@@ -40,6 +40,20 @@ def moment_now(lanes: Lanes | None) -> Moment:
     return Moment(time.perf_counter(), lanes.timed_event() if lanes is not None and is_timed else None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """The phases of a step that has ended, on the clock of the device if it has one, and on that of the host."""
+
+    began_s: float
+    """When the step began, on the clock of `time.perf_counter`."""
+    intervals: tuple[Interval, ...]
+    """The phases, in seconds since the step began."""
+    asked: tuple[Interval, ...]
+    """The same phases by the moments at which the host asked for them; equal to `intervals` if the host computes."""
+    moments: tuple[tuple[float, float], ...]
+    """For each change of phases, seconds since the step began on the clock of the host, and of `intervals`."""
+
+
 class PhaseChanges:
     """The changes of the innermost phase since a step began."""
 
@@ -58,9 +72,22 @@ class PhaseChanges:
 
     def intervals(self, ended: Moment) -> tuple[Interval, ...]:
         """Return the parts of the step, which ended at the moment `ended`. They leave no gap, and none is empty."""
+        return intervals_between(self._times_s(ended), [phase for _, phase in self.changes])
+
+    def times(self, ended: Moment) -> StepTimes:
+        """Return the phases of the step, which ended at the moment `ended`, on both clocks."""
+        moments = (*(at for at, _ in self.changes), ended)
+        asked_s = [at.host_s - self.began.host_s for at in moments]
+        return StepTimes(
+            began_s=self.began.host_s,
+            intervals=self.intervals(ended),
+            asked=intervals_between(asked_s, [phase for _, phase in self.changes]),
+            moments=tuple(zip(asked_s, self._times_s(ended), strict=True)),
+        )
+
+    def _times_s(self, ended: Moment) -> list[float]:
         began = self.began
-        times_s = [began.seconds_to(at) for at, _ in self.changes] + [began.seconds_to(ended)]
-        return intervals_between(times_s, [phase for _, phase in self.changes])
+        return [began.seconds_to(at) for at, _ in self.changes] + [began.seconds_to(ended)]
 
 
 def intervals_between(times_s: Sequence[float], phases: Sequence[Phase | None]) -> tuple[Interval, ...]:

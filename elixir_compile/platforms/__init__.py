@@ -6,6 +6,7 @@
 No other package but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
 """
 
+from elixir_compile.platforms.blocks import BlockRecord
 from elixir_compile.platforms.cores import bind_thread, cores_beside, on_cores
 from elixir_compile.platforms.platform import Memory, PinningError, Platform
 from elixir_compile.platforms.platforms import (
@@ -17,6 +18,7 @@ from elixir_compile.platforms.platforms import (
 )
 
 __all__ = [
+    "BlockRecord",
     "Memory",
     "PinningError",
     "Platform",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from elixir_compile.platforms.blocks import BlockRecord, record_blocks
 from elixir_compile.platforms.platform import Memory, Platform
 
 _NEEDED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
@@ -107,6 +108,10 @@ class AcceleratorPlatform(Platform):
     def reserved_bytes(self, device: torch.device) -> int:
         """Return the bytes that the allocator holds on `device`."""
         return int(self._ask("memory_reserved", device, default=0))
+
+    def record_blocks(self, device: torch.device) -> BlockRecord | None:
+        """Return a record that runs of the blocks on `device`; None if torch keeps no history, or one for others."""
+        return record_blocks(device)
 
     def alloc_retries(self, device: torch.device) -> int | None:
         """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""

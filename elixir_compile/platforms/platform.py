@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elixir_compile.platforms.blocks import BlockRecord
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
@@ -86,6 +88,13 @@ class Platform:
     def reserved_bytes(self, device: torch.device) -> int:
         """Return the bytes that the allocator holds on `device`; 0 without memory of its own."""
         return 0
+
+    def record_blocks(self, device: torch.device) -> BlockRecord | None:
+        """Return a record that runs of the blocks of the allocator on `device`.
+
+        None without memory of its own, if torch keeps no history of the allocator, or if somebody else reads it.
+        """
+        return None
 
     def alloc_retries(self, device: torch.device) -> int | None:
         """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.report.figures import STEPS, Bar, CurvePoint, MemoryRow, bar_columns, columns, kinds_of
+from elixir_compile.report.link_rates import LinkRates, rate_columns, rates_view
 from elixir_compile.units import GIB
 
 EXTRA = "pip install 'elixir-compile[report]'"
@@ -62,23 +63,33 @@ def step_chart(
     found: Sequence[Bar],
     budget_bytes: int,
     second: Sequence[MemoryRow] = (),
+    rates: Sequence[LinkRates] = (),
     *,
     is_static: bool = False,
 ) -> dict[str, Any]:
-    """Return the Vega-Lite specification of memory over the step with the lanes below, on one axis of seconds.
+    """Return the Vega-Lite specification of memory over the step with lanes and rates below, on one axis of seconds.
 
-    All live bytes of a `second` plan are drawn as a line. Unless it `is_static`, both charts zoom together, and a
+    All live bytes of a `second` plan are drawn as a line. Unless it `is_static`, the charts zoom together, and a
     tooltip shows the stretch under the pointer.
     """
     alt = _library("altair")
     memory = _memory(rows, budget_bytes, second, is_static=is_static)
-    both = alt.vconcat(memory, _lanes(found, is_static=is_static), spacing=8)
-    spec = _finished(both.resolve_scale(x="shared", color="independent"), tables(rows, found, second))
+    views = [memory, _lanes(found, is_static=is_static), *([rates_view(alt, rates, colour)] if rates else [])]
+    spec = _finished(_stacked(alt, views), tables(rows, found, second, rates))
     if not is_static:
-        # One zoom for both charts. Altair would name it in each, and warn of the repetition.
+        # One zoom for all charts. Altair would name it in each, and warn of the repetition.
         spec["vconcat"][0]["layer"][-1]["name"] = _HOVER
+        for view in spec["vconcat"][2:]:
+            view["layer"][0]["name"] = "rates"
         interval = {"type": "interval", "encodings": ["x"]}
-        spec["params"] = [{"name": "zoom", "select": interval, "bind": "scales", "views": [_HOVER, "lanes"]}]
+        spec["params"] = [
+            {
+                "name": "zoom",
+                "select": interval,
+                "bind": "scales",
+                "views": [_HOVER, "lanes", *(["rates"] if rates else [])],
+            }
+        ]
     return spec
 
 
@@ -130,20 +141,32 @@ def lines_chart(lines: Mapping[str, Sequence[tuple[int, float]]], what: str) -> 
     return _finished(drawn.properties(width=_WIDTH // 2, height=_HEIGHT))
 
 
-def lanes_chart(found: Sequence[Bar]) -> dict[str, Any]:
-    """Return the specification of the lanes alone, for a picture."""
-    return _finished(_lanes(found, is_static=True), tables((), found))
+def lanes_chart(found: Sequence[Bar], rates: Sequence[LinkRates] = ()) -> dict[str, Any]:
+    """Return the specification of the lanes, with the rates of the link below, for a picture."""
+    alt = _library("altair")
+    lanes = _lanes(found, is_static=True)
+    drawn = _stacked(alt, [lanes, rates_view(alt, rates, colour)]) if rates else lanes
+    return _finished(drawn, tables((), found, (), rates))
+
+
+def _stacked(alt: Any, views: Sequence[Any]) -> Any:
+    return alt.vconcat(*views, spacing=8).resolve_scale(x="shared", color="independent", strokeDash="independent")
 
 
 def tables(
-    rows: Sequence[MemoryRow], found: Sequence[Bar], second: Sequence[MemoryRow] = ()
+    rows: Sequence[MemoryRow],
+    found: Sequence[Bar],
+    second: Sequence[MemoryRow] = (),
+    rates: Sequence[LinkRates] = (),
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the tables of the charts of memory and lanes by name, each as one row of columns.
+    """Return the tables of the charts of memory, lanes and rates by name, each as one row of columns.
 
     Memory gets a last row that repeats the one before at its end, because an area of steps ends at its last point.
     """
     memory = {name: _closed(columns(drawn)) for name, drawn in (("memory", rows), ("second", second)) if drawn}
-    return {name: [table] for name, table in (memory | ({"lanes": bar_columns(found)} if found else {})).items()}
+    memory |= {"lanes": bar_columns(found)} if found else {}
+    memory |= {"rates": rate_columns(rates)} if rates else {}
+    return {name: [table] for name, table in memory.items()}
 
 
 def _closed(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

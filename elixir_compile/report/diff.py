@@ -113,12 +113,22 @@ def plan_diff(first: Plan, second: Plan) -> PlanDiff:
 
 
 def run_diff(plan: Plan, record: Record) -> RunDiff:
-    """Return the figures of `plan` and of `record`; differences of more than `TOLERANCE` are flagged."""
+    """Return the figures of `plan` and of `record`; differences of more than `TOLERANCE` are flagged.
+
+    If other graphs ran in the step too, only the counts are compared, of the plan's own graph: the seconds and the
+    peaks of the step are those of all its graphs, and the plan is of one.
+    """
     made = plan.prediction
+    is_shared = plan.name in record.graphs and len(record.graphs) > 1
+    record = record.of_graph(plan.name, [bucket.id for bucket in plan.buckets])
     pairs = (
-        ("step_s", made.step_s, record.step_s),
-        ("device_peak_bytes", made.device_peak_bytes, record.device_peak_bytes),
-        ("host_peak_bytes", made.host_peak_bytes, record.host_peak_bytes),
+        ()
+        if is_shared
+        else (
+            ("step_s", made.step_s, record.step_s),
+            ("device_peak_bytes", made.device_peak_bytes, record.device_peak_bytes),
+            ("host_peak_bytes", made.host_peak_bytes, record.host_peak_bytes),
+        )
     )
     planned = _counts(plan)
     counts = [(verb, planned.get(verb, 0), record.counts.get(verb, 0)) for verb in _MOVED]

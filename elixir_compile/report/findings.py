@@ -16,6 +16,7 @@ from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.observed import CALLER, FullStep, StepSummary
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Span
+from elixir_compile.ir.schedule import what_of
 from elixir_compile.ir.study import StudyRow
 from elixir_compile.report.diff import TOLERANCE, run_diff
 from elixir_compile.report.phase_table import WHOLE, PhaseFigures, busy_s, moved_bytes, phase_figures, stretches
@@ -119,7 +120,12 @@ def bound_update(seen: Observed) -> Finding | None:
     share = seconds_s / seen.period_s if seen.period_s else 0.0
     if share <= UPDATE_SHARE or seen.plan is None:
         return None
-    rate_share = host_update_bytes(seen.plan) / seconds_s / host_memory_bytes_per_s(seen.cluster)
+    buckets = {bucket.id for bucket in seen.plan.buckets}  # another graph of the step has updates of its own
+    own = [span for span in spans if what_of(span.label) in buckets]
+    own_s = busy_s(own, Lane.HOST, stretches(seen.full.intervals, WHOLE))
+    if not own_s:
+        return None
+    rate_share = host_update_bytes(seen.plan) / own_s / host_memory_bytes_per_s(seen.cluster)
     bound = "memory, so more threads do not help" if rate_share > MEMORY_SHARE else "the cores"
     rate = f"{rate_share:.0%} of what host memory carries: they are bound by {bound}"
     text = f"updates of the host take {share:.0%} of the step and run at {rate}"

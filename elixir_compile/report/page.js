@@ -28,6 +28,7 @@
       .map(([name, column]) => [name, [...column, table[name === "start_s" ? "end_s" : name].at(-1)]]));
     spec.datasets = { memory: [closed(data.memory)], lanes: [data.bars] };
     if (data.second !== undefined) spec.datasets.second = [closed(data.second.memory)];
+    if (data.rates !== undefined) spec.datasets.rates = [data.rates];
     // `ast` interprets expressions: the policy of the page forbids `eval`.
     await window.vegaEmbed(chart, spec, { ast: true, renderer: "svg", actions: false });
     chart.setAttribute("data-drawn", "yes");

@@ -15,7 +15,7 @@ from elixir_compile.analysis.laps import laps_of
 from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Kind, Saving, Tier
+from elixir_compile.ir.kinds import Kind, Lane, Saving, Tier
 from elixir_compile.ir.plan import Decision, Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.report import charts, figures
@@ -24,6 +24,7 @@ from elixir_compile.report.figures import Bar, CurvePoint, MemoryRow, kinds_of
 from elixir_compile.report.head import head
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layers_table import LayerRow, layer_rows
+from elixir_compile.report.link_rates import LinkRates, link_rates, rate_columns
 from elixir_compile.report.markup import Cell, bytes_cell, json_block, plain_table, seconds_cell, table
 from elixir_compile.report.observed_run import ObservedRun, run_data
 from elixir_compile.report.run_page import run_sections
@@ -74,6 +75,17 @@ class PlanSheet:
         return (*self.bars, *planned)
 
     @property
+    def rates(self) -> tuple[LinkRates, ...]:
+        """The rates of the link over all steps that the page shows; empty if none copies."""
+        run = self.run
+        counters = None if run is None or run.row.full is None else run.row.full.counters
+        own = link_rates(self.planned, figures.PLANNED, self.cluster)
+        second = () if self.second is None else link_rates(self.second.planned, figures.SECOND, self.second.cluster)
+        measured = self.measured
+        seen = () if measured is None else link_rates(measured, figures.MEASURED, self.cluster, counters)
+        return (*own, *second, *seen)
+
+    @property
     def peak(self) -> MemoryRow:
         """The stretch of the step with the peak."""
         at = [row for row in self.memory if row.op == self.plan.prediction.device_peak_at]
@@ -91,7 +103,7 @@ def plan_sheet(
     held = survey.held
     assert held is not None
     planned = simulate(graph, plan, cluster, priced)
-    measured = None if measured is None else measured.of_graph(plan.name)
+    measured = None if measured is None else measured.of_graph(plan.name, [bucket.id for bucket in plan.buckets])
     records = {figures.PLANNED: planned} | ({} if measured is None else {figures.MEASURED: measured})
     op_seconds = OpSeconds(graph, cluster, priced).of(plan.activations, laps_of(plan))
     return PlanSheet(
@@ -150,6 +162,7 @@ def page_data(sheet: PlanSheet) -> dict[str, Any]:
         "kinds": [str(kind) for kind in kinds_of(rows)],
         "memory": figures.columns(rows),
         "bars": figures.bar_columns(sheet.drawn_bars),
+        **({"rates": rate_columns(rates)} if (rates := sheet.rates) else {}),
         **({"curve": [asdict(point) for point in sheet.curve]} if sheet.curve else {}),
         **({} if sheet.second is None else {"second": page_data(sheet.second)}),
         **({} if sheet.run is None else {"run": run_data(sheet.run)}),
@@ -165,7 +178,7 @@ def _drawn(sheet: PlanSheet) -> str:
 
 def _step_spec(sheet: PlanSheet, *, is_static: bool) -> dict[str, Any]:
     rows, second = drawn_memory(sheet)
-    return charts.step_chart(rows, sheet.drawn_bars, sheet.plan.budget_bytes, second, is_static=is_static)
+    return charts.step_chart(rows, sheet.drawn_bars, sheet.plan.budget_bytes, second, sheet.rates, is_static=is_static)
 
 
 def drawn_memory(sheet: PlanSheet) -> tuple[Sequence[MemoryRow], Sequence[MemoryRow]]:
@@ -213,6 +226,7 @@ def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
     if can_draw:
         spec = _step_spec(sheet, is_static=True)
         yield f"<figure><figcaption>{escape(caption)} The dashed line is the budget. Below are the lanes: {bars}."
+        yield _rates_caption(sheet)
         yield "Scroll to zoom, drag to move. On the keyboard, arrow keys walk over the regions, P goes to the peak."
         yield '</figcaption><div class="chart" id="step-chart" tabindex="0" role="img"'
         yield f'aria-label="Memory over the step by kind, and lanes. {escape(caption)}">{charts.svg(spec)}</div>'
@@ -231,6 +245,22 @@ def _step_section(sheet: PlanSheet, *, can_draw: bool) -> Iterator[str]:
     heads = ("region", "op with the most bytes", "module", "line", "from", "all", *map(str, names))
     yield from plain_table(heads, (_region_cells(row, names) for row in sheet.memory))
     yield "</details></section>"
+
+
+def _rates_caption(sheet: PlanSheet) -> str:
+    """Return a sentence about the rates of the link below the lanes; empty if they are not drawn."""
+    planned = [each for each in sheet.rates if each.of == figures.PLANNED]
+    if not planned:
+        return ""
+    told = [
+        f"{format_bytes(round(each.nbytes))} {_DIRECTIONS[each.lane]} in the planned step, "
+        f"{each.nbytes / each.step_s / each.rated_bytes_per_s:.0%} of what the link could carry"
+        for each in planned
+    ]
+    return escape(f" Below them is the rate of the link, with dashed lines at its profile: {'; '.join(told)}. ")
+
+
+_DIRECTIONS = {Lane.H2D: "to the device", Lane.D2H: "to the host"}
 
 
 def _region_cells(row: MemoryRow, names: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from elixir_compile.ir.observed import CALLER, StepSummary
 from elixir_compile.report import charts, figures
 from elixir_compile.report.findings import find, observed_row
 from elixir_compile.report.head import head
+from elixir_compile.report.link_rates import LANES_CAPTION, row_rates
 from elixir_compile.report.markup import (
     Cell,
     bytes_cell,
@@ -125,5 +126,6 @@ def _full_step(run: ObservedRun, *, can_draw: bool, has_plan: bool) -> Iterator[
             yield figure(f"Measured bytes on the device over step {memory.summary.step}, by kind.", picture)
         found = () if has_plan else figures.bars(row.full.record)
         if found:
-            yield figure("Lanes over the step.", charts.svg(charts.lanes_chart(found)))
+            rates = () if run.cluster is None else row_rates(row.full, run.cluster)
+            yield figure(LANES_CAPTION.format("the step"), charts.svg(charts.lanes_chart(found, rates)))
     yield "</section>"

@@ -8,6 +8,7 @@ from elixir_compile.ir.study import Study, StudyRow
 from elixir_compile.report import charts, figures
 from elixir_compile.report.findings import find, observed_row
 from elixir_compile.report.head import head
+from elixir_compile.report.link_rates import LANES_CAPTION, row_rates
 from elixir_compile.report.markup import definitions, figure, plain_table
 from elixir_compile.report.phase_table import PHASES
 from elixir_compile.report.sections import machine
@@ -66,7 +67,8 @@ def _row(study: Study, row: StudyRow, *, can_draw: bool) -> Iterator[str]:
             )
         found = figures.bars(seen.full.record)
         if found:
-            yield figure(f"Lanes over a step of {row.name}.", charts.svg(charts.lanes_chart(found)))
+            picture = charts.svg(charts.lanes_chart(found, row_rates(seen.full, study.cluster)))
+            yield figure(LANES_CAPTION.format(f"a step of {row.name}"), picture)
     yield "</section>"
 
 

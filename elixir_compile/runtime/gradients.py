@@ -122,6 +122,7 @@ class GradientAccumulator:
         """
         backward = self.begin_backward()
         if isinstance(bucket, ShardedBucket):
+            self._ledger.takes_gradients(grads)
             land = functools.partial(self._add, backward)
             reducing = ShardReduce(bucket, params, grads, land, self._lanes, self._ledger)
             backward.reducing[bucket.spec.id] = reducing
@@ -143,6 +144,7 @@ class GradientAccumulator:
         if not backward.asks_for_all and compat.is_batched(grad):
             instead = "Ask for the gradients of one output after another"
             raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
+        self._ledger.takes_gradients((grad,))
         _, total = backward.pending.get(slot.key, (slot, None))
         if total is None:
             # Not a view, as a transposed product is: a view keeps its base, and thereby the memory that the gradient

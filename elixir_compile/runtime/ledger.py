@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,11 @@ class Ledger:
         """While recording, note that the calling thread allocates device memory for `label` in the block."""
         recordings = self._recordings
         return Placing(recordings, label, self.graph) if recordings else _NOTHING
+
+    def takes_gradients(self, grads: Sequence[torch.Tensor]) -> None:
+        """While recording, note that the memory of `grads`, which the backward has computed, is gradients now."""
+        for recording in self._recordings:
+            recording.gradients += ((time.time_ns(), grad.untyped_storage().data_ptr()) for grad in grads)
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""

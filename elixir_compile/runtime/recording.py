@@ -141,6 +141,8 @@ class Recording:
         self._num_open = 0
         self.places: list[Place] = []
         """Where device memory was allocated for an action, in the order of their ends."""
+        self.gradients: list[tuple[int, int]] = []
+        """(time on the clock of `time.time_ns`, address) of each block that became a gradient."""
 
     @property
     def num_open(self) -> int:

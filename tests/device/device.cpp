@@ -160,9 +160,24 @@ void count(c10::CachingAllocator::StatArray& stats, int64_t bytes) {
   }
 }
 
+// An entry of the history of blocks: times are microseconds since 1970.
+enum Action : int64_t { kAlloc, kFree, kSnapshot };
+struct Entry {
+  int64_t action, device, address, bytes, time_us;
+};
+
 struct DeviceMemory final : c10::DeviceAllocator {
   Memory devices[kDevices];
   std::unordered_map<void*, Block> blocks;
+  bool has_history = false;
+  std::vector<Entry> history;
+
+  // The caller holds the mutex of the machine.
+  void note(int64_t action, DeviceIndex device, const void* address, size_t bytes) {
+    using namespace std::chrono;
+    auto now = duration_cast<microseconds>(system_clock::now().time_since_epoch()).count();
+    if (has_history) history.push_back({action, device, reinterpret_cast<int64_t>(address), static_cast<int64_t>(bytes), now});
+  }
 
   DeviceMemory() {
     for (auto& device : devices) {
@@ -208,6 +223,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     count(memory.stats.allocated_bytes, static_cast<int64_t>(bytes));
     count(memory.stats.active_bytes, static_cast<int64_t>(bytes));
     count(memory.stats.requested_bytes, static_cast<int64_t>(n));
+    note(kAlloc, device, address, n);
     return {address, address, &release, Device(kType, device)};
   }
 
@@ -225,6 +241,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     count(memory.stats.allocated_bytes, -static_cast<int64_t>(block.bytes));
     count(memory.stats.active_bytes, -static_cast<int64_t>(block.bytes));
     count(memory.stats.requested_bytes, -static_cast<int64_t>(block.requested));
+    note(kFree, block.stream.first, block.address, block.requested);
     std::vector<StreamKey> busy;
     block.users.insert(block.stream);
     for (auto& stream : block.users) {
@@ -262,6 +279,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     std::lock_guard lock(machine().mutex);
     for (DeviceIndex device = 0; device < kDevices; ++device) {
       drain_device(device);
+      devices[device].free.clear();  // else a block that is used again would be allocated and not reserved
       auto& reserved = devices[device].stats.reserved_bytes;
       count(reserved, devices[device].stats.allocated_bytes[0].current - reserved[0].current);
     }
@@ -783,6 +801,37 @@ int64_t device_num_pending() {
   int64_t pending = 0;
   for (auto& [stream, queue] : machine().queues) pending += static_cast<int64_t>(queue.items.size());
   return pending;
+}
+
+// Begins a history of blocks if `on` is not 0, else ends and forgets it.
+void device_keep_history(int on) {
+  std::lock_guard lock(machine().mutex);
+  memory().has_history = on != 0;
+  memory().history.clear();
+}
+
+// Writes the first `most` entries of the history to `out`, five numbers each, and returns how many there are.
+int64_t device_history(int64_t* out, int64_t most) {
+  std::lock_guard lock(machine().mutex);
+  auto& all = memory().history;
+  auto some = std::min<int64_t>(most, static_cast<int64_t>(all.size()));
+  if (some > 0) std::memcpy(out, all.data(), static_cast<size_t>(some) * sizeof(Entry));
+  return static_cast<int64_t>(all.size());
+}
+
+// Writes device, address and bytes of the first `most` blocks to `out`, returns how many there are, and notes that in
+// the history of each device.
+int64_t device_blocks(int64_t* out, int64_t most) {
+  std::lock_guard lock(machine().mutex);
+  int64_t found = 0;
+  for (auto& [address, block] : memory().blocks) {
+    if (found++ >= most) continue;
+    *out++ = block.stream.first;
+    *out++ = reinterpret_cast<int64_t>(address);
+    *out++ = static_cast<int64_t>(block.requested);
+  }
+  for (DeviceIndex device = 0; device < kDevices; ++device) memory().note(kSnapshot, device, nullptr, 0);
+  return found;
 }
 
 int64_t device_num_async_copies() {

@@ -9,6 +9,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,6 +35,9 @@ def start() -> ctypes.CDLL:
         ("device_set_capacity", [ctypes.c_int, ctypes.c_size_t], None),
         ("device_num_pending", [], ctypes.c_int64),
         ("device_num_async_copies", [], ctypes.c_int64),
+        ("device_keep_history", [ctypes.c_int], None),
+        ("device_history", [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64),
+        ("device_blocks", [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64),
     ):
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, result
     lib.device_start()
@@ -92,6 +96,41 @@ def num_async_copies() -> int:
     return start().device_num_async_copies()
 
 
+def _record_memory_history(enabled: str | None = "all", **_: object) -> None:
+    """Begin a history of blocks, or end it for None, as the function of `torch.cuda.memory` does."""
+    start().device_keep_history(int(enabled is not None))
+
+
+def _rows(write: Callable[[object, int], int], width: int) -> list[list[int]]:
+    """Return what `write` writes of a table of `width` columns."""
+    room = (ctypes.c_int64 * (width * _MOST_ROWS))()
+    count = write(room, _MOST_ROWS)
+    assert count <= _MOST_ROWS, f"{count} rows, room for {_MOST_ROWS}"
+    return [list(room[place : place + width]) for place in range(0, width * count, width)]
+
+
+_MOST_ROWS = 1 << 16
+
+
+def _snapshot(device: object = None) -> dict[str, list[Any]]:
+    """Return blocks and their history in the form of `torch.cuda.memory._snapshot`."""
+    blocks = _rows(start().device_blocks, 3)
+    traces: list[list[dict[str, object]]] = [[] for _ in range(NUM_DEVICES)]
+    for action, index, address, nbytes, time_us in _rows(start().device_history, 5):
+        for name in (("alloc",), ("free_requested", "free_completed"), ("snapshot",))[action]:
+            traces[index].append({"action": name, "addr": address, "size": nbytes, "time_us": time_us})
+    return {
+        "segments": [
+            {
+                "device": index,
+                "blocks": [{"address": address, "requested_size": nbytes, "state": "active_allocated"}],
+            }
+            for index, address, nbytes in blocks
+        ],
+        "device_traces": traces,
+    }
+
+
 def _module() -> types.ModuleType:
     """Return what torch looks for at `torch.fakegpu`. Ops draw random numbers from the CPU's generator."""
     module = types.ModuleType(f"torch.{NAME}")
@@ -122,6 +161,7 @@ def _module() -> types.ModuleType:
         "max_memory_allocated": torch.accelerator.max_memory_allocated,
         "reset_peak_memory_stats": torch.accelerator.reset_peak_memory_stats,
         "empty_cache": torch.accelerator.empty_cache,
+        "memory": types.SimpleNamespace(_record_memory_history=_record_memory_history, _snapshot=_snapshot),
     }.items():
         setattr(module, name, value)
     return module

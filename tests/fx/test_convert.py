@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile import compat
 from elixir_compile.capture.convert import step_graph
 from elixir_compile.ir import Kind, Phase, StepGraph
 from tests.fx.captures import Pair, Shared, record_of
@@ -98,3 +100,16 @@ def test_modules_of_a_container_of_torch_have_the_names_of_their_parameters() ->
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.GELU(), nn.Linear(4, 1)), nn.Flatten(0))
     graph = record_of(model, torch.randn(1, 4)).graph
     assert {"0", "1.0", "1.1"} <= {op.module for op in graph.ops} <= {name for name, _ in model.named_modules()}
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_tangent_is_live_to_the_end_of_the_backward_if_torch_holds_it(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "keeps_tangents", lambda: is_kept)
+    graph = record_of(Pair(), torch.randn(3, 4)).graph
+    backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
+    assert len(backward) > 3
+    tangent = backward[0].writes[0]
+    assert "tangent" in tangent
+    assert (tangent in backward[-1].reads) is is_kept

@@ -59,8 +59,12 @@ class StepStats:
 
     period_s: float
     """Median seconds from the beginning of one forward to the beginning of the next."""
+    graph_s: float | None = None
+    """Mean seconds per step in which regions of the graph ran; None if the steps were only timed."""
+    is_shared: bool = False
+    """Whether other graphs ran in the same steps. Then the plan stays: it was made with room for theirs."""
     spans: tuple[Span, ...] = ()
-    """The spans of all profiled steps; empty if the steps were only timed."""
+    """The spans of all profiled steps; empty if the steps were only timed, or other graphs ran in them."""
     device_peak_bytes: int | None = None
     """Most bytes that tensors asked for at once; None on a CPU, whose allocator keeps no such figure."""
     reserved_bytes: int | None = None

@@ -270,7 +270,7 @@ def test_a_region_without_a_span_prevents_the_correction(asked: Asked) -> None:
 
 def test_the_step_profiler_returns_stats_once_and_then_stops_recording(asked: Asked) -> None:
     executor = Executor(torch.device("cpu"), "m")
-    watch = StepProfiler(executor, is_on=True, records=True)
+    watch = StepProfiler(executor, "m", Options(), records=True)
     answers = []
     for _ in range(NUM_WATCHED + 3):
         answers.append(watch.forward_begins(asked.problem))
@@ -283,7 +283,7 @@ def test_the_step_profiler_returns_stats_once_and_then_stops_recording(asked: As
 
 def test_a_stopped_step_profiler_returns_no_stats(asked: Asked) -> None:
     executor = Executor(torch.device("cpu"), "m")
-    watch = StepProfiler(executor, is_on=True, records=True)
+    watch = StepProfiler(executor, "m", Options(), records=True)
     for _ in range(STEPS_SKIPPED + 1):
         assert watch.forward_begins(asked.problem) is None
     assert executor.ledger.is_recording

@@ -159,6 +159,15 @@ window.addEventListener("load", () => setTimeout(async () => {
       .filter((text) => /^[0-9.]+$/.test(text));
     const view = chart.querySelector("svg"), at = view.getBoundingClientRect();
     seen.ticks = ticks();
+    const mark = box(".mark-symbol.role-mark path");
+    const over = { clientX: mark.left + mark.width / 2, clientY: mark.top + mark.height + 20 };
+    for (const kind of ["pointerover", "pointermove", "mouseover", "mousemove"]) {
+      document.elementFromPoint(over.clientX, over.clientY).dispatchEvent(
+        new PointerEvent(kind, { bubbles: true, cancelable: true, view: window, ...over }));
+    }
+    await new Promise((done) => setTimeout(done, 100));
+    seen.hover = [...document.querySelectorAll("#vg-tooltip-element tr")]
+      .map((row) => [...row.cells].map((cell) => cell.textContent));
     const place = { clientX: at.left + 500, clientY: at.top + 100 };
     scrollTo(0, 0);
     document.elementFromPoint(place.clientX, place.clientY).dispatchEvent(
@@ -179,6 +188,7 @@ window.addEventListener("load", () => setTimeout(async () => {
   const filter = document.querySelector("label[data-filters] input");
   filter.value = seen.layers[1]; filter.dispatchEvent(new Event("input"));
   seen.filtered = layers();
+  seen.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   seen.images = document.images.length; seen.title = document.title;
   document.body.setAttribute("data-seen", encodeURIComponent(JSON.stringify(seen)));
 }, 1500));
@@ -222,6 +232,8 @@ def test_in_a_browser_the_page_draws_walks_sorts_and_filters(tmp_path: Path) -> 
     assert seen["drawn"] == "yes"
     peak = plan_timeline(problem.graph, made).peak
     assert f"{peak.nbytes / GIB:.2f} GiB at {peak.op}" in seen["peak"]
+    assert dict(seen["hover"])["op"] == peak.op
+    assert seen["requests"] == []  # the page alone was read, and it is a file
     regions = [region.id for region in made.regions]
     walked = [seen[name].split()[0] for name in ("first", "second", "last")]
     assert walked == [*(["update", *regions][:2] if walked[0] == "update" else regions[:2]), walked[2]]
@@ -251,7 +263,7 @@ def test_in_a_browser_the_charts_are_those_of_the_picture_and_zoom_as_one(tmp_pa
     assert [outline(path) for path in seen["areas"]] == [outline(path) for path in drawn]
     assert drawn
     for axis in ("ticks", "zoomed"):
-        assert seen[axis][0] == seen[axis][-1]  # the seconds of memory and of the lanes
+        assert seen[axis].count(seen[axis][0]) == 3  # the seconds of memory, of the lanes and of the link's rates
     assert (seen["drawn"], seen["ticks"][0] != seen["zoomed"][0]) == ("yes", True)
 
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from elixir_compile.analysis import plan_timeline
 from elixir_compile.cli.main import app
+from elixir_compile.managed.saved import load_answered
 from elixir_compile.report import charts
+from elixir_compile.units import GIB
 
 DRIVER = shutil.which("chromedriver")
 MOST_BYTES = 1_500_000
@@ -32,6 +35,22 @@ const look = () => {
 };
 look();
 """
+HOVER = """
+const done = arguments[0], chart = document.getElementById("step-chart");
+const look = () => {
+  if (chart.dataset.drawn !== "yes") return setTimeout(look, 5);
+  const mark = chart.querySelector(".mark-symbol.role-mark path").getBoundingClientRect();
+  const over = { clientX: mark.left + mark.width / 2, clientY: mark.bottom + 20 };
+  for (const kind of ["pointerover", "pointermove", "mouseover", "mousemove"]) {
+    document.elementFromPoint(over.clientX, over.clientY).dispatchEvent(
+      new PointerEvent(kind, { bubbles: true, cancelable: true, view: window, ...over }));
+  }
+  setTimeout(() => done([...document.querySelectorAll("#vg-tooltip-element tr")]
+    .map((row) => [...row.cells].map((cell) => cell.textContent))), 100);
+};
+look();
+"""
+"""Points at the mark of the peak, and returns the rows of the tooltip."""
 
 pytestmark = [
     pytest.mark.browser,
@@ -55,6 +74,10 @@ class Browser:
         self._ask("POST", "/url", {"url": "about:blank"})
         self._ask("POST", "/url", {"url": page.as_uri()})
         return self._ask("POST", "/execute/async", {"script": SEEN, "args": []})
+
+    def hover(self) -> dict[str, str]:
+        """Return what the tooltip at the peak of the page that is open says, by name."""
+        return dict(self._ask("POST", "/execute/async", {"script": HOVER, "args": []}))
 
     def close(self) -> None:
         self._ask("DELETE", "")
@@ -93,3 +116,11 @@ def test_the_page_of_llama_7b_is_small_and_painted_before_its_chart_is_drawn(tmp
     best = {name: min(each[name] for each in seen) for name in seen[0]}
     assert best["first-contentful-paint"] <= best["largest"] < PAINTED_MS, seen
     assert best["largest"] < best["drawn"], seen
+    made, question = load_answered(tmp_path / "plan.json")
+    assert question is not None
+    peak = plan_timeline(question.problem.graph, made).peak
+    said = browser.hover()
+    assert said["op"] == peak.op
+    assert said["total, GiB"] == f"{peak.nbytes / GIB:.3f}"
+    by_kind = {f"{kind}, GiB": f"{nbytes / GIB:.3f}" for kind, nbytes in peak.by_kind.items() if nbytes}
+    assert by_kind.items() <= said.items()

@@ -1,0 +1,188 @@
+"""The bytes by kind of a made-up step on an accelerator, whose allocator's history is written by hand."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from elixir_compile import compat
+from elixir_compile.ir import Kind, Lane, Phase, Span
+from elixir_compile.ir.observed import Interval, Live
+from elixir_compile.measure.device_memory import DeviceMemory, drawn_by_device
+from elixir_compile.measure.phases import StepTimes
+from elixir_compile.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.platforms.blocks import block_events, live_blocks
+from elixir_compile.runtime.recording import Anchor, Place
+
+MS = 1e-3
+DEVICE = torch.device("cuda", 1)
+BEGAN_NS = 1_000_000_000_000
+TIMES = StepTimes(
+    began_s=50.0,
+    # The host asks for all in 6 ms, and the device takes 40 ms.
+    intervals=(
+        Interval(phase=Phase.FORWARD, start_s=0, end_s=10 * MS),
+        Interval(phase=Phase.BACKWARD, start_s=10 * MS, end_s=30 * MS),
+        Interval(phase=Phase.UPDATE, start_s=30 * MS, end_s=40 * MS),
+    ),
+    asked=(
+        Interval(phase=Phase.FORWARD, start_s=0, end_s=2 * MS),
+        Interval(phase=Phase.BACKWARD, start_s=2 * MS, end_s=5 * MS),
+        Interval(phase=Phase.UPDATE, start_s=5 * MS, end_s=6 * MS),
+    ),
+    moments=((0, 0), (2 * MS, 10 * MS), (5 * MS, 30 * MS), (6 * MS, 40 * MS)),
+)
+
+
+def entry(action: str, at_ms: float, address: int = 0, nbytes: int = 0) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": nbytes, "time_us": (BEGAN_NS + round(at_ms * 1e6)) // 1000}
+
+
+def snapshot(blocks: Mapping[int, int], *entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a snapshot of a device 1 with `blocks`; on device 0 there is another block."""
+    listed = [
+        {"address": address, "requested_size": size, "state": "active_allocated"} for address, size in blocks.items()
+    ]
+    listed.append({"address": 900, "requested_size": 1 << 30, "state": "inactive"})
+    return {
+        "segments": [
+            {"device": 0, "blocks": [{"address": 64, "requested_size": 7, "state": "active_allocated"}]},
+            {"device": 1, "blocks": listed},
+        ],
+        "device_traces": [[entry("alloc", 1, 64, 7)], list(entries)],
+    }
+
+
+class Allocator:
+    """Stands for torch's allocator: its snapshots, one after another."""
+
+    def __init__(self, *snapshots: dict[str, Any]) -> None:
+        self.snapshots = list(snapshots)
+        self.is_on = False
+
+    def start(self, device_type: str, most_entries: int) -> bool:
+        was_on, self.is_on = self.is_on, True
+        return not was_on
+
+    def snapshot(self, device_type: str) -> dict[str, Any]:
+        return self.snapshots.pop(0)
+
+    def stop(self, device_type: str) -> None:
+        self.is_on = False
+
+
+@pytest.fixture
+def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
+    """Return what tells the bytes of a step from a history, kinds of blocks before the step, and what was recorded."""
+
+    def live(
+        entries: list[dict[str, Any]],
+        resident: Mapping[int, int] = {},
+        kinds: Mapping[int, str] = {},
+        spans: tuple[Span, ...] = (),
+        places: tuple[Place, ...] = (),
+        gradients: tuple[tuple[int, int], ...] = (),
+    ) -> Live | None:
+        allocator = Allocator(snapshot(resident), snapshot({}, *entries))
+        monkeypatch.setattr(compat, "start_allocator_history", allocator.start)
+        monkeypatch.setattr(compat, "allocator_snapshot", allocator.snapshot)
+        monkeypatch.setattr(compat, "stop_allocator_history", allocator.stop)
+        monkeypatch.setattr("elixir_compile.measure.device_memory.anchor", lambda: Anchor(TIMES.began_s, BEGAN_NS))
+        platform = AcceleratorPlatform(DEVICE.type)
+        blocks = platform.record_blocks(DEVICE)
+        assert blocks is not None
+        assert platform.record_blocks(DEVICE) is None, "somebody reads the history"
+        memory = DeviceMemory(blocks, dict(kinds))
+        memory.start()
+        memory.stop()
+        assert not allocator.is_on
+        return memory.live(TIMES, spans, places, gradients)
+
+    return live
+
+
+def test_blocks_are_those_of_the_device_at_the_bytes_that_were_asked_for() -> None:
+    assert live_blocks(snapshot({1: 10, 2: 20}), 1) == {1: 10, 2: 20}
+    assert live_blocks(snapshot({}), 0) == {64: 7}
+
+
+def test_events_before_the_snapshot_and_requests_to_free_do_not_count() -> None:
+    entries = (
+        entry("alloc", 0, 1, 10),
+        entry("snapshot", 0),
+        entry("segment_alloc", 1, 5, 4096),
+        entry("alloc", 1, 2, 20),
+        entry("free_requested", 2, 1, 10),
+        entry("free_completed", 3, 1, 10),
+        entry("snapshot", 4),
+    )
+    assert block_events(snapshot({}, *entries), 1, most_entries=8) == [
+        (BEGAN_NS + 1_000_000, 2, 20),
+        (BEGAN_NS + 3_000_000, 1, -10),
+    ]
+    assert block_events(snapshot({}, *entries), 1, most_entries=7) is None
+
+
+def test_kinds_are_told_by_when_the_host_asked(live_of: Callable[..., Live | None]) -> None:
+    """By the clock of the device, the activation would be gone within the forward, and the moment made in it."""
+    live = live_of(
+        [
+            entry("alloc", 1.0, 11, 100),  # an activation
+            entry("alloc", 1.2, 12, 7),
+            entry("free_completed", 1.4, 12, 7),  # a temporary of the forward
+            entry("free_completed", 3.0, 11, 100),
+            entry("alloc", 5.5, 13, 1000),  # a moment
+        ],
+        resident={1: 5000, 2: 3},
+        kinds={1: Kind.PARAM},
+    )
+    assert live is not None
+    assert live.at_peak() == {Kind.PARAM: 5000, "other": 3, Kind.SAVED: 0, Kind.TEMP: 0, Kind.MOMENT: 1000}
+    assert max(live.by_kind[Kind.SAVED]) == 100
+    assert max(live.by_kind[Kind.TEMP]) == 7
+    assert live.peak_bytes == 6003
+    # 1 of the 2 ms in which the host asked for the forward is 5 of the 10 ms in which the device ran it.
+    assert live.at_s == pytest.approx([0, 5 * MS, 6 * MS, 7 * MS, (10 + 20 / 3) * MS, 35 * MS])
+
+
+def test_a_copy_that_is_asked_for_has_its_memory_by_its_place(live_of: Callable[..., Live | None]) -> None:
+    place = Place("gather b0", "", 0, BEGAN_NS + 499_000, BEGAN_NS + 501_000)
+    entries = [entry("alloc", 0.5, 11, 100), entry("free_completed", 1.5, 11, 100)]
+    # On the device, the gather runs at another time than that at which the host took memory for it.
+    gather = Span(lane=Lane.H2D, label="gather b0", start_s=6 * MS, end_s=8 * MS, issued_s=0.6 * MS)
+    found = [live_of(entries, spans=(gather,), places=places) for places in ((place,), ())]
+    assert [live.at_peak() for live in found if live is not None] == [{Kind.GATHERED: 100}, {Kind.TEMP: 100}]
+
+
+def test_a_gradient_that_leaves_late_is_told_by_its_address(live_of: Callable[..., Live | None]) -> None:
+    """Its copy to the host is over long after the next region was asked for."""
+    entries = [
+        entry("alloc", 2.5, 11, 100),
+        entry("alloc", 2.5, 12, 10),
+        entry("free_completed", 4.5, 11, 100),
+        entry("free_completed", 4.5, 12, 10),
+    ]
+    spans = (
+        Span(lane=Lane.D2H, label="offload b0.grad", start_s=20 * MS, end_s=25 * MS, issued_s=3 * MS),
+        Span(lane=Lane.COMPUTE, label="run bwd.1", start_s=20 * MS, end_s=25 * MS, issued_s=3.5 * MS),
+    )
+    live = live_of(entries, spans=spans, gradients=((BEGAN_NS + 2_900_000, 11),))
+    assert live is not None
+    assert live.at_peak() == {Kind.GRAD: 100, Kind.TEMP: 10}
+
+
+def test_a_step_whose_first_events_are_lost_has_no_memory(
+    live_of: Callable[..., Live | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elixir_compile.platforms.blocks.MOST_ENTRIES", 2)
+    assert live_of([entry("alloc", 1, 11, 1)]) is not None
+    assert live_of([entry("alloc", 1, 11, 1), entry("alloc", 2, 12, 1)]) is None
+
+
+def test_a_region_that_starts_late_draws_the_blocks_after_it() -> None:
+    live = Live(at_s=(0.0, 1.5 * MS, 6 * MS, 9 * MS), by_kind={"temp": (0, 1, 2, 3)})
+    late = Span(lane=Lane.COMPUTE, label="run fwd.0", start_s=8 * MS, end_s=9 * MS, issued_s=1 * MS)
+    drawn = drawn_by_device(live, TIMES, (late,))
+    assert drawn.at_s == pytest.approx((0, 9 * MS, 40 * MS, 40 * MS))
+    assert drawn.by_kind == live.by_kind
