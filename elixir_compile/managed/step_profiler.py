@@ -56,7 +56,7 @@ class StepProfiler:
         """The peak of the steps so far, as the user sees it."""
 
     def forward_begins(self, problem: Problem, outstanding: Collection[str] = ()) -> StepStats | None:
-        """Note a forward of a step that solves `problem`; return the measurements, once, if enough steps have passed.
+        """Note a forward that solves `problem`; return the measurements, once, if enough steps have passed.
 
         `outstanding` are the names of the graphs of outstanding forwards. If the graph itself is among them, this is no
         new step. If another is, that graph reads the peak of the step.

@@ -135,7 +135,8 @@ class Slot:
         if is_sharded(self.param):
             self.sink.check_same_op(self)
         self.sink.buckets.await_update(self)
-        return full_tensor(self.param, self.device)
+        # Autograd makes the result a node of its graph; a model whose local tensor is such a node cannot be copied.
+        return full_tensor(self.param, self.device).detach()
 
     def handle(self) -> torch.Tensor:
         """Make a handle: a leaf with a single element, in place of the parameter in captured graphs."""

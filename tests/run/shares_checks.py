@@ -155,6 +155,22 @@ def refuses_other_shares(rank: int, world_size: int) -> list[str]:
     return found
 
 
+def refuses_other_questions(rank: int, world_size: int) -> list[str]:
+    """Return the errors of `shares` for a mesh of two axes, a fleet of another size, and a batch of one row."""
+    found: list[str] = []
+    wrong: list[dict[str, Any]] = [
+        {"mesh": mesh_of([world_size, 1])},
+        {"hardware": "2 x l4-24g"},
+        {"hardware": "1 x l4-24g + 1 x p40-24g"},
+        {"batch": 1},
+    ]
+    for asked in wrong:
+        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption)) as caught:
+            elixir.shares(Rows(), [torch.empty(4, WIDTH)], **{"batch": 8, "mesh": mesh_of([world_size]), **asked})
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
 def warns_of_other_rows(rank: int, world_size: int) -> list[str]:
     """Return the warnings of a batch whose rows are not those of the share, on the first rank alone."""
     _, compiled = prepared(Rows(), shares_of([2] * world_size))

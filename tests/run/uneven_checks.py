@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import torch as safetensors
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
@@ -183,6 +184,7 @@ def reshards(rank: int, world_size: int, folder: str) -> list[int]:
     first.train()
     holds(first, (0.7, 0.2, 0.1)[rank])
     expected = first.whole()
+    has_plain_forms(first.model, f"{folder}/model.safetensors", rank)
     elixir.save(f"{folder}/first", first.model, first.optimizer, step=1)
     alone = Run(mesh)
     elixir.load(f"{folder}/first", alone.model, alone.optimizer)
@@ -202,6 +204,20 @@ def reshards(rank: int, world_size: int, folder: str) -> list[int]:
         torch.testing.assert_close(value, first.whole()[name], rtol=0, atol=1e-6)
     last.model.load_state_dict(first.model.state_dict())  # from parts to other parts
     return list(rows_of(last.model.state_dict()["0.weight"]) or ())
+
+
+def has_plain_forms(model: nn.Module, out: str, rank: int) -> None:
+    """Read the weights as plain tensors on the first rank, write them to the file `out`, and copy the model."""
+    whole = {name: full(value).clone() for name, value in model.state_dict().items()}
+    found = elixir.full_state_dict(model)
+    elixir.export(model, out)
+    distributed.barrier()
+    assert bool(found) == (rank == 0)
+    equal(found or whole, whole)
+    equal(safetensors.load_file(out), whole)
+    copied = copy.deepcopy(model)
+    assert [rows_of(param) for param in copied.parameters()] == [rows_of(param) for param in model.parameters()]
+    equal({name: full(value) for name, value in copied.state_dict().items()}, whole)
 
 
 def holds(run: Run, part: float) -> None:

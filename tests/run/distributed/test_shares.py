@@ -31,6 +31,15 @@ def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
         assert all("whose share is 2 of 6" in text for text in warned)
 
 
+def test_questions_that_no_shares_answer_are_named(tmp_path: Path) -> None:
+    for [(axes, few, mixed, row)] in on_three(tmp_path, ["refuses_other_questions"]):
+        assert axes.startswith("UnsupportedModel")
+        assert "shares are for one axis" in axes
+        assert "expected a fleet of 3 devices" in few
+        assert "expected a fleet of 3 devices" in mixed
+        assert "option batch: got 1, expected a whole number of rows, 2 or more" in row
+
+
 @pytest.mark.slow
 def test_a_rank_without_rows_tokens_and_single_precision(tmp_path: Path) -> None:
     """12 s of CPU time."""
