@@ -134,7 +134,7 @@ def test_the_largest_batch_of_a_captured_plan() -> None:
     assert at[0] <= 2 * budget_bytes < at[1]
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_size_that_regions_share_is_known_in_each(inner: str) -> None:
     """Under the smallest budget every layer is a region of its own; `batch * length` is made in the first."""
     record = tight(Folded, dynamic(2, 3, 4, dims=2), inner=inner)

@@ -60,7 +60,7 @@ def wrong_of(seeds: Iterable[int]) -> list[str]:
     return [str(outcome) for outcome in outcomes(seeds) if outcome.faults]
 
 
-@pytest.mark.parametrize("first", [0, 10])
+@pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.slow)])
 def test_random_runs_keep_their_budget_and_their_prediction(first: int) -> None:
     """20 runs in all; `make fuzz` draws 200 others."""
     assert apart(wrong_of, range(first, first + 10)) == []

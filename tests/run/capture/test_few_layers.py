@@ -95,7 +95,7 @@ def num_tensors(model: nn.Module) -> int:
     ("kind", "inner"),
     [
         pytest.param("gpt2", "inductor", marks=pytest.mark.slow),
-        ("llama", "inductor"),
+        pytest.param("llama", "inductor", marks=pytest.mark.slow),
         pytest.param("qwen3", "inductor", marks=pytest.mark.slow),
         pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
         pytest.param("t5", "inductor", marks=pytest.mark.slow),
@@ -110,7 +110,7 @@ def test_a_step_from_few_layers_equals_the_capture_of_all_layers(kind: str, inne
     assert written == captured
 
 
-@pytest.mark.parametrize("hardware", ["rtx4090-24g", "8 x h100-80g"])
+@pytest.mark.parametrize("hardware", [pytest.param("rtx4090-24g", marks=pytest.mark.slow), "8 x h100-80g"])
 def test_plans_are_equal_byte_for_byte(hardware: str, captures: Captures) -> None:
     options = parse_options({"inner": "inductor"})
     cluster = named_cluster(hardware)

@@ -63,6 +63,7 @@ def trains_what_does_not_fit(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_a_number_that_divides_both_of_their_batches(tmp_path: Path):
     found = spawn(trains_what_does_not_fit, 2, folder=tmp_path, limit_s=120.0, timeout_s=120.0)
     assert found[0]["micro_batches"] == found[1]["micro_batches"]

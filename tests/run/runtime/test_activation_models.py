@@ -175,6 +175,7 @@ def test_the_measured_peak_keeps_the_budget(name: str, share: float) -> None:
     assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 def test_inductors_kernels_hold_the_planned_bytes() -> None:
     budget_bytes, planned_bytes, record = apart(measured, "gpt2_wide", 0.6, "inductor")
     assert record.device_peak_bytes <= budget_bytes
