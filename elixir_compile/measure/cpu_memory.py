@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile.compat import cpu_allocations
-from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.observed import OTHER, Live
 from elixir_compile.ir.record import Span
 from elixir_compile.measure.lifetimes import CLOCKS_APART_S, live_by_kind
 from elixir_compile.measure.phases import StepTimes
 from elixir_compile.measure.step import Resident
+from elixir_compile.measure.step_memory import AllocatorClock
 from elixir_compile.runtime.recording import Place, anchor
 
 
@@ -54,22 +54,12 @@ class CpuMemory:
         freed = sorted((at_ns, address, 0) for at_ns, address in self._resident.freed)
         merged = heapq.merge(freed, cpu_allocations(self._profiler), key=lambda event: event[0])
 
-        def since_began_s(at_ns: int) -> float:
-            return (at_ns - self._began.time_ns) / 1e9 + self._began.perf_s - times.began_s
-
+        clock = AllocatorClock(self._began, times.began_s, CLOCKS_APART_S)
         return live_by_kind(
             resident,
-            [(since_began_s(at_ns), address, nbytes) for at_ns, address, nbytes in merged],
+            [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in merged],
             times.intervals,
             spans,
-            [
-                Span(
-                    lane=Lane.COMPUTE,
-                    label=place.label,
-                    start_s=since_began_s(place.start_ns) - CLOCKS_APART_S,
-                    end_s=since_began_s(place.end_ns) + CLOCKS_APART_S,
-                )
-                for place in places
-            ],
-            [(since_began_s(at_ns), address) for at_ns, address in gradients],
+            [clock.span_of(place) for place in places],
+            [(clock.at_s(at_ns), address) for at_ns, address in gradients],
         )

@@ -20,6 +20,7 @@ from elixir_compile.ir.observed import OTHER, Live
 from elixir_compile.ir.record import Span
 from elixir_compile.measure.lifetimes import live_by_kind
 from elixir_compile.measure.phases import StepTimes
+from elixir_compile.measure.step_memory import AllocatorClock
 from elixir_compile.platforms import BlockRecord
 from elixir_compile.runtime.recording import Place, anchor
 
@@ -55,24 +56,14 @@ class DeviceMemory:
         if self._events is None:
             return None
 
-        def since_began_s(at_ns: int) -> float:
-            return (at_ns - self._began.time_ns) / 1e9 + self._began.perf_s - times.began_s
-
+        clock = AllocatorClock(self._began, times.began_s, _CLOCKS_APART_S)
         live = live_by_kind(
             self._resident,
-            [(since_began_s(at_ns), address, nbytes) for at_ns, address, nbytes in self._events],
+            [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in self._events],
             times.asked,
             [_asked(span) for span in spans],
-            [
-                Span(
-                    lane=Lane.COMPUTE,
-                    label=place.label,
-                    start_s=since_began_s(place.start_ns) - _CLOCKS_APART_S,
-                    end_s=since_began_s(place.end_ns) + _CLOCKS_APART_S,
-                )
-                for place in places
-            ],
-            [(since_began_s(at_ns), address) for at_ns, address in gradients],
+            [clock.span_of(place) for place in places],
+            [(clock.at_s(at_ns), address) for at_ns, address in gradients],
         )
         return drawn_by_device(live, times, spans)
 

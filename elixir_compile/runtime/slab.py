@@ -64,7 +64,6 @@ class _MappedRanges:
         self._live_bytes = 0
         self._peak_bytes = 0
         self._pinned_at: set[int] = set()
-        self._pinned_bytes = 0
 
     def add(self, address: int, nbytes: int) -> None:
         with self._lock:
@@ -77,15 +76,11 @@ class _MappedRanges:
     def note_pinned(self, address: int) -> None:
         with self._lock:
             self._pinned_at.add(address)
-            self._pinned_bytes += self._nbytes_at[address]
 
     def remove(self, address: int) -> None:
         with self._lock:
-            nbytes = self._nbytes_at.pop(address, 0)
-            self._live_bytes -= nbytes
-            if address in self._pinned_at:
-                self._pinned_at.discard(address)
-                self._pinned_bytes -= nbytes
+            self._live_bytes -= self._nbytes_at.pop(address, 0)
+            self._pinned_at.discard(address)
             self._starts = tuple(sorted(self._nbytes_at))
 
     def reset_peak(self) -> None:
@@ -98,7 +93,9 @@ class _MappedRanges:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._pinned_bytes
+        with self._lock:
+            # A copy, because a garbage collection in the sum may remove a slab.
+            return sum(self._nbytes_at.get(address, 0) for address in tuple(self._pinned_at))
 
     def at(self, address: int) -> tuple[int, int] | None:
         with self._lock:

@@ -1,6 +1,6 @@
 """From the shares of the formula to shares that are better in the simulation of all ranks.
 
-The formula of the search treats the activations of all layers alike, and lets no rank wait for another. The plans of
+The formula of the search treats activations in eighths of the layers, and lets no rank wait for another. The plans of
 the ranks do better on some ranks than on others, so rows move once more, by the seconds in which each rank computes:
 
 ```text
