@@ -17,6 +17,7 @@ Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "ze
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
+StateDtype = Literal["auto:bfloat16", "auto:float8", "auto:int8"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
@@ -63,6 +64,10 @@ class Options:
     reduce_dtype: ReduceDtype | None = None
     """`float32`: gradients of parameters with a master are summed in fp32 over micro-batches and ranks. None: in the
     dtype of the parameter."""
+    state_dtype: StateDtype | None = None
+    """`auto:bfloat16`, `auto:float8` or `auto:int8`: if no plan fits the budgets, the moments of HybridAdamW take this
+    dtype for as few parameters as needed; the plan names them. None: moments are as exact as the optimizer was asked
+    to keep them, see `HybridAdamW(state_dtype=...)`."""
     search_timeout: float = 10.0
     """CPU seconds of the searching thread after which `milp` returns the best plan so far, with the gap proved so far.
     On a busy machine these are at most four times as many seconds of wall time."""
@@ -225,6 +230,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "update": _one_of(*get_args(UpdateTime)),
     "param_dtype": _one_of_or_none(*get_args(ParamDtype)),
     "reduce_dtype": _one_of_or_none(*get_args(ReduceDtype)),
+    "state_dtype": _one_of_or_none(*get_args(StateDtype)),
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path,

@@ -23,6 +23,7 @@ from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_adamw import with_joined_master
+from elixir_compile.optim.narrow_state import STORED_NAMES, saved_name, saved_value
 from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"
@@ -192,11 +193,18 @@ def optimizer_targets(
     for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]:
         form, param = forms[key], like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
-        if param is not None and is_dtensor(param) and form.shape == param.shape and not is_count:
-            found[key] = as_dtensor(torch.empty(own_part(param).shape, dtype=form.dtype, device="cpu"), param)
+        if param is not None and is_dtensor(param) and _is_shared_out(key, form, param) and not is_count:
+            shape = (*own_part(param).shape[:1], *form.shape[1:])
+            found[key] = as_dtensor(torch.empty(shape, dtype=form.dtype, device="cpu"), param)
         else:
             found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return found
+
+
+def _is_shared_out(key: str, form: torch.Tensor, param: torch.Tensor) -> bool:
+    """Return whether each rank with a part of `param` has a part of the saved tensor: a statistic, or its scales."""
+    is_scale = key.endswith("_scale") and key.rpartition(".")[2] in STORED_NAMES
+    return form.shape == param.shape or (is_scale and form.shape[:1] == param.shape[:1])
 
 
 def fill_optimizer(
@@ -230,26 +238,33 @@ def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tupl
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for name, param in zip(names, params, strict=True):
         if param in states:
-            yield name, dict(_deferred(states[param], kind, param) for kind in states[param])
+            state = states[param]
+            yield name, dict(found for kind in state for found in _deferred(state, kind, param))
 
 
-def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple[str, Any]:
-    """Return the name and the value under which a checkpoint holds the statistic `kind` of `param`."""
+def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the values under which a checkpoint holds the entry `kind` of the state of `param`."""
     if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
         form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
         like = _as_of(form, param)
-        return "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
-    value = state[kind]
+        yield "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
+        return
+    name = saved_name(kind, param)
+    if name is None:
+        return
+    value = saved_value(state, kind, param)
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        return kind, value
-    if isinstance(state, dict):
-        return kind, _as_of(value, param)
-    return kind, Deferred(like=_as_of(torch.empty_like(value, device="meta"), param), read=lambda: state[kind])
+        yield name, value
+    elif isinstance(state, dict):
+        yield name, _as_of(value, param)
+    else:
+        like = _as_of(torch.empty_like(value, device="meta"), param)
+        yield name, Deferred(like=like, read=lambda: saved_value(state, kind, param))
 
 
 def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the statistic `value` of `param`, as a DTensor if `param` is a DTensor and `value` is this rank's part."""
-    is_part = is_dtensor(param) and not is_dtensor(value) and value.shape == own_part(param).shape
+    is_part = is_dtensor(param) and not is_dtensor(value) and value.shape[:1] == own_part(param).shape[:1]
     return as_dtensor(value, param) if is_part else value
 
 

@@ -67,7 +67,8 @@ def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
 
 
 def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
-    """Return a DTensor with `local` as its local tensor and the layout of the DTensor `like`.
+    """Return a DTensor with `local` as its local tensor and the layout of the DTensor `like`; a row of `local` may have
+    another shape than a row of `like`.
 
     `DTensor.from_local` is not used because it copies to the device of the mesh.
 
@@ -79,6 +80,9 @@ def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
     if spec.tensor_meta is None:
         raise TypeError("a DTensor without shape and dtype has no layout to take over")
     form = spec.tensor_meta._replace(dtype=local.dtype)
+    if local.shape[1:] != form.shape[1:]:
+        full = torch.empty((form.shape[0], *local.shape[1:]), device="meta")
+        form = form._replace(shape=full.shape, stride=full.stride())
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
 
 

@@ -9,6 +9,8 @@ from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
+STATE_DTYPES = ("bfloat16", "float8", "int8")
+"""The dtypes of moments that are narrower than fp32, from the most exact on."""
 _REDUCED_BYTES = {"float32": 4}
 """The dtypes that may be a `reduce_dtype`, with their bytes per element."""
 
@@ -38,6 +40,9 @@ class Bucket:
     """Index of the optimizer's param group, counted over all optimizers."""
     reduce_dtype: str | None = None
     """The dtype in which several ranks reduce gradients and keep them; None for the dtype of the parameters."""
+    state_dtype: str | None = field(default=None, metadata=LEFT_OUT)
+    """The dtype of the optimizer's moments if they are narrower than fp32: `bfloat16`, `float8` or `int8`. `float8` and
+    `int8` have a scale for each block of values, which `state_nbytes` includes."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
     rank: int = field(default=0, compare=False, repr=False, metadata=LEFT_OUT)
@@ -53,6 +58,11 @@ class Bucket:
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
         if self.state_nbytes and not self.trainable:
             raise InvalidPlan(f"bucket {self.id} is frozen, yet has {self.state_nbytes} bytes of optimizer state.")
+        if self.state_dtype is not None and (self.state_dtype not in STATE_DTYPES or not self.state_nbytes):
+            raise InvalidPlan(
+                f"bucket {self.id} has moments in {self.state_dtype} and {self.state_nbytes} bytes of optimizer state; "
+                f"expected {', '.join(STATE_DTYPES)}, and state."
+            )
         if self.reduce_dtype is not None and not self._may_reduce():
             raise InvalidPlan(
                 f"bucket {self.id} reduces gradients of {self.dtype} in {self.reduce_dtype}; expected "

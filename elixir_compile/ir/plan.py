@@ -275,6 +275,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         *([f"group {bucket.group}"] if bucket.group else []),
         *([f"sums {bucket.sum_nbytes}"] if bucket.sum_nbytes else []),
         *([] if bucket.reduce_dtype is None else [f"reduce {word(bucket.reduce_dtype)}"]),
+        *([] if bucket.state_dtype is None else [f"moments {word(bucket.state_dtype)}"]),
         f"param {placement.param}  optim {placement.optim}",
     ]
     parts += ["streamed"] if placement.streamed else []

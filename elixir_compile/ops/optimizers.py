@@ -6,7 +6,7 @@ count the versions of the updated parameters, and refuse an optimizer made befor
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,10 @@ class ParamState:
     group: int
     """The index of the parameter group, counted over all optimizers."""
     nbytes: int
+    dtype: str | None = None
+    """The dtype of the moments if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
+    narrower_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the dtype of narrower moments, if a plan may choose them."""
 
 
 class StateOwner(Protocol):

@@ -67,17 +67,22 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     have other rows than those of `param`, all ranks must call this together.
     """
     if isinstance(value, DTensor):
-        is_other = rows_of(value) != rows_of(param) and is_sharded(value) and value.shape == param.shape
+        is_other = rows_of(value) != rows_of(param) and is_sharded(value) and _has_rows_of(value, param)
         if not is_other:
             return own_part(value)
         value = full(value.detach())
-    if not isinstance(param, DTensor) or not is_sharded(param) or value.shape != param.shape:
+    if not isinstance(param, DTensor) or not is_sharded(param) or not _has_rows_of(value, param):
         return value
     if isinstance(param, Portion):
         return value[param.own_rows].clone()
     mesh = param.device_mesh
     parts, index = value.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
     return (parts[index] if index < len(parts) else value[:0]).clone()
+
+
+def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Return whether `value` has the shape of `param`, or values for each of its rows."""
+    return value.ndim > 0 and value.shape[:1] == param.shape[:1]
 
 
 def part_numels(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:

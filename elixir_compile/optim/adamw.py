@@ -16,6 +16,8 @@ from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.narrow_adamw import may_be_narrow
+from elixir_compile.optim.narrow_state import StatePrecision, state_precision
 from elixir_compile.optim.rule import UpdateRule
 
 C = TypeVar("C", bound=Optimizer)
@@ -32,6 +34,14 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     If the plan updates across steps, `step()` returns before the host has finished. Reading a parameter, its gradient
     or `state` waits for the updates it depends on; `wait()` waits for all updates. An exception of an update is raised
     by the next call that waits for the update.
+
+    `state_dtype` stores the moments in fewer bytes: `"bfloat16"`, or `"float8"` or `"int8"` with a scale for each 128
+    values. The arithmetic stays in fp32; moments are rounded as they are stored, by `state_rounding`: `"stochastic"`,
+    repeatable for the same `state_seed`, or `"nearest"`. `master_dtype="bfloat16"` makes bf16 parameters their own
+    masters, rounded stochastically. All of it changes the result: see docs/state-precision.md.
+
+    Raises ValueError if one of these has another value, or if AMSGrad is to have narrower moments; UnsupportedModel if
+    `state_dtype` is not `"float32"` and a parameter has neither fp32 values nor an fp32 master.
 
     Example:
         optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
@@ -54,7 +64,12 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        state_dtype: str = "float32",
+        state_rounding: str = "stochastic",
+        master_dtype: str = "float32",
+        state_seed: int = 0,
     ) -> None:
+        self.precision = state_precision(state_dtype, state_rounding, master_dtype, state_seed)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,6 +83,9 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
         elif not isinstance(params, set):  # torch refuses sets, because their order is random
             params = param_group["params"] = list(params)  # as torch does; `params` may be a generator
         _refuse_complex(params)
+        if not self.precision.is_exact:
+            amsgrad = bool(param_group.get("amsgrad", self.defaults["amsgrad"]))
+            _refuse_inexact(params, self.precision, amsgrad=amsgrad)
         super().add_param_group(param_group)
 
 
@@ -82,6 +100,31 @@ def _refuse_complex(params: Iterable[Any]) -> None:
                 f"it is {param.dtype}, and HybridAdamW updates by torch's fused AdamW, which has no complex kernel. "
                 "Update it with a `torch.optim.AdamW` of its own, or all parameters with `hybrid(torch.optim.Adam)` "
                 "and decoupled_weight_decay=True",
+            )
+
+
+def _refuse_inexact(params: Iterable[Any], precision: StatePrecision, *, amsgrad: bool) -> None:
+    """Raise the errors of a param group whose state cannot have `precision`."""
+    if amsgrad:
+        raise ValueError(
+            f"amsgrad=True with state_dtype={precision.moments.value!r}: the largest second moment so far is stored in "
+            "fp32 only. Use state_dtype='float32' and master_dtype='float32', or amsgrad=False"
+        )
+    for each in params:
+        name, param = each if isinstance(each, tuple) else ("", each)
+        if not isinstance(param, torch.Tensor):
+            continue
+        slot = slot_of(param)
+        where = name or (slot.name if slot is not None else f"a parameter of shape {tuple(param.shape)}")
+        if not may_be_narrow(param):
+            raise UnsupportedModel(
+                where,
+                f"it is {param.dtype} without an fp32 master, so its moments are not in fp32 but in its own dtype. Use "
+                "state_dtype='float32', or `elixir_compile.prepare(model, param_dtype='bfloat16')` for masters",
+            )
+        if precision.masters is torch.bfloat16 and param.dtype == torch.float16:
+            raise UnsupportedModel(
+                where, "it is torch.float16, and master_dtype='bfloat16' is for bf16 parameters. Leave it out"
             )
 
 

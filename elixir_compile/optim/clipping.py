@@ -25,7 +25,8 @@ from elixir_compile.ops.shards import is_dtensor, is_sharded, own_grad, sum_over
 from elixir_compile.optim.guard import GradientSnapshots
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.master_adamw import MixedAdamWRule
+from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
+from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.executor import executor_of_slot
 from elixir_compile.runtime.published import Squares, SquaresOf
@@ -44,8 +45,11 @@ class KeepsMasters(Hybrid):
     _clipped = GradientSnapshots()
     """The gradients to which `_clip_factor` applies."""
 
+    precision = StatePrecision()
+    """How the state is stored; `HybridAdamW` takes it from the arguments of its constructor."""
+
     def _new_rule(self) -> UpdateRule:
-        return MixedAdamWRule()
+        return NarrowAdamWRule(self.precision)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in `torch.optim.Optimizer`."""
@@ -53,7 +57,12 @@ class KeepsMasters(Hybrid):
         for param in self.param_groups[-1]["params"]:
             claim_master(param, self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles of the optimizer hold."""
+        return {**super().__getstate__(), "precision": self.precision}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.precision = state.get("precision", self.precision)
         super().__setstate__(state)
         for group in self.param_groups:
             for param in group["params"]:

@@ -99,8 +99,16 @@ class Hybrid(torch.optim.Optimizer):
             if group is None:  # user code removed the parameter from its group, so it is never updated
                 found.append(ParamState(0, 0))
                 continue
-            dtypes = self._updater.rule.state_dtypes(param, self.param_groups[group]).values()
-            found.append(ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes)))
+            rule, hyperparameters = self._updater.rule, self.param_groups[group]
+            layouts = rule.state_layouts(param, hyperparameters)
+            found.append(
+                ParamState(
+                    group=group,
+                    nbytes=sum(layout.nbytes(param.numel()) for layout in layouts.values()),
+                    dtype=rule.narrow_dtype(param),
+                    narrower_nbytes=rule.narrower_nbytes(param, hyperparameters),
+                )
+            )
         return found
 
     # The interface of `torch.optim.Optimizer`.
@@ -165,8 +173,10 @@ class Hybrid(torch.optim.Optimizer):
             {**state_dict, "state": {index: wrap_statistics(entry, names) for index, entry in entries}}
         )
         self._early, self._is_accumulating = early, is_accumulating  # `__setstate__`, called above, replaced them
+        group_of = {id(param): group for group in self.param_groups for param in group["params"]}
         for param, entry in self.state.items():
-            self.state[param] = unwrap_statistics(entry, param, stays=is_off_device(param))
+            loaded = unwrap_statistics(entry, param, stays=is_off_device(param))
+            self.state[param] = self._updater.rule.as_planned(param, loaded, group_of[id(param)])
         self.follow([param for param in self.state if is_off_device(param)])
 
     def __setstate__(self, state: dict[str, Any]) -> None:

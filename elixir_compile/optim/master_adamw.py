@@ -16,6 +16,7 @@ from elixir_compile.optim.device_masters import FlatUpdate, update_masters
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.flat_step import joined, split
 from elixir_compile.optim.host.passes import Extras, Scalars, coalesce, kernel
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.slab import flat
 
@@ -26,12 +27,12 @@ class MixedAdamWRule(AdamWRule):
     def __init__(self) -> None:
         self._threads: HostThreads | None = None
 
-    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the dtype of each moment of `param`, and of the rest of the master if `param` has a master."""
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of each moment of `param`, and of the rest of the master if `param` has a master."""
         if not has_master(param):
-            return super().state_dtypes(param, group)
-        rest = {REST_NAMES[param.dtype]: REST_DTYPES[param.dtype]}
-        return {**dict.fromkeys(self.statistics(group), torch.float32), **rest}
+            return super().state_layouts(param, group)
+        rest = {REST_NAMES[param.dtype]: StatisticLayout(REST_DTYPES[param.dtype])}
+        return {**dict.fromkeys(self.statistics(group), StatisticLayout(torch.float32)), **rest}
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Write the rest of the master of `param` to fresh `state`: from `prepare`, else from the parameter itself."""
@@ -97,15 +98,6 @@ class MixedAdamWRule(AdamWRule):
     def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
         """Update weights with a master on the host; `updates` holds weight, gradient and state of each parameter."""
         steps = [int(state["step"]) + 1 for *_, state in updates]
-        scalars: Scalars = {
-            "lr": float(group["lr"]),
-            "beta1": float(group["betas"][0]),
-            "beta2": float(group["betas"][1]),
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "grad_scale": group.get(GRAD_SCALE, 1.0),
-            "maximize": group["maximize"],
-        }
         rows = [
             [
                 weight,
@@ -117,7 +109,8 @@ class MixedAdamWRule(AdamWRule):
         ]
         for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in coalesce(rows, steps):
             kernel_of = split_adamw if rest.dtype == torch.int16 else mixed_adamw
-            extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "threads": self._threads}
+            largest = most[0] if most else None
+            extras: Extras = {**scalars_of(group), "max_exp_avg_sq": largest, "threads": self._threads}
             kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **extras)
             if len(members) > 1:
                 # The pass wrote through other tensors over the same memory. It only reads gradients, `rows[index][1]`.
@@ -125,6 +118,19 @@ class MixedAdamWRule(AdamWRule):
                 torch.autograd.graph.increment_version(written)
         for *_, state in updates:
             state["step"].add_(1)
+
+
+def scalars_of(group: Mapping[str, Any]) -> Scalars:
+    """Return the hyperparameters of `group` for a host pass, and the factor of its gradients."""
+    return {
+        "lr": float(group["lr"]),
+        "beta1": float(group["betas"][0]),
+        "beta2": float(group["betas"][1]),
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "grad_scale": group.get(GRAD_SCALE, 1.0),
+        "maximize": group["maximize"],
+    }
 
 
 def master_rest_of(state: State) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.slab import flat
 
@@ -31,6 +32,8 @@ class Row:
     grad: torch.Tensor
     statistics: Mapping[str, torch.Tensor]
     """By name, those to be made by this update too."""
+    layouts: Mapping[str, StatisticLayout]
+    """The layout of each of `statistics`."""
     homes: dict[str, torch.Tensor]
     """The statistics in their shape; those that no dry step had made are added when the update makes them."""
     state: State
@@ -50,7 +53,8 @@ class Row:
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a room for `numel` elements of all tensors that pass."""
         away = (self.weight, self.grad) if self.is_away else ()
-        return sum(_aligned(numel * tensor.element_size()) for tensor in (*away, *self.statistics.values()))
+        sizes = [numel * tensor.element_size() for tensor in away]
+        return sum(map(_aligned, (*sizes, *(self.layouts[name].nbytes(numel) for name in self.statistics))))
 
     def numel_within(self, nbytes: int) -> int:
         """Return a number of elements, a multiple of `CUT_NUMEL`, that fit into `nbytes`."""
@@ -66,16 +70,21 @@ def rows_of(part: GroupSlice, rule: UpdateRule, *, is_away: bool) -> Iterator[Ro
     buffers = part.buffers or ({},) * len(part.params)
     members = zip(part.params, part.weights, part.grads, part.states, buffers, strict=True)
     for param, weight, grad, state, made in members:
-        names = rule.state_dtypes(param, part.group)
+        layouts = rule.state_layouts(param, part.group)
         homes = dict(made)
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and (name in names or (weight.dim() and value.shape == weight.shape)):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if name in layouts and layouts[name].block > 1:
+                homes[name] = value
+            elif name in layouts or (weight.dim() and value.shape == weight.shape):
                 homes[name] = state[name] = _like(value, weight)
         yield Row(
             like=weight,
             weight=flat(weight),
             grad=flat(_like(grad, weight)),
             statistics={name: flat(home) for name, home in homes.items()},
+            layouts={name: layouts.get(name) or StatisticLayout(home.dtype) for name, home in homes.items()},
             homes=homes,
             state=state,
             is_away=is_away,
@@ -118,14 +127,14 @@ class Segment:
             yield flat(self.grad), self.of(row.grad)
         for name, here in self.statistics.items():
             if name in row.state:
-                yield flat(here), self.of(row.statistics[name])
+                yield flat(here), self.home_of(name)
 
     def leaving(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the homes to be written, each with its new value."""
         if self.row.is_away:
             yield self.of(self.row.weight), flat(self.weight)
         for name in self.made:
-            yield self.of(self.row.statistics[name]), flat(self.statistics[name])
+            yield self.home_of(name), flat(self.statistics[name])
 
     @property
     def is_last(self) -> bool:
@@ -136,8 +145,12 @@ class Segment:
         """Return the elements of the flat tensor `home` that are in the segment."""
         return home[self.start : self.stop]
 
+    def home_of(self, name: str) -> torch.Tensor:
+        """Return the values of the statistic `name` in its home that belong to the segment."""
+        return self.row.statistics[name][self.row.layouts[name].span(self.start, self.stop)]
+
     def shaped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the flat `tensor`, which has the elements of the segment, in the shape that the rule sees.
+        """Return the flat `tensor`, a value for each element of the segment, in the shape that the rule sees.
 
         That is the shape of the parameter if the row passes whole; else it is flat.
         """
@@ -183,4 +196,7 @@ def cut(room: torch.Tensor, segments: Sequence[Segment]) -> None:
         segment.weight, segment.grad = (
             segment.shaped(place(own, numel) if row.is_away else segment.of(own)) for own in (row.weight, row.grad)
         )
-        segment.statistics = {name: segment.shaped(place(home, numel)) for name, home in row.statistics.items()}
+        segment.statistics = {
+            name: segment.shaped(place(home, numel)) if layout.block == 1 else place(home, layout.numel(numel))
+            for (name, home), layout in zip(row.statistics.items(), row.layouts.values(), strict=True)
+        }

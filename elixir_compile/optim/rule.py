@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.shards import own_grad, own_part
+from elixir_compile.optim.layout import StatisticLayout
 
 State = MutableMapping[str, Any]
 """The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
@@ -53,11 +54,23 @@ class UpdateRule(Protocol):
         ...
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics, each shaped like its parameter."""
+        """Return the names of the statistics shaped like their parameter."""
         ...
 
-    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the dtype of each statistic of `param` by name; all have the shape of `param`."""
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of each statistic of `param` by name."""
+        ...
+
+    def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
+        """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""
+        ...
+
+    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+        """Return the dtype of the moments of `param` if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
+        ...
+
+    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return the bytes of the state of `param` by the dtype of narrower moments that a plan may choose."""
         ...
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
@@ -103,9 +116,21 @@ class AdamWRule:
         """Return the names of the moments, each shaped like its parameter."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the dtype of `param` for each of its moments."""
-        return dict.fromkeys(self.statistics(group), param.dtype)
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of the moments of `param`: in its dtype."""
+        return dict.fromkeys(self.statistics(group), StatisticLayout(param.dtype))
+
+    def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
+        """Return `state`: its layouts never change."""
+        return state
+
+    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+        """Return None: moments have the dtype of `param`."""
+        return None
+
+    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return nothing: moments stay in the dtype of `param`."""
+        return {}
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Do nothing: the moments begin at zero."""

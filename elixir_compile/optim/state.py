@@ -6,6 +6,7 @@ statistics on the host, they may not fit on the device. So they are wrapped in o
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,25 +15,18 @@ from torch import nn
 from elixir_compile.ir import Tier
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part, part_like
+from elixir_compile.ops.shards import own_part, part_like
 from elixir_compile.optim.disk.updates import DiskStates
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.master_adamw import load_master, with_joined_master
+from elixir_compile.optim.narrow_state import MOMENTS, STORED_NAMES, as_sharded, loaded_moments, saved_moments
+from elixir_compile.optim.planned import bucket_of
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.executor import Executor, executor_of_slot
+from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes import CopyLane
 
-_Kind = tuple[str, torch.dtype]
-
-
-def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
-    """Return the bucket of `param` in the active plan and its executor; None if no plan has the parameter."""
-    slot = slot_of(param)
-    if slot is None:
-        return None
-    executor = executor_of_slot(slot)
-    bucket = executor.buckets.of(slot)
-    return None if bucket is None else (bucket, executor)
+_Kind = tuple[str, StatisticLayout]
 
 
 def is_off_device(param: torch.Tensor) -> bool:
@@ -67,15 +61,15 @@ class StateBuffers:
         )
 
     def buffer(
-        self, bucket: RunningBucket, kind: str, param: nn.Parameter, dtype: torch.dtype | None = None
+        self, bucket: RunningBucket, kind: str, param: nn.Parameter, layout: StatisticLayout | None = None
     ) -> torch.Tensor:
-        """Return the host tensor of `kind` for `param`, zeros at first; in `dtype`, by default the dtype of `param`."""
+        """Return the host tensor of `kind` for `param`, zeros at first; by default in the dtype of `param`."""
         kinds = self._buffers.setdefault(bucket, {})
-        dtype = dtype or param.dtype
-        if (kind, dtype) not in kinds:
-            tensors = bucket.state_buffers(dtype)
-            kinds[kind, dtype] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
-        return kinds[kind, dtype][id(param)]
+        layout = layout or StatisticLayout(param.dtype)
+        if (kind, layout) not in kinds:
+            tensors = bucket.state_buffers(layout.dtype, layout.block)
+            kinds[kind, layout] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
+        return kinds[kind, layout][id(param)]
 
     def copies(
         self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor], d2h: CopyLane
@@ -83,7 +77,7 @@ class StateBuffers:
         """Start copies of `values`, by parameter, to the host on `d2h`, and return the host tensors."""
         copies = []
         for param, value in values.items():
-            copies.append(self.buffer(bucket, kind, param, value.dtype))
+            copies.append(self.buffer(bucket, kind, param, StatisticLayout(value.dtype)))
             d2h.copy(copies[-1], value)
         return copies
 
@@ -122,6 +116,7 @@ class StatePlacer:
                 state = states.get(param)
                 buffers = self._buffers_of(bucket, param, group)
                 if state:
+                    state = states[param] = self._rule.as_planned(param, state, group)
                     self._move(state, param, group, buffers)
                 else:
                     self.create(states, param, group, buffers)
@@ -149,8 +144,8 @@ class StatePlacer:
     ) -> Mapping[str, torch.Tensor]:
         if bucket.placement.optim is not Tier.HOST:
             return {}
-        kinds = self._rule.state_dtypes(param, group)
-        return {name: self.buffers.buffer(bucket, name, param, dtype) for name, dtype in kinds.items()}
+        layouts = self._rule.state_layouts(param, group)
+        return {name: self.buffers.buffer(bucket, name, param, layout) for name, layout in layouts.items()}
 
     def create(
         self,
@@ -167,17 +162,18 @@ class StatePlacer:
             self._start(param, state, group)
             return
         like = own_part(param).detach()
-        for name, dtype in self._rule.state_dtypes(param, group).items():
+        for name, layout in self._rule.state_layouts(param, group).items():
             buffer = buffers.get(name) if buffers else None
-            state[name] = torch.zeros_like(like, dtype=dtype) if buffer is None else buffer.zero_()
-        state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
+            state[name] = layout.zeros(like) if buffer is None else buffer.zero_()
+        device = next(value.device for value in state.values())
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         self._start(param, state, group, is_new=True)
 
     def _start(
         self, param: nn.Parameter, state: MutableMapping[str, Any], group: Mapping[str, Any], *, is_new: bool = False
     ) -> None:
         slot = slot_of(param)
-        is_fresh = is_new or not self._rule.state_dtypes(param, group).keys() <= state.keys()
+        is_fresh = is_new or not self._rule.state_layouts(param, group).keys() <= state.keys()
         self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
 
     def _move(
@@ -187,18 +183,18 @@ class StatePlacer:
         group: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        kinds = self._rule.state_dtypes(param, group)
-        for name in kinds:
+        like, layouts = own_part(param).detach(), self._rule.state_layouts(param, group)
+        for name, layout in layouts.items():
             value, target = state.get(name), buffers.get(name)
             if not isinstance(value, torch.Tensor):
                 continue
-            device = own_part(param).device if target is None else target.device
             if target is None or target.dtype != value.dtype:
-                target = torch.empty_like(own_part(param).detach(), dtype=value.dtype, device=device)
+                device = like.device if target is None else target.device
+                target = replace(layout, dtype=value.dtype).zeros(like, device)
             state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
-        device = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
+        device = next((state[name].device for name in layouts if isinstance(state.get(name), torch.Tensor)), None)
         for name, value in state.items():
-            if name not in kinds and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
+            if name not in layouts and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
                 state[name] = value.to(device)
         self._start(param, state, group)
 
@@ -221,16 +217,20 @@ def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> di
 def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
     """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
 
-    The statistics are moved to the device of `param` unless `stays`. The master is loaded too: see `load_master`.
+    Codes and scales keep their dtype. The statistics are moved to the device of `param` unless `stays`. The master is
+    loaded too: see `load_master`.
     """
     dtype = torch.float32 if has_master(param) else param.dtype
+    coded = STORED_NAMES.difference(MOMENTS)
     found = {
-        name: part_like(value.tensor, param).to(dtype=dtype, device=None if stays else param.device)
+        name: part_like(value.tensor, param).to(
+            dtype=value.tensor.dtype if name in coded else dtype, device=None if stays else param.device
+        )
         if isinstance(value, _Wrapped)
         else value
         for name, value in entry.items()
     }
-    return load_master(found, param) if entry else found
+    return load_master(loaded_moments(found), param) if entry else found
 
 
 def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
@@ -238,15 +238,9 @@ def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Colle
 
     The `statistics` are DTensors if `param` is a DTensor.
     """
-    in_memory = with_joined_master(entry, param)
-    if not is_dtensor(param):
-        return in_memory
-    return {
-        name: as_dtensor(value, param) if name in statistics and type(value) is torch.Tensor else value
-        for name, value in in_memory.items()
-    }
+    return as_sharded(saved_moments(with_joined_master(entry, param), param), param, statistics)
 
 
 def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names under which state dicts hold tensors shaped like their parameter: statistics and masters."""
-    return {"master", *(name for group in groups for name in rule.statistics(group))}
+    """Return the names under which state dicts hold statistics, masters, and scales, all with the rows of a parameter."""
+    return {"master", *STORED_NAMES, *(name for group in groups for name in rule.statistics(group))}

@@ -7,22 +7,24 @@ import torch
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Bucket, Kind, Placement
-from elixir_compile.ops.masters import REST_DTYPES, has_master
+from elixir_compile.ops.optimizers import ParamState
 from elixir_compile.ops.registry import Slot
+from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
+from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 
 
-def state_bytes_per_element(param: torch.Tensor) -> int:
-    """Return the bytes of state that HybridAdamW keeps for each element of `param`.
+def state_of_hybrid_adamw(param: torch.Tensor) -> ParamState:
+    """Return the state that HybridAdamW with its default arguments would keep for `param`.
 
-    Without a master: two moments in the dtype of the parameter, 8 bytes for fp32. With a master: two moments in fp32,
-    and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
+    Without a master: two moments in the dtype of the parameter, 8 bytes for each fp32 element. With a master: two
+    moments in fp32, and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
     """
-    if has_master(param):
-        return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
-    return 2 * param.dtype.itemsize
+    rule, group = NarrowAdamWRule(StatePrecision()), {"amsgrad": False}
+    sizes = [layout.nbytes(param.numel()) for layout in rule.state_layouts(param, group).values()]
+    return ParamState(group=0, nbytes=sum(sizes), narrower_nbytes=rule.narrower_nbytes(param, group))
 
 
 def grad_dtype_of(slot: Slot, ranks: Ranks | None) -> torch.dtype:
@@ -87,7 +89,9 @@ def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) 
 
 def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
     """Return the bytes of the gradient and the optimizer state of one parameter."""
-    return (grad_dtype_of(slot, ranks).itemsize + state_bytes_per_element(slot.param)) * slot.own.numel()
+    numel = slot.own.numel()
+    state_bytes = state_of_hybrid_adamw(slot.param).nbytes * numel // max(slot.param.numel(), 1)
+    return grad_dtype_of(slot, ranks).itemsize * numel + state_bytes
 
 
 def outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:

@@ -32,11 +32,11 @@ from elixir_compile.problem.outside import (
     grad_dtype_of,
     outside_bytes,
     outside_host_bytes,
-    state_bytes_per_element,
+    state_of_hybrid_adamw,
 )
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.search import Problem
+from elixir_compile.search import NarrowerState, Problem
 
 
 def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Cluster:
@@ -122,6 +122,10 @@ class TrainedParams:
     """Whether the hybrid optimizer owns all of them."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
     """The parameter group of each parameter owned by an optimizer already."""
+    state_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
+    """The dtype of moments that are narrower than fp32."""
+    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of optimizer state by the dtype of narrower moments, if the planner may choose them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +174,8 @@ def build_problem(
         host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
         host_base_bytes=memory.host_base_bytes,
         state_nbytes=params.state_bytes,
+        state_dtypes=params.state_dtypes,
+        narrower=narrower_of(params, options),
         sum_nbytes=sums,
         accumulates=accumulates,
         reduce_dtypes={} if is_alone else params.reduce_dtypes,
@@ -233,6 +239,8 @@ def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedPara
     states = states_by_name(trained, known)
     return TrainedParams(
         state_bytes={name: state.nbytes for name, state in states.items()},
+        state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},
+        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
         masters=_masters(trained),
         reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
         grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.param.numel() for slot in trained},
@@ -257,11 +265,16 @@ def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> 
     `known` has the answers of optimizers, by the id of the parameter. A parameter without an optimizer gets group 0 and
     the state of HybridAdamW.
     """
-    return {
-        StorageId(slot.name): known.get(id(slot.param))
-        or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
-        for slot in trained
-    }
+    return {StorageId(slot.name): known.get(id(slot.param)) or state_of_hybrid_adamw(slot.param) for slot in trained}
+
+
+def narrower_of(params: TrainedParams, options: Options) -> NarrowerState | None:
+    """Return the moments that the planner may choose under the option `state_dtype`; None if it may not."""
+    if options.state_dtype is None:
+        return None
+    dtype = options.state_dtype.removeprefix("auto:")
+    nbytes = {name: sizes[dtype] for name, sizes in params.narrower_bytes.items() if dtype in sizes}
+    return NarrowerState(dtype=dtype, nbytes=nbytes)
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

@@ -178,6 +178,7 @@ def _groups_text(groups: Sequence[Activations]) -> str:
 def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
     bucket = found.bucket
     state = f", {format_bytes(bucket.state_nbytes)} of optimizer state" if bucket.state_nbytes else ""
+    state += f" with moments in {bucket.state_dtype}" if bucket.state_dtype else ""
     state += f", param group {bucket.group}" if bucket.group else ""
     each = (
         f"; each of {len(bucket.shard_numels)} ranks owns {format_bytes(bucket.shard_nbytes())}"

@@ -1,5 +1,7 @@
 """Write a plan and a measured step as a line each: the two lines in the log of a run."""
 
+from collections import Counter
+
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.report.activations import savings_text
@@ -17,6 +19,7 @@ def plan_line(plan: Plan) -> str:
         _hidden(plan),
     ]
     parts += [f"activations {savings_text(plan)}"] if plan.activations else []
+    parts += _moments(plan)
     return "   ".join(parts)
 
 
@@ -33,6 +36,17 @@ def measured_line(record: Record, plan: Plan | None = None) -> str:
         if record.counts.get(verb)
     ]
     return "   ".join((*parts, ", ".join(moved) or "nothing moved"))
+
+
+def _moments(plan: Plan) -> list[str]:
+    """Return, for each dtype of moments that is narrower than fp32, its share of the trained parameters."""
+    trained = [bucket for bucket in plan.buckets if bucket.trainable]
+    total = sum(bucket.numel for bucket in trained)
+    narrower: Counter[str] = Counter()
+    for bucket in trained:
+        if bucket.state_dtype is not None:
+            narrower[bucket.state_dtype] += bucket.numel
+    return [f"moments of {numel / total:.0%} in {dtype}" for dtype, numel in narrower.items()]
 
 
 def _hidden(plan: Plan) -> str:

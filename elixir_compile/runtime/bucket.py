@@ -5,6 +5,7 @@ home HOST     param.data is cut from a slab; a gather copies the slab into one f
               is cut from this tensor
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,14 +172,22 @@ class RunningBucket:
         self._totals[slot.key] = (slab, weakref.ref(buffer.untyped_storage()))
         return buffer
 
-    def state_buffers(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-        """Return zeroed host tensors with the shapes of the parameters, for a statistic of the optimizer.
+    def state_buffers(self, dtype: torch.dtype, block: int = 1) -> tuple[torch.Tensor, ...]:
+        """Return zeroed host tensors in `dtype` for a statistic of the optimizer, one for each parameter.
 
-        `dtype` must not be smaller than the dtype of the parameters; None: that dtype. Each tensor starts at the same
+        If `block` is 1, they have the shapes of the parameters; else each is flat, with a value for each `block`
+        elements. With a value for each element, at least as large as the parameter's, each tensor starts at the same
         element of its slab as its parameter does in the slab of the parameters.
         """
-        ratio = self._ratio(dtype)
-        return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
+        if block == 1 and dtype.itemsize % self.slots[0].param.dtype.itemsize == 0:
+            ratio = self._ratio(dtype)
+            return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
+        counts = [-(-slot.own.numel() // block) for slot in self.slots]
+        ends_bytes = [*itertools.accumulate(aligned_bytes(count * dtype.itemsize) for count in counts)]
+        slab, starts_bytes = Slab(ends_bytes[-1], pin=self.pin), [0, *ends_bytes[:-1]]
+        if block == 1:
+            return cut_slab(slab, self.slots, starts_bytes, dtype)
+        return tuple(slab.tensor(dtype, (count,), start) for count, start in zip(counts, starts_bytes, strict=True))
 
     def _ratio(self, dtype: torch.dtype | None) -> int:
         """Return the element size of `dtype` over the element size of the parameters."""

@@ -15,6 +15,15 @@ from elixir_compile.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowerState:
+    """Moments in fewer bytes, which a planner may choose for any parameter outside of the buckets in force."""
+
+    dtype: str
+    nbytes: Mapping[StorageId, int]
+    """Bytes of optimizer state of each parameter with such moments; parameters without an entry cannot have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A question to `plan`.
 
@@ -31,6 +40,10 @@ class Problem:
     """Host bytes for this graph; `host_base_bytes` are subtracted already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
+    state_dtypes: Mapping[StorageId, str] = field(default_factory=dict, metadata=LEFT_OUT)
+    """The dtype of the moments of each parameter whose moments are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
+    narrower: NarrowerState | None = field(default=None, metadata=LEFT_OUT)
+    """The moments that the planner may choose if no plan with exact ones fits; None if it may not."""
     sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of the sum of the gradients of several backward passes, of each parameter with such a sum that stays
     beside the gradient of a single pass; over all ranks."""

@@ -10,7 +10,7 @@ memory, so the operating system gives it addresses and no pages.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from elixir_compile.ops.masters import add_master, has_master
 from elixir_compile.options import Options
 from elixir_compile.platforms import accelerator
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
-from elixir_compile.problem.outside import state_bytes_per_element
+from elixir_compile.problem.outside import state_of_hybrid_adamw
 from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -65,6 +65,8 @@ class Capture:
     loss_chunks: int = 1
     """The number of chunks in which the graph computes its loss."""
     batch_symbol: str | None = None
+    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of state of each trained parameter by the dtype of narrower moments."""
     """The symbol of the first dimension of the inputs; None unless the step was captured as dynamic."""
 
     def at_batch(self, batch: int) -> "Capture":
@@ -101,6 +103,7 @@ class Capture:
             reduce_dtypes={} if options.reduce_dtype is None else dict.fromkeys(self.masters, options.reduce_dtype),
             grad_bytes=self.grad_bytes(options),
             hybrid=bool(self.numels),
+            narrower_bytes=self.narrower_bytes if state_bytes_per_element is None else {},
         )
         memory = Memory(
             budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
@@ -181,13 +184,15 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
     unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
     slots = [executor.slots[name] for name in captured.param_names.values()]
     trained = {StorageId(slot.name): slot.param for slot in slots if slot.param.requires_grad}
+    states = {name: state_of_hybrid_adamw(param) for name, param in trained.items()}
     graph = graph_of(captured, executor, {})
     batches = [symbol for symbol, value in graph.symbols if value == batch]
     return Capture(
         graph=graph,
         device=executor.device,
         numels={name: param.numel() for name, param in trained.items()},
-        state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
+        state_bytes={name: state.nbytes for name, state in states.items()},
+        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
         masters={name: param.numel() for name, param in trained.items() if has_master(param)},
         held_bytes=held_bytes,
         base_bytes=unread_bytes

@@ -3,7 +3,7 @@
     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters in a row, at the same elements as in a slab
     b1.exp_avg_sq   |--- weight ---|- bias -|
 
-Each file has the dtype of its statistic, so the same element is at different bytes in different files.
+Each file has the layout of its statistic, so the same element is at different bytes in different files.
 
 `state[p]` is then a `DiskState`. Reading a statistic returns a new tensor, and assigning a statistic writes it; changes
 of the returned tensor are not written. Other entries, such as the step count, are in memory.
@@ -22,13 +22,16 @@ from torch import nn
 
 from elixir_compile.errors import DiskFailed
 from elixir_compile.ops.shards import own_part
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.runtime.disk import disk_file
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
 from elixir_compile.runtime.disk.read_ahead import Piece
 from elixir_compile.runtime.slab import ALIGN_BYTES, Slab, flat
 
-Kind = tuple[str, torch.dtype]
-"""The name and dtype of a statistic; parameters of a bucket may keep it in different dtypes."""
+Kind = tuple[str, StatisticLayout]
+"""The name and layout of a statistic; parameters of a bucket may keep it in different layouts."""
+_ALIGN_NUMEL = 128
+"""Parameters begin at multiples of so many elements in their files, which no block of a statistic crosses."""
 
 
 class Extent:
@@ -41,14 +44,14 @@ class Extent:
         self.start = start
         self.end = start + param.numel()
 
-    def nbytes_in(self, piece: Piece, dtypes: Iterable[torch.dtype]) -> int:
-        """Return the bytes of the parameter's statistics of `dtypes` in `piece`."""
+    def nbytes_in(self, piece: Piece, layouts: Iterable[StatisticLayout]) -> int:
+        """Return the bytes of the parameter's statistics of `layouts` in `piece`."""
         numel = min(self.end, piece.end) - max(self.start, piece.start)
-        return max(numel, 0) * sum(dtype.itemsize for dtype in dtypes)
+        return sum(layout.nbytes(max(numel, 0)) for layout in layouts)
 
-    def shaped(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return the flat tensor `elements` as a view with the shape of the parameter."""
-        return elements.as_strided(self.shape, self.strides)
+    def shaped(self, values: torch.Tensor, layout: StatisticLayout) -> torch.Tensor:
+        """Return the flat tensor `values` as a view with the shape of the statistic."""
+        return values.as_strided(self.shape, self.strides) if layout.block == 1 else values
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of `tensor`, shaped like the parameter, as a flat tensor; a view if strides are equal."""
@@ -67,7 +70,7 @@ class DiskHome:
         self._numel = 0
         for param in params:
             # Aligned as in a slab, so that `coalesce` can join neighbours here too.
-            step = max(ALIGN_BYTES // param.element_size(), 1)
+            step = max(ALIGN_BYTES // param.element_size(), _ALIGN_NUMEL)
             extent = Extent(own_part(param).detach(), -(-self._numel // step) * step)
             self._extents[id(param)], self._numel = extent, extent.end
         self._regions: dict[Kind, DiskRegion] = {}
@@ -85,10 +88,10 @@ class DiskHome:
 
     def require(self, kinds: Iterable[Kind]) -> None:
         """Allocate a file for each statistic in `kinds` that has none. Raises DiskFull if the disk is full."""
-        for name, dtype in kinds:
-            if (name, dtype) not in self._regions:
-                region = self._store.allocate(f"{self.label}.{name}", self._numel * dtype.itemsize)
-                self._regions[name, dtype] = region
+        for name, layout in kinds:
+            if (name, layout) not in self._regions:
+                region = self._store.allocate(f"{self.label}.{name}", layout.nbytes(self._numel))
+                self._regions[name, layout] = region
 
     def fail(self, error: BaseException) -> None:
         """Mark the state as invalid because of `error`."""
@@ -111,10 +114,11 @@ class DiskHome:
     def read(self, kind: Kind, param: int) -> torch.Tensor:
         """Read the statistic `kind` of the parameter with the id `param` into a new tensor."""
         self.check("read")
-        extent = self._extents[param]
-        blocks, own, start_bytes = self._around(extent, kind[1])
+        extent, (_, layout) = self._extents[param], kind
+        blocks, own, start_bytes = self._around(extent, layout)
         self._regions[kind].read_into(blocks, start_bytes).wait()
-        return torch.empty_strided(extent.shape, extent.strides, dtype=kind[1], device="cpu").copy_(extent.shaped(own))
+        found = extent.shaped(own, layout)
+        return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu").copy_(found)
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
         """Write `value` as the statistic `kind` of the parameter with the id `param`."""
@@ -123,7 +127,7 @@ class DiskHome:
         blocks, own, start_bytes = self._around(extent, kind[1])
         if blocks.nbytes > own.nbytes:
             region.read_into(blocks, start_bytes).wait()  # the first and last block may hold other parameters
-        extent.shaped(own).copy_(value)
+        extent.shaped(own, kind[1]).copy_(value)
         self._written.add((param, kind))
         try:
             region.write_from(blocks, start_bytes).wait()
@@ -134,12 +138,12 @@ class DiskHome:
     def clear(self, kind: Kind, param: int) -> None:
         """Set the statistic `kind` of the parameter with the id `param` to zeros; no write if it was never written."""
         if (param, kind) in self._written:
-            self.write(kind, param, torch.zeros((), dtype=kind[1], device="cpu"))
+            self.write(kind, param, torch.zeros((), dtype=kind[1].dtype, device="cpu"))
 
     @property
     def least_bytes(self) -> int:
         """Return the bytes in memory of the smallest possible piece."""
-        return self._unit * sum(self._sizes_bytes)
+        return sum(layout.nbytes(self._unit) for _, layout in self._regions)
 
     def pieces(self, params: Iterable[int], nbytes: int) -> tuple[Piece, ...]:
         """Return the pieces that hold any of the parameters with the ids `params`, in file order.
@@ -147,7 +151,7 @@ class DiskHome:
         A piece takes at most `nbytes` of memory, but at least `least_bytes`.
         """
         stride = max(nbytes // max(self.least_bytes, 1), 1) * self._unit
-        columns = list(zip(self._regions.values(), self._sizes_bytes, strict=True))
+        columns = [(region, layout.dtype.itemsize, layout.block) for (_, layout), region in self._regions.items()]
         extents = [self._extents[param] for param in params]
         found: list[Piece] = []
         for start in range(0, self._numel, stride):
@@ -176,40 +180,38 @@ class DiskHome:
                 self._store.free(region)
 
     @property
-    def _sizes_bytes(self) -> list[int]:
-        return [dtype.itemsize for _, dtype in self._regions]
-
-    @property
     def _unit(self) -> int:
         """Return the smallest number of elements that fills whole disk blocks in each file; sizes are powers of two."""
-        return disk_file.DISK_BLOCK_BYTES // min(self._sizes_bytes, default=1)
+        blocks = [disk_file.DISK_BLOCK_BYTES * layout.block // layout.dtype.itemsize for _, layout in self._regions]
+        return max(blocks, default=disk_file.DISK_BLOCK_BYTES)
 
-    def _around(self, extent: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return memory for the disk blocks that hold `extent` in a file of `dtype`, and a view of the extent in it.
+    def _around(self, extent: Extent, layout: StatisticLayout) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return memory for the disk blocks that hold `extent` in a file of `layout`, and a view of the extent in it.
 
         The third result is the byte of the file at which the blocks start.
         """
         block_bytes = disk_file.DISK_BLOCK_BYTES
-        first_bytes, last_bytes = extent.start * dtype.itemsize, extent.end * dtype.itemsize
+        first_bytes = layout.nbytes(extent.start)
+        last_bytes = first_bytes + layout.nbytes(extent.end - extent.start)
         start_bytes = first_bytes // block_bytes * block_bytes
-        end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, self._numel * dtype.itemsize)
+        end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, layout.nbytes(self._numel))
         nbytes = max(end_bytes - start_bytes, 0)
         slab = Slab(nbytes, pin=False)
         slab.keep_from_children()
         blocks = slab.tensor(torch.uint8, (nbytes,), 0)
-        return blocks, blocks[first_bytes - start_bytes : last_bytes - start_bytes].view(dtype), start_bytes
+        return blocks, blocks[first_bytes - start_bytes : last_bytes - start_bytes].view(layout.dtype), start_bytes
 
 
 class DiskState(MutableMapping[str, Any]):
     """The state of a parameter: statistics on disk, other entries in memory."""
 
     def __init__(
-        self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, torch.dtype], in_memory: Mapping[str, Any]
+        self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, StatisticLayout], in_memory: Mapping[str, Any]
     ) -> None:
         self.home = home
         self.param = id(param)
         self.kinds = dict(kinds)
-        """The statistics with a file, and their dtypes. Other parameters of the bucket may have more."""
+        """The statistics with a file, and their layouts. Other parameters of the bucket may have more."""
         self.made: set[str] = set()
         """The existing statistics; an optimizer class may create a statistic at the first update, or later."""
         self.in_memory = dict(in_memory)

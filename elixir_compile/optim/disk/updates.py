@@ -58,7 +58,7 @@ class DiskStates:
         Raises DiskFull if there is too little disk space, and InvalidOption if the option `disk_path` is not set.
         """
         home = self._home(bucket)
-        home.require(dict.fromkeys(kind for param in params for kind in self._rule.state_dtypes(param, group).items()))
+        home.require(dict.fromkeys(kind for param in params for kind in self._rule.state_layouts(param, group).items()))
         return home
 
     def place(
@@ -69,14 +69,20 @@ class DiskStates:
         params: Iterable[nn.Parameter],
     ) -> None:
         """Move the state of `params`, which are in `group`, to disk; create missing state unless its update does."""
-        home, names = self._home(bucket), set(self._rule.statistics(group))
-        left = [param for param in params if not _is_at(home, states.get(param), names)]
+        home = self._home(bucket)
+        left = [
+            param
+            for param in params
+            if not _is_at(home, states.get(param), self._rule.state_layouts(param, group).keys())
+        ]
         if not left:
             return
         self.reserve(bucket, left, group)
         for param in left:
             before = states[param]
-            kinds = self._rule.state_dtypes(param, group)
+            if before:
+                before = self._rule.as_planned(param, before, group)
+            kinds = self._rule.state_layouts(param, group)
             on_disk_state = DiskState(home, param, kinds, _on_host(before, kinds))
             for name in kinds:
                 if name in before:
@@ -85,9 +91,9 @@ class DiskStates:
                     on_disk_state.begin(name)
             if not self._rule.makes_state:
                 self._start(on_disk_state, param, is_fresh=not kinds.keys() <= before.keys())
-            states[param] = on_disk_state
-            if not (isinstance(before, DiskState) and before.home is home):
-                self._leave(before, param)
+            former, states[param] = states.get(param), on_disk_state
+            if not (isinstance(former, DiskState) and former.home is home):
+                self._leave(former, param)
 
     def fetch(self, states: MutableMapping[nn.Parameter, Any], param: nn.Parameter) -> None:
         """Read the state of `param` into memory if it is on disk."""
@@ -302,24 +308,24 @@ class _ParamUpdate:
         start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
         if start >= end:
             return None
-        in_piece = slice(start - piece.start, end - piece.start)
         buffers = {
-            name: view.view(dtype)[in_piece]
-            for (name, dtype), view in zip(self.state.home.kinds, views, strict=True)
-            if self.state.kinds.get(name) == dtype
+            name: view.view(layout.dtype)[layout.span(start - piece.start, end - piece.start)]
+            for (name, layout), view in zip(self.state.home.kinds, views, strict=True)
+            if self.state.kinds.get(name) == layout
         }
         return _Slice(self, slice(start - self.extent.start, end - self.extent.start), buffers)
 
     def empty(self) -> _Slice:
         """Return a slice without elements, for a parameter that is empty on this rank."""
-        buffers = {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in self.state.kinds.items()}
+        kinds = self.state.kinds.items()
+        buffers = {name: torch.empty(0, dtype=layout.dtype, device="cpu") for name, layout in kinds}
         return _Slice(self, slice(0, 0), buffers)
 
     def finish(self) -> None:
         """Store counters and the names of created statistics; copy back a weight that was not updated in place."""
         self.state.finish_update(self.made, self.in_memory)
         if self.flat_weight.data_ptr() != self.weight.data_ptr():
-            self.weight.copy_(self.extent.shaped(self.flat_weight))
+            self.weight.copy_(self.flat_weight.as_strided(self.extent.shape, self.extent.strides))
 
 
 def _update_slices(rule: UpdateRule, slices: Sequence[_Slice], group: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from elixir_compile.optim.generic.formula import is_same, samples
 from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.master_adamw import in_layout_of
 from elixir_compile.optim.rule import State
 
@@ -94,9 +95,21 @@ class ClassRule:
         """Return whether the class wants `step` beside the weight, and only counts with it, as dry steps have found."""
         return self.moves_with_update("step", group) and self.schema(group, torch.float32).counts_steps
 
-    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the dtype of each statistic of `param` by name; all have the shape of `param`."""
-        return self.schema(group, param.dtype).dtypes
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of each statistic of `param` by name."""
+        return {name: StatisticLayout(dtype) for name, dtype in self.schema(group, param.dtype).dtypes.items()}
+
+    def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
+        """Return `state`: its layouts are those of the class."""
+        return state
+
+    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+        """Return None: the class chooses the dtypes of its statistics."""
+        return None
+
+    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
+        """Return nothing: the class chooses the dtypes of its statistics."""
+        return {}
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Choose the host threads for `device`; the class creates the state at its first step."""

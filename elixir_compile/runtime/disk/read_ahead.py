@@ -36,9 +36,10 @@ def _nothing() -> None:
 class Piece:
     """Elements `start` to `end` of several regions, one after another in one buffer while they are read in."""
 
-    def __init__(self, columns: Sequence[tuple[DiskRegion, int]], start: int, end: int, stride: int) -> None:
-        """`columns` holds each region with its bytes per element. In the buffer each region has space for `stride`
-        elements: at least `end - start`, and a whole number of pages in every region."""
+    def __init__(self, columns: Sequence[tuple[DiskRegion, int, int]], start: int, end: int, stride: int) -> None:
+        """`columns` holds each region with the bytes of a value and the elements for which there is a value, a divisor
+        of `start`. In the buffer each region has space for `stride` elements: at least `end - start`, and a whole
+        number of pages in every region."""
         self.columns = tuple(columns)
         self.start = start
         self.end = end
@@ -51,15 +52,16 @@ class Piece:
     def views(self, buffer: StagingBuffer) -> list[torch.Tensor]:
         """Return for each region its part of `buffer`, as uint8."""
         found, at_bytes = [], 0
-        for _, size_bytes in self.columns:
-            found.append(buffer.tensor[at_bytes : at_bytes + (self.end - self.start) * size_bytes])
-            at_bytes += self._stride * size_bytes
+        for _, size_bytes, block in self.columns:
+            num_values = -(-(self.end - self.start) // block)
+            found.append(buffer.tensor[at_bytes : at_bytes + num_values * size_bytes])
+            at_bytes += self._stride // block * size_bytes
         return found
 
     def transfers(self, buffer: StagingBuffer) -> Iterator[tuple[DiskRegion, torch.Tensor, int]]:
         """Yield each region, its part of `buffer`, and the offset of this part in the region, in bytes."""
-        for (region, size_bytes), view in zip(self.columns, self.views(buffer), strict=True):
-            yield region, view, self.start * size_bytes
+        for (region, size_bytes, block), view in zip(self.columns, self.views(buffer), strict=True):
+            yield region, view, self.start // block * size_bytes
 
 
 class ReadAhead:
@@ -89,7 +91,7 @@ class ReadAhead:
         If reading the bytes failed, gives the piece back and raises the exception.
         """
         if os.getpid() != self._pid:
-            paths = ", ".join(region.path for region, _ in piece.columns)
+            paths = ", ".join(region.path for region, *_ in piece.columns)
             raise DiskFailed(paths, "read", "the store belongs to the parent process")
         with self._changed:
             if piece in self._announced:

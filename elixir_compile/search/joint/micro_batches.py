@@ -22,6 +22,7 @@ from elixir_compile.search.clock import Clock, Deadline
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.narrower_state import plan_with_fewest_narrower
 from elixir_compile.search.limits import leanest
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
@@ -45,9 +46,13 @@ Search = Callable[[Problem, float], Plan]
 def plan_as_asked(problem: Problem, options: Options) -> Plan:
     """Return the plan for `problem` by the planner of `options`, which also say in how many micro-batches.
 
-    Raises the errors of `plan`.
+    If no plan fits, and the problem allows narrower moments, some have them: see `narrower_state`. Raises the errors of
+    `plan`.
     """
+    return plan_with_fewest_narrower(problem, lambda variant: _plan_exact(variant, options))
 
+
+def _plan_exact(problem: Problem, options: Options) -> Plan:
     def search(variant: Problem, timeout_s: float) -> Plan:
         return plan(variant, options.planner, timeout_s)
 

@@ -38,6 +38,7 @@ class _Param:
     is_trained: bool
     group: int
     reduce_dtype: str | None
+    state_dtype: str | None
     layer: str
     uses: tuple[int, ...]
     """Indices of the forward ops that read the parameter, or of the backward ops if no forward op reads it."""
@@ -54,10 +55,10 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
-    classes: dict[tuple[str, bool, int, bool, str | None], list[_Param]] = {}
+    classes: dict[tuple[object, ...], list[_Param]] = {}
     for param in params:
-        kind = (param.storage.dtype, param.is_trained, param.group, _is_sharded(param, problem), param.reduce_dtype)
-        classes.setdefault(kind, []).append(param)
+        dtypes = (param.storage.dtype, param.reduce_dtype, param.state_dtype)
+        classes.setdefault((*dtypes, param.is_trained, param.group, _is_sharded(param, problem)), []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
@@ -105,6 +106,7 @@ def _in_first_use_order(problem: Problem) -> list[_Param]:
             is_trained=storage.id in trained or problem.state_nbytes.get(storage.id, 0) > 0,
             group=problem.groups.get(storage.id, 0),
             reduce_dtype=problem.reduce_dtypes.get(storage.id),
+            state_dtype=problem.state_dtypes.get(storage.id),
             layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
             uses=tuple(uses[storage.id]),
         )
@@ -216,6 +218,7 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         shard_numels=shard_numels,
         group=group[0].group,
         reduce_dtype=group[0].reduce_dtype,
+        state_dtype=group[0].state_dtype,
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
     )

@@ -17,6 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk.state import DiskHome, DiskState
+from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.runtime.disk.disk_store import DiskStore
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users
@@ -125,11 +126,11 @@ def test_a_statistic_may_have_another_dtype_per_parameter(tmp_path: Path) -> Non
     dtypes = [torch.float32, BF16, torch.int16]
     states = []
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        home.require({("average", dtype): None})
-        states.append(DiskState(home, param, {"average": dtype}, {}))
+        home.require({("average", StatisticLayout(dtype)): None})
+        states.append(DiskState(home, param, {"average": StatisticLayout(dtype)}, {}))
         assert len(states[-1]) == 0
         states[-1]["average"] = torch.full_like(param, number + 1, dtype=dtype)
-    assert home.kinds == tuple(("average", dtype) for dtype in dtypes)
+    assert home.kinds == tuple(("average", StatisticLayout(dtype)) for dtype in dtypes)
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
         assert torch.equal(states[number]["average"], torch.full_like(param, number + 1, dtype=dtype))
         states[number].begin("average")
@@ -140,10 +141,10 @@ def test_disk_space_is_freed_after_the_last_parameter(tmp_path: Path) -> None:
     """The third parameter is frozen and never comes; the first leaves and comes again."""
     params, store = [nn.Parameter(torch.ones(50)) for _ in range(3)], DiskStore(tmp_path)
     home = DiskHome(store, "b0", params)
-    home.require({("average", torch.float32): None})
-    states = [DiskState(home, param, {"average": torch.float32}, {}) for param in params[:2]]
+    home.require({("average", StatisticLayout(torch.float32)): None})
+    states = [DiskState(home, param, {"average": StatisticLayout(torch.float32)}, {}) for param in params[:2]]
     home.leave(id(params[0]))
-    states[0] = DiskState(home, params[0], {"average": torch.float32}, {})
+    states[0] = DiskState(home, params[0], {"average": StatisticLayout(torch.float32)}, {})
     home.leave(id(params[1]))
     states[0]["average"] = params[0].detach()
     assert torch.equal(states[0]["average"], torch.ones(50))
