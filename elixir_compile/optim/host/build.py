@@ -1,6 +1,6 @@
 """Compile C sources with the system's C compiler at first use, keep the libraries in the cache, and load them.
 
-    $CC | cc | gcc | clang  +  kernel.c  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
+    $CC | cc | gcc | clang  +  C files  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
 
 The CPU is in the name because clusters are mixed and share home folders (DeepSpeed #5677: built on one node type, run
 on another). Compiling took 0.3 s. Libraries in the cache are executed, so a file is used only if no other user could
@@ -23,7 +23,8 @@ from pathlib import Path
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.folders import OwnFolder, WrittenByOthersError, cache_dir, own_folder, private_folder
 
-SOURCE = Path(__file__).with_name("kernel.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernel.c", "moments.c", "reduced.c"))
+"""The files of the host kernel: each uses what those before it define, and all are compiled as one."""
 _FLAGS = (
     "-std=gnu99",
     "-O3",
@@ -47,7 +48,12 @@ def loaded_kernel() -> ctypes.CDLL:
 
     Raises BuildError if there is no working compiler, or if the cache cannot be written.
     """
-    return loaded(SOURCE.read_text(encoding="utf-8"))
+    return loaded(kernel_source())
+
+
+def kernel_source() -> str:
+    """Return the C text of the host kernel."""
+    return "".join(path.read_text(encoding="utf-8") for path in SOURCES)
 
 
 def loaded(source: str) -> ctypes.CDLL:

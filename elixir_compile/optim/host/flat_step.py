@@ -5,7 +5,7 @@ Without a compiler, a pass runs as torch's ops on blocks that stay in the CPU ca
     a block of 512 K elements:  grad -> fp32,  fused AdamW on views of the master and the moments,  -> param
 
 Takes 1.5 times as long as the kernel on a single thread; casts of whole tensors take 1.7 times as long. Runs on torch's
-threads.
+threads. Moments in fewer bytes are decoded and encoded a block at a time too.
 """
 
 import math
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.optim.adamw import adamw
+
+from elixir_compile.optim import moment_forms
+from elixir_compile.optim.moment_forms import MomentForm, Moments, Rounding
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16)
@@ -69,7 +72,7 @@ class FlatStep:
     """An AdamW step on the host; all tensors are contiguous, on the CPU and have equal element counts."""
 
     weights: torch.Tensor
-    """The fp32 master; or its int16 low half, if `param` is its high half."""
+    """The fp32 master; or its int16 low half, if `param` is its high half; or the bf16 parameter, without a master."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     max_exp_avg_sq: torch.Tensor | None = None
@@ -78,6 +81,26 @@ class FlatStep:
     """The fp32 sum of the gradients of earlier micro-batches."""
     param: torch.Tensor | None
     rule: Rule
+    form: MomentForm = MomentForm.FLOAT32
+    exp_avg_scale: torch.Tensor | None = None
+    """The fp32 scales of the blocks of `exp_avg`, row by row, if the form has scales."""
+    exp_avg_sq_scale: torch.Tensor | None = None
+    row_numel: int | None = None
+    """The number of elements of a row of the parameter: no block crosses its end. Needed if the form has scales."""
+    rounding: Rounding = Rounding.STOCHASTIC
+    """Of moments in fewer bytes, and of bf16 weights without a master."""
+    seed: int = 0
+    """Of stochastic rounding."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether moments and master are exact."""
+        return self.form is MomentForm.FLOAT32 and self.weights.dtype != torch.bfloat16
+
+    @property
+    def key(self) -> int:
+        """Return the key of the noise of this step."""
+        return moment_forms.noise_key(self.seed, self.rule.step)
 
     @property
     def is_split(self) -> bool:
@@ -86,24 +109,53 @@ class FlatStep:
 
     def __post_init__(self) -> None:
         floats = (torch.float32,)
-        check_tensor("low" if self.is_split else "master", self.weights, (torch.int16, *floats), self.weights)
-        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "total"):
+        if self.weights.dtype != torch.bfloat16:
+            check_tensor("low" if self.is_split else "master", self.weights, (torch.int16, *floats), self.weights)
+        for name, dtype in zip(("exp_avg", "exp_avg_sq"), self.form.dtypes, strict=True):
+            check_tensor(name, getattr(self, name), (dtype,), self.weights)
+        for name in ("max_exp_avg_sq", "total"):
             check_tensor(name, getattr(self, name), floats, self.weights)
+        if self.max_exp_avg_sq is not None and not self.is_plain:
+            raise ValueError(f"max_exp_avg_sq: AMSGrad needs moments in float32 and a master, not {self.form.value}")
+        self._check_scales()
         check_tensor("grad", self.grad, GRADIENT_DTYPES, self.weights)
         if self.is_split and self.param is None:
             raise ValueError("param None: it is the high half of a split master")
         check_tensor("param", self.param, PARAMETER_DTYPES[: 1 if self.is_split else 2], self.weights)
 
+    def _check_scales(self) -> None:
+        if not self.form.has_scales:
+            return
+        numel, row_numel = self.weights.numel(), self.row_numel
+        if row_numel is None or row_numel < 1 or numel % row_numel:
+            raise ValueError(f"row_numel {row_numel}: needs a divisor of {numel}, the number of elements")
+        num_scales = moment_forms.num_blocks_before(numel, row_numel)
+        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+            scale = getattr(self, name)
+            if scale is None:
+                raise ValueError(f"{name} None: moments in {self.form.value} have scales")
+            check_tensor(name, scale, (torch.float32,), self.weights, num_scales)
 
-def check_tensor(name: str, tensor: torch.Tensor | None, dtypes: tuple[torch.dtype, ...], like: torch.Tensor) -> None:
-    """Raise ValueError unless `tensor` is None or contiguous on the CPU, in one of `dtypes`, and as large as `like`."""
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor,
+    numel: int | None = None,
+) -> None:
+    """Raise ValueError unless `tensor` is None or contiguous on the CPU, in one of `dtypes`, and as large as `like`.
+
+    With `numel` it needs that many elements instead.
+    """
     if tensor is None:
         return
+    numel = like.numel() if numel is None else numel
     facts: Mapping[str, bool] = {
         f"dtype {tensor.dtype}: needs {' or '.join(str(dtype) for dtype in dtypes)}": tensor.dtype in dtypes,
         f"device {tensor.device}: needs cpu": tensor.device.type == "cpu",
         f"strides {tensor.stride()}: needs to be contiguous": tensor.is_contiguous(),
-        f"{tensor.numel()} elements: needs {like.numel()}": tensor.numel() == like.numel(),
+        f"{tensor.numel()} elements: needs {numel}": tensor.numel() == numel,
     }
     for wrong, holds in facts.items():
         if not holds:
@@ -116,7 +168,8 @@ BLOCK = 1 << 19
 @torch.no_grad()
 def take_step(flat: FlatStep) -> None:
     """Run the AdamW step `flat` in place."""
-    for block in _blocks(flat.weights.numel()):
+    key = flat.key
+    for block in _blocks(flat.weights.numel(), flat.row_numel if flat.form.has_scales else None):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
         if flat.total is not None:
             grad.add_(_of(flat.total, block))
@@ -124,13 +177,55 @@ def take_step(flat: FlatStep) -> None:
             grad.mul_(flat.rule.grad_factor)
         weights = _of(flat.weights, block)
         high = _of(flat.param, block) if flat.is_split and flat.param is not None else None
-        master = weights if high is None else joined(high, weights)
+        master = weights.to(torch.float32) if high is None else joined(high, weights)
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
-        _fused(flat.rule, (master, grad, _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)), most)
+        stored = _moments(flat, block)
+        moments = moment_forms.decode(stored, flat.form, row_numel=flat.row_numel or 1)
+        _fused(flat.rule, (master, grad, *moments), most)
+        if weights.dtype == torch.bfloat16:
+            weights.copy_(_rounded(flat, master, moments, key))
+        _store(flat, stored, moments, key)
         if high is not None:
             split(master, high, weights)
         elif flat.param is not None:
             _of(flat.param, block).copy_(master)
+
+
+def _moments(flat: FlatStep, block: slice) -> Moments:
+    """Return the stored moments of `block` as views."""
+    exp_avg, exp_avg_sq = _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)
+    if flat.exp_avg_scale is None or flat.exp_avg_sq_scale is None or flat.row_numel is None:
+        return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    first, length = moment_forms.num_blocks_before(block.start, flat.row_numel), block.stop - block.start
+    num = -(-length // moment_forms.BLOCK)  # inside a row
+    if length >= flat.row_numel:
+        num = moment_forms.num_blocks_before(length, flat.row_numel)
+    scales = [_of(scale, slice(first, first + num)) for scale in (flat.exp_avg_scale, flat.exp_avg_sq_scale)]
+    return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+
+
+def _store(flat: FlatStep, stored: Moments, moments: tuple[torch.Tensor, torch.Tensor], key: int) -> None:
+    """Write fp32 `moments` into `stored`."""
+    if flat.form is MomentForm.FLOAT32:
+        return  # they are its own tensors
+    row_numel = flat.row_numel or 1
+    new = moment_forms.encode(*moments, flat.form, row_numel=row_numel, rounding=flat.rounding, key=key)
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        values, target = getattr(new, name), getattr(stored, name)
+        if target is not None:
+            target.copy_(values)
+
+
+def _rounded(
+    flat: FlatStep, weights: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor], key: int
+) -> torch.Tensor:
+    """Return fp32 `weights` in bf16, with the noise of `moments`, as they get rounded, if rounding is stochastic."""
+    bits = None
+    if flat.rounding is Rounding.STOCHASTIC:
+        first, second = moments
+        second = moment_forms.root_of(second) if flat.form.has_scales else second
+        bits = moment_forms.weight_noise(moment_forms.noise(first, second, key), weights)
+    return moment_forms.rounded_to_bfloat16(weights, bits)
 
 
 def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -173,8 +268,11 @@ def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tenso
     )
 
 
-def _blocks(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
+def _blocks(numel: int, row_numel: int | None = None) -> Iterator[slice]:
+    """Yield slices of at most `BLOCK` elements; with `row_numel`, of whole blocks of moments."""
+    if row_numel is None:
+        return (slice(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
+    return (slice(*span) for span in moment_forms.spans(numel, row_numel, BLOCK))
 
 
 def _of(tensor: torch.Tensor, block: slice) -> torch.Tensor:

@@ -160,10 +160,10 @@ static void add(float *restrict to, const float *restrict from, size_t n) {
 
 /* -- the update ---------------------------------------------------------------------------------------------------- */
 
-/* The weight after a step, as in torch's fused AdamW. Decay and step are added before they change the weight, so the
+/* The weight after a step, as in torch's fused AdamW; `root` is the root of the second moment. Decay and step are added before they change the weight, so the
    weight is rounded once per step: weight * rounded(1 - lr * weight_decay) drifts by up to 3e-8 of itself per step. */
-INLINE float stepped(float weight, float first, float second, Coefficients k) {
-    float denominator = multiply_add(__builtin_sqrtf(second), k.inverse_correction2, k.eps);
+INLINE float stepped(float weight, float first, float root, Coefficients k) {
+    float denominator = multiply_add(root, k.inverse_correction2, k.eps);
     float value = weight - multiply_add(k.step_size, first / denominator, weight * k.decay);
     return value == value ? value : as_float(0x7fc00000u); /* one NaN, with an empty low half */
 }
@@ -172,8 +172,9 @@ INLINE float stepped(float weight, float first, float second, Coefficients k) {
    rounded, ties away from zero, so the high half is the nearest bf16 and the low half is signed. */
 typedef enum { WIDE, ROUNDED, SPLIT } Form;
 
+/* With `keeps_root`, `exp_avg_sq` receives the root of the second moment instead of the moment; not with `has_max`. */
 INLINE void update(void *weights, uint16_t *restrict high, const float *restrict slope, Moments moments, size_t n,
-                   Coefficients k, const Form form, const int has_max) {
+                   Coefficients k, const Form form, const int has_max, const int keeps_root) {
     float *restrict wide = weights, *restrict exp_avg = moments.exp_avg, *restrict exp_avg_sq = moments.exp_avg_sq;
     float *restrict max_exp_avg_sq = moments.max_exp_avg_sq;
     int16_t *restrict low = weights;
@@ -182,14 +183,16 @@ INLINE void update(void *weights, uint16_t *restrict high, const float *restrict
         float first = multiply_add(grad, k.one_minus_beta1, exp_avg[i] * k.beta1);
         float second = multiply_add(grad * grad, k.one_minus_beta2, exp_avg_sq[i] * k.beta2);
         exp_avg[i] = first;
-        exp_avg_sq[i] = second;
+        if (!keeps_root) exp_avg_sq[i] = second;
         if (has_max) {
             float most = max_exp_avg_sq[i];
             second = most > second || most != most ? most : second; /* a NaN stays, as in torch.maximum */
             max_exp_avg_sq[i] = second;
         }
+        float root = __builtin_sqrtf(second);
+        if (keeps_root) exp_avg_sq[i] = root;
         float weight = form == SPLIT ? as_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]) : wide[i];
-        weight = stepped(weight, first, second, k);
+        weight = stepped(weight, first, root, k);
         uint32_t bits = as_bits(weight);
         if (form == SPLIT) low[i] = (int16_t)(uint16_t)bits, high[i] = (uint16_t)((bits + 0x8000u) >> 16);
         else wide[i] = weight;
@@ -198,15 +201,18 @@ INLINE void update(void *weights, uint16_t *restrict high, const float *restrict
 }
 
 static void updated(void *weights, uint16_t *high, const float *slope, Moments all, size_t start, size_t n,
-                    const Coefficients *k, Form form) {
+                    const Coefficients *k, Form form, int keeps_root) {
     const int has_max = all.max_exp_avg_sq != NULL;
     const Moments here = {all.exp_avg + start, all.exp_avg_sq + start, has_max ? all.max_exp_avg_sq + start : NULL};
-    if (form == WIDE && has_max) update(weights, high, slope, here, n, *k, WIDE, 1);
-    if (form == WIDE && !has_max) update(weights, high, slope, here, n, *k, WIDE, 0);
-    if (form == ROUNDED && has_max) update(weights, high, slope, here, n, *k, ROUNDED, 1);
-    if (form == ROUNDED && !has_max) update(weights, high, slope, here, n, *k, ROUNDED, 0);
-    if (form == SPLIT && has_max) update(weights, high, slope, here, n, *k, SPLIT, 1);
-    if (form == SPLIT && !has_max) update(weights, high, slope, here, n, *k, SPLIT, 0);
+    if (form == WIDE && has_max) update(weights, high, slope, here, n, *k, WIDE, 1, 0);
+    if (form == WIDE && !has_max && !keeps_root) update(weights, high, slope, here, n, *k, WIDE, 0, 0);
+    if (form == WIDE && keeps_root) update(weights, high, slope, here, n, *k, WIDE, 0, 1);
+    if (form == ROUNDED && has_max) update(weights, high, slope, here, n, *k, ROUNDED, 1, 0);
+    if (form == ROUNDED && !has_max && !keeps_root) update(weights, high, slope, here, n, *k, ROUNDED, 0, 0);
+    if (form == ROUNDED && keeps_root) update(weights, high, slope, here, n, *k, ROUNDED, 0, 1);
+    if (form == SPLIT && has_max) update(weights, high, slope, here, n, *k, SPLIT, 1, 0);
+    if (form == SPLIT && !has_max && !keeps_root) update(weights, high, slope, here, n, *k, SPLIT, 0, 0);
+    if (form == SPLIT && keeps_root) update(weights, high, slope, here, n, *k, SPLIT, 0, 1);
 }
 
 /* Return the gradient from `start` on in fp32 with `total` added: a pointer to `tile`, or to the gradient itself. */
@@ -230,7 +236,7 @@ void mixed_adamw(float *master, Moments moments, Gradient grad, uint16_t *param,
     for (size_t start = 0; start < n; start += TILE) {
         const size_t rest = n - start < TILE ? n - start : TILE;
         const float *slope = widened(tile, grad, start, rest);
-        updated(master + start, high, slope, moments, start, rest, k, form);
+        updated(master + start, high, slope, moments, start, rest, k, form, 0);
         if (form == ROUNDED) put(param + start, high, rest);
         else if (param) narrow_fp16(param + start, master + start, rest);
     }
@@ -243,7 +249,7 @@ void split_adamw(int16_t *low, Moments moments, Gradient grad, uint16_t *high, s
     for (size_t start = 0; start < n; start += TILE) {
         const size_t rest = n - start < TILE ? n - start : TILE;
         const float *slope = widened(tile, grad, start, rest);
-        updated(low + start, high + start, slope, moments, start, rest, k, SPLIT);
+        updated(low + start, high + start, slope, moments, start, rest, k, SPLIT, 0);
     }
 }
 

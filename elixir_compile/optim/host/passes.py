@@ -2,10 +2,14 @@
 
     mixed_adamw      grad, master, moments -> master, moments, param      28 B per parameter (16-bit grad and param)
     split_adamw      grad, param, low, moments -> param, low, moments     26 B, and 14 B of host memory instead of 16
+    bf16_adamw       grad, param, moments -> param, moments               22 B, and no master
     sum_of_squares   grad -> a number                                      2 B
 
-They run in C (`kernel.c`) if there is a compiler, else in blocks of torch's ops (`flat_step.py`). Calls into C release
-the GIL. Parameters in fp32 do not use these passes: torch's own fused AdamW is as fast, and users compare bits with it.
+Moments take 8 B of these twice, or 4 or 2.1 B twice in another `MomentForm` (`moment_forms.py`).
+
+They run in C (`kernel.c`, `reduced.c`) if there is a compiler, else in blocks of torch's ops (`flat_step.py`). Calls
+into C release the GIL. Parameters in fp32 with exact moments do not use these passes: torch's own fused AdamW is as
+fast, and users compare bits with it.
 
 `coalesce` joins tensors that follow each other in host memory, so that a bucket takes a single call into C:
 
@@ -17,7 +21,6 @@ padding is between them, so an update may run over the padding too. See `Running
 """
 
 import ctypes
-import math
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -28,46 +31,19 @@ import torch
 from torch.autograd.graph import increment_version
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.optim.host import flat_step
+from elixir_compile.optim.host import calls, flat_step
 from elixir_compile.optim.host.build import BuildError, loaded_kernel
+from elixir_compile.optim.host.calls import typed
 from elixir_compile.optim.host.flat_step import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
-from elixir_compile.optim.host.threads import GRAIN, HostThreads, host_threads_for
+from elixir_compile.optim.host.threads import HostThreads, host_threads_for
+from elixir_compile.optim.moment_forms import MomentForm, Rounding
 from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
 
-KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""The value of the enum `Kind` in `kernel.c` for the dtype of a gradient or a parameter."""
-
-
-class Coefficients(ctypes.Structure):
-    """The scalars of a step, in fp32."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_float)
-        for name in (
-            "step_size",
-            "inverse_correction2",
-            "beta1",
-            "one_minus_beta1",
-            "beta2",
-            "one_minus_beta2",
-            "eps",
-            "decay",
-            "grad_factor",
-        )
-    )
-
-
-class Moments(ctypes.Structure):
-    """The addresses of the fp32 moments; the last is None without AMSGrad."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-
-
-class Gradient(ctypes.Structure):
-    """The address of a gradient, the address of a total to add to it or None, and the dtype as in `KINDS`."""
-
-    _fields_ = (("values", ctypes.c_void_p), ("total", ctypes.c_void_p), ("kind", ctypes.c_int))
-
+_BESIDE_THE_RULE = (
+    *("max_exp_avg_sq", "total"),
+    *("form", "exp_avg_scale", "exp_avg_sq_scale", "row_numel", "rounding", "seed"),
+)
+"""The extras of a step that are fields of `FlatStep`; the others are scalars of its rule."""
 
 _lock = threading.Lock()
 
@@ -81,7 +57,7 @@ def kernel() -> ctypes.CDLL | None:
 @cache
 def _kernel() -> ctypes.CDLL | None:
     try:
-        return _typed(loaded_kernel())
+        return typed(loaded_kernel())
     except BuildError as error:
         warnings.warn(
             f"no host kernel: {error}. Host updates of 16-bit parameters use torch's own ops: same results but for "
@@ -90,20 +66,6 @@ def _kernel() -> ctypes.CDLL | None:
             stacklevel=4,
         )
         return None
-
-
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    scalars = ctypes.POINTER(Coefficients)
-    arguments = {
-        "mixed_adamw": (pointer, Moments, Gradient, pointer, kind, size, scalars),
-        "split_adamw": (pointer, Moments, Gradient, pointer, size, scalars),
-        "sums_of_squares": (ctypes.POINTER(ctypes.c_double), Gradient, size, size),
-    }
-    for name, types in arguments.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
-    return library
 
 
 class Scalars(TypedDict):
@@ -124,6 +86,12 @@ class Extras(Scalars):
     max_exp_avg_sq: NotRequired[torch.Tensor | None]
     total: NotRequired[torch.Tensor | None]
     threads: NotRequired[HostThreads | None]
+    form: NotRequired[MomentForm]
+    exp_avg_scale: NotRequired[torch.Tensor | None]
+    exp_avg_sq_scale: NotRequired[torch.Tensor | None]
+    row_numel: NotRequired[int | None]
+    rounding: NotRequired[Rounding]
+    seed: NotRequired[int]
 
 
 def mixed_adamw(
@@ -141,6 +109,9 @@ def mixed_adamw(
     is `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. With `max_exp_avg_sq` the step is
     AMSGrad. `threads` defaults to the threads of this process. Raises ValueError if a tensor has a wrong dtype, device,
     layout or size.
+
+    With `form`, the moments are stored in fewer bytes: see `moment_forms.py`. Forms with scales need `exp_avg_scale`,
+    `exp_avg_sq_scale` and `row_numel`, the number of elements of a row of the parameter.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 
@@ -164,6 +135,23 @@ def split_adamw(
     _step(low, exp_avg, exp_avg_sq, grad, param, step, extras)
 
 
+def bf16_adamw(
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    step: int,
+    **extras: Unpack[Extras],
+) -> None:
+    """Run the step of `mixed_adamw` on a bf16 `param` that has no master, and round it as `rounding` says.
+
+    Stochastic rounding keeps the mean of steps that are smaller than the distance between two bf16 numbers.
+    """
+    if param.dtype != torch.bfloat16:
+        raise ValueError(f"param has dtype {param.dtype}: needs torch.bfloat16")
+    _step(param, exp_avg, exp_avg_sq, grad, None, step, extras)
+
+
 def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> float:
     """Return the sum of squares of `grad` (bf16, fp16 or fp32); finite if and only if all values are.
 
@@ -173,14 +161,7 @@ def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> fl
     library = kernel()
     if library is None:
         return flat_step.sum_of_squares(grad)
-    sums = (ctypes.c_double * -(-grad.numel() // GRAIN))()
-
-    def part(start: int, stop: int) -> None:
-        block_sums = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
-        library.sums_of_squares(block_sums, _gradient(grad, None, start), stop - start, GRAIN)
-
-    (threads or host_threads_for()).run(grad.numel(), part)
-    return math.fsum(sums)
+    return calls.sum_of_squares(library, grad, threads or host_threads_for())
 
 
 def _step(
@@ -193,8 +174,8 @@ def _step(
     extras: Extras,
 ) -> None:
     scalars: dict[str, Any] = dict(extras)
-    tensors = {name: scalars.pop(name, None) for name in ("max_exp_avg_sq", "total")}
     threads = scalars.pop("threads", None)
+    tensors = {name: scalars.pop(name) for name in _BESIDE_THE_RULE if name in scalars}
     given = FlatStep(
         weights=weights,
         exp_avg=exp_avg,
@@ -208,32 +189,14 @@ def _step(
     if library is None:
         flat_step.take_step(given)
         return
-    coefficients = Coefficients(*given.rule.scalars())
+    coefficients = calls.Coefficients(*given.rule.scalars())
 
-    def part(start: int, stop: int) -> None:
-        moments = Moments(*(_at(moment, start) for moment in (given.exp_avg, given.exp_avg_sq, given.max_exp_avg_sq)))
-        gradient = _gradient(given.grad, given.total, start)
-        weights, high = _at(given.weights, start), _at(given.param, start)
-        size_and_scalars = (stop - start, ctypes.byref(coefficients))
-        if given.is_split:
-            library.split_adamw(weights, moments, gradient, high, *size_and_scalars)
-        else:
-            kind = 0 if given.param is None else KINDS[given.param.dtype]
-            library.mixed_adamw(weights, moments, gradient, high, kind, *size_and_scalars)
-
-    (threads or host_threads_for()).run(given.weights.numel(), part)
+    run = calls.run_exact if given.is_plain else calls.run_reduced
+    run(library, given, coefficients, threads or host_threads_for())
     # Autograd must see these writes, as it sees torch's own in-place ops.
-    written = (given.weights, given.exp_avg, given.exp_avg_sq, given.max_exp_avg_sq, given.param)
+    scales = (given.exp_avg_scale, given.exp_avg_sq_scale)
+    written = (given.weights, given.exp_avg, given.exp_avg_sq, given.max_exp_avg_sq, given.param, *scales)
     increment_version([tensor for tensor in written if tensor is not None])
-
-
-def _at(tensor: torch.Tensor | None, start: int) -> int | None:
-    """Return the address of `tensor[start]`; None, which is NULL in C, if there is no tensor."""
-    return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
-
-
-def _gradient(grad: torch.Tensor, total: torch.Tensor | None, start: int) -> Gradient:
-    return Gradient(_at(grad, start), _at(total, start), KINDS[grad.dtype])
 
 
 Row = Sequence[torch.Tensor]

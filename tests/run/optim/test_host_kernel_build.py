@@ -49,11 +49,14 @@ def test_each_input_of_the_build_changes_the_file_name(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(build, "_cpu", lambda: b"another")
         loaded_kernel()
-    edited = tmp_path / "kernel.c"
-    edited.write_text(build.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    monkeypatch.setattr(build, "SOURCE", edited)
-    loaded_kernel()
-    assert len(libraries(tmp_path)) == 4
+    for index, path in enumerate(build.SOURCES):
+        edited = tmp_path / path.name
+        edited.write_text(path.read_text(encoding="utf-8") + "\n" * (index + 1), encoding="utf-8")
+        monkeypatch.setattr(build, "SOURCES", tuple(edited if each == path else each for each in build.SOURCES))
+        loaded_kernel()
+        monkeypatch.undo()
+        monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path))
+    assert len(libraries(tmp_path)) == 3 + len(build.SOURCES)
 
 
 def test_many_processes_build_at_once(empty_cache: Path) -> None:
@@ -132,6 +135,7 @@ def test_a_damaged_file_is_built_again(empty_cache: Path) -> None:
 def test_the_loops_are_vectorised(tmp_path: Path) -> None:
     """The square roots of the update are of vectors; single ones are for the last few elements of a tile."""
     command = [*build.build_command(), "-S", "-o", str(tmp_path / "k.s")]
-    subprocess.run([*command, str(build.SOURCE)], check=True, env={**os.environ, "LC_ALL": "C"})
+    given = {"input": build.kernel_source(), "text": True, "env": {**os.environ, "LC_ALL": "C"}}
+    subprocess.run([*command, "-x", "c", "-"], check=True, **given)
     text = (tmp_path / "k.s").read_text(encoding="utf-8")
     assert any(name in text for name in ("sqrtps", "fsqrt\tv", "fsqrt v", "fsqrt\tz"))

@@ -1,0 +1,175 @@
+/* Moments in fewer bytes, between memory and a tile in the first-level cache; compiled behind `kernel.c`.
+
+       form       first moment                second moment               scale of a block of 128 values
+       bfloat16   bf16                        bf16                        none
+       float8     e4m3                        its root, e4m3              a power of two
+       int8       linear, -127 to 127         its root, linear, 0 to 255  largest magnitude / 127 or 255
+
+   `moment_forms.py` states the formulas; torch's ops there give the same bits. Nothing here is a fused multiply-add, so
+   these bits do not depend on the processor. */
+
+enum { BLOCK = 128 };
+typedef enum { FLOAT32, BFLOAT16, FLOAT8, INT8 } MomentForm;
+
+typedef struct {
+    void *exp_avg, *exp_avg_sq;
+    float *exp_avg_scale, *exp_avg_sq_scale; /* of the block of the first element and those behind it */
+    size_t row_numel;                        /* no block crosses the end of a row */
+    size_t column;                           /* of the first element in its row: a multiple of BLOCK */
+    uint32_t key;                            /* of the noise, from the seed and the step */
+    int form;
+    int is_stochastic;
+} Reduced;
+
+/* The bits of 2^-118 (3e-36): blocks of lesser magnitudes become zeros, so that no scale or its inverse is subnormal. */
+static const uint32_t LEAST = 9u << 23;
+static const uint32_t INFINITE = 0x7f800000u;
+/* The bits of 1.75 * 2^127: the scale of greater magnitudes in float8 would make decoding overflow. */
+static const uint32_t LARGEST_FLOAT8 = 0x7f600000u;
+
+/* -- noise --------------------------------------------------------------------------------------------------------- */
+
+/* A bijection of `first ^ key`, hence uniform over keys. The upper 20 bits serve the second moment, the lower the first. */
+INLINE uint32_t noise_of(uint32_t first, uint32_t second, uint32_t key) {
+    uint32_t mixed = (first ^ (second << 16 | second >> 16) ^ key) * 0x9e3779b1u;
+    return mixed ^ mixed >> 12;
+}
+
+/* The noise of a weight whose moments have `noise`: 16 bits. */
+INLINE uint32_t weight_noise(uint32_t noise, uint32_t weight) {
+    return ((noise ^ weight) * 0x85ebca77u) >> 16;
+}
+
+/* -- numbers ------------------------------------------------------------------------------------------------------- */
+
+/* The bf16 for fp32 `bits`, with 16 bits of noise or rounded to nearest even; every NaN becomes the same. */
+INLINE uint16_t bf16_of(uint32_t bits, uint32_t noise, const int is_stochastic) {
+    uint32_t rounded = (bits + (is_stochastic ? noise : 0x7fffu + (bits >> 16 & 1u))) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > INFINITE ? 0x7fc0u : rounded);
+}
+
+/* The e4m3 of a magnitude of at most 448, with 20 bits of noise or rounded to nearest even. Below 2^-6 the numbers are
+   2^-9 apart, as are fp32 numbers with 19 bits less behind 2^-5. */
+INLINE uint32_t float8_of(float magnitude, uint32_t noise, const int is_stochastic) {
+    uint32_t bits = as_bits(magnitude);
+    uint32_t normal = (bits + (is_stochastic ? noise : 0x7ffffu + (bits >> 20 & 1u)) - (120u << 23)) >> 20;
+    uint32_t tiny = is_stochastic ? (as_bits(magnitude + as_float(0x3d000000u | noise >> 1)) - 0x3d000000u) >> 19
+                                  : as_bits(magnitude + 0x1p14f) - as_bits(0x1p14f);
+    return bits < 121u << 23 ? tiny : normal;
+}
+
+INLINE float float8_value(uint32_t code) {
+    uint32_t magnitude = code & 0x7fu, bits = (magnitude << 20) + (120u << 23);
+    float tiny = as_float(bits + (1u << 23)) - 0x1p-6f;
+    return as_float((magnitude < 8 ? as_bits(tiny) : bits) | (code & 0x80u) << 24);
+}
+
+/* The scale of a block and the factor that divides by it. Both are 0 for a block of zeros; a block with a NaN or an
+   infinity has the scale NaN and the factor 0. */
+typedef struct { float value, inverse; } Scale;
+
+INLINE Scale scale_of(uint32_t most, const int form, const int is_root) {
+    Scale found = {0.0f, 0.0f};
+    if (most >= (form == FLOAT8 ? LARGEST_FLOAT8 + 1 : INFINITE)) found.value = as_float(0x7fc00000u);
+    else if (most >= LEAST && form == FLOAT8) {
+        uint32_t exponent = ((most + 0x1fffffu) >> 23) - 8; /* the largest lands in (224, 448] */
+        found.value = as_float(exponent << 23), found.inverse = as_float((254 - exponent) << 23);
+    } else if (most >= LEAST) {
+        /* The greatest fp32 number below 127 or 255, so that no quotient rounds to more. */
+        found.value = as_float(most) / (is_root ? 255.0f : 127.0f);
+        found.inverse = (is_root ? 0x1.fdfffep7f : 0x1.fbfffep6f) / as_float(most);
+    }
+    return found;
+}
+
+INLINE uint32_t most_of(const float *values, size_t n) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t bits = as_bits(values[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+/* -- blocks -------------------------------------------------------------------------------------------------------- */
+
+INLINE void decode_block(float *restrict first, float *restrict second, const uint8_t *restrict codes,
+                         const uint8_t *restrict root_codes, float scale, float root_scale, size_t n, const int form) {
+    for (size_t i = 0; i < n; ++i) {
+        first[i] = (form == FLOAT8 ? float8_value(codes[i]) : (float)(int8_t)codes[i]) * scale;
+        float root = (form == FLOAT8 ? float8_value(root_codes[i]) : (float)root_codes[i]) * root_scale;
+        second[i] = root * root;
+    }
+}
+
+/* A positive root never gets the code 0: the next step would divide what is left of the first moment by eps. */
+INLINE void encode_block(uint8_t *restrict codes, uint8_t *restrict root_codes, const float *restrict first,
+                         const float *restrict root, float inverse, float root_inverse, uint32_t key, size_t n,
+                         const int form, const int is_stochastic) {
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t bits = as_bits(first[i]), root_bits = as_bits(root[i]), code, root_code;
+        uint32_t noise = is_stochastic ? noise_of(bits, root_bits, key) : 0;
+        float value = first[i] * inverse, root_value = root[i] * root_inverse;
+        if (form == FLOAT8) {
+            code = float8_of(__builtin_fabsf(value), noise & 0xfffffu, is_stochastic) | (bits >> 24 & 0x80u);
+            root_code = float8_of(root_value, noise >> 12, is_stochastic);
+        } else if (is_stochastic) { /* numbers from 256 to 512 have 15 bits behind the point */
+            code = as_bits(value + as_float(0x43c00000u | (noise & 0x7fffu))) >> 15 ^ 0x80u;
+            root_code = as_bits(root_value + as_float(0x43800000u | noise >> 17)) >> 15;
+        } else {
+            code = as_bits(value + 0x1.8p23f);
+            root_code = as_bits(root_value + 0x1.8p23f);
+        }
+        uint32_t least = root_bits < 1u ? root_bits : 1u;
+        root_code &= 0xffu;
+        codes[i] = (uint8_t)code;
+        root_codes[i] = (uint8_t)(root_code > least ? root_code : least);
+    }
+}
+
+static void decode(float *first, float *second, const uint8_t *codes, const uint8_t *root_codes, float scale,
+                   float root_scale, size_t n, int form) {
+    if (form == FLOAT8) decode_block(first, second, codes, root_codes, scale, root_scale, n, FLOAT8);
+    else decode_block(first, second, codes, root_codes, scale, root_scale, n, INT8);
+}
+
+static void encode(uint8_t *codes, uint8_t *root_codes, float *scales, float *root_scales, const float *first,
+                   const float *root, uint32_t key, size_t n, int form, int is_stochastic) {
+    const Scale scale = scale_of(most_of(first, n), form, 0), root_scale = scale_of(most_of(root, n), form, 1);
+    const float inverse = scale.inverse, root_inverse = root_scale.inverse;
+    if (form == FLOAT8 && is_stochastic)
+        encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 1);
+    else if (form == FLOAT8) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 0);
+    else if (is_stochastic) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 1);
+    else encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 0);
+    if (inverse == 0.0f) memset(codes, 0, n);
+    if (root_inverse == 0.0f) memset(root_codes, 0, n);
+    *scales = scale.value, *root_scales = root_scale.value;
+}
+
+static void encode_bf16(uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const float *restrict first,
+                        const float *restrict second, uint32_t key, size_t n, int is_stochastic) {
+    if (!is_stochastic) {
+        for (size_t i = 0; i < n; ++i) exp_avg[i] = bf16_of(as_bits(first[i]), 0, 0);
+        for (size_t i = 0; i < n; ++i) exp_avg_sq[i] = bf16_of(as_bits(second[i]), 0, 0);
+        return;
+    }
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t noise = noise_of(as_bits(first[i]), as_bits(second[i]), key);
+        exp_avg[i] = bf16_of(as_bits(first[i]), noise & 0xffffu, 1);
+        exp_avg_sq[i] = bf16_of(as_bits(second[i]), noise >> 16, 1);
+    }
+}
+
+/* The weights in bf16, rounded with noise from their moments or to nearest even. */
+static void narrow_weights(uint16_t *restrict to, const float *restrict weights, const float *restrict first,
+                           const float *restrict second, uint32_t key, size_t n, int is_stochastic) {
+    if (!is_stochastic) {
+        for (size_t i = 0; i < n; ++i) to[i] = bf16_of(as_bits(weights[i]), 0, 0);
+        return;
+    }
+    for (size_t i = 0; i < n; ++i) {
+        uint32_t noise = noise_of(as_bits(first[i]), as_bits(second[i]), key);
+        to[i] = bf16_of(as_bits(weights[i]), weight_noise(noise, as_bits(weights[i])), 1);
+    }
+}

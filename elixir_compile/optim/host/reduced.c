@@ -1,0 +1,100 @@
+/* One AdamW step with moments in fewer bytes: tiles of them become fp32 in the first-level cache, `update` runs on the
+   tiles, and they are stored in their form again. Compiled behind `kernel.c` and `moments.c`. */
+
+/* How the weights of `reduced_adamw` are stored: fp32; fp32 and rounded in bf16 or fp16; split; or in bf16 alone. */
+typedef enum { MASTER, MASTER_AND_BF16, MASTER_AND_FP16, SPLIT_MASTER, BF16_ALONE } WeightForm;
+
+typedef struct {
+    void *values;    /* fp32 masters, or the int16 low halves of split masters; NULL if bf16 is all there is */
+    uint16_t *param; /* NULL for MASTER */
+    int form;
+} Weights;
+
+typedef struct {
+    float slope[TILE], first[TILE], second[TILE], wide[TILE];
+    uint16_t high[TILE] __attribute__((aligned(64)));
+} Tiles;
+
+/* The blocks of a tile: whole ones, at most TILE elements. */
+typedef struct {
+    size_t num, length, lengths[TILE];
+} Blocks;
+
+static void next_blocks(Blocks *found, size_t *column, size_t row_numel, size_t most) {
+    found->num = found->length = 0;
+    while (found->length < most) {
+        const size_t rest = row_numel - *column, length = rest < BLOCK ? rest : BLOCK;
+        if (found->length + length > most) return;
+        found->lengths[found->num++] = length, found->length += length;
+        *column = length == rest ? 0 : *column + length;
+    }
+}
+
+/* Update the weights from `start` on with the moments `here`. */
+static void update_tile(Weights weights, Tiles *tiles, const float *slope, Moments here, size_t start, size_t n,
+                        const Coefficients *k, const Reduced *moments, int keeps_root) {
+    float *master = (float *)weights.values + start;
+    uint16_t *param = weights.param + start;
+    if (weights.form == SPLIT_MASTER)
+        updated((int16_t *)weights.values + start, param, slope, here, 0, n, k, SPLIT, keeps_root);
+    else if (weights.form == MASTER_AND_BF16) {
+        updated(master, tiles->high, slope, here, 0, n, k, ROUNDED, keeps_root);
+        put(param, tiles->high, n);
+    } else if (weights.form == BF16_ALONE) {
+        widen_bf16(tiles->wide, param, n);
+        updated(tiles->wide, NULL, slope, here, 0, n, k, WIDE, keeps_root);
+        narrow_weights(param, tiles->wide, here.exp_avg, here.exp_avg_sq, moments->key, n, moments->is_stochastic);
+    } else {
+        updated(master, NULL, slope, here, 0, n, k, WIDE, keeps_root);
+        if (weights.form == MASTER_AND_FP16) narrow_fp16(param, master, n);
+    }
+}
+
+/* The step of a tile of moments without scales. */
+static void step_plain(Weights weights, Tiles *tiles, const Reduced *moments, const float *slope, size_t start,
+                       size_t n, const Coefficients *k) {
+    uint16_t *exp_avg = (uint16_t *)moments->exp_avg + start, *exp_avg_sq = (uint16_t *)moments->exp_avg_sq + start;
+    Moments here = {tiles->first, tiles->second, NULL};
+    if (moments->form == FLOAT32) {
+        here.exp_avg = (float *)moments->exp_avg + start, here.exp_avg_sq = (float *)moments->exp_avg_sq + start;
+        update_tile(weights, tiles, slope, here, start, n, k, moments, 0);
+        return;
+    }
+    widen_bf16(tiles->first, exp_avg, n);
+    widen_bf16(tiles->second, exp_avg_sq, n);
+    update_tile(weights, tiles, slope, here, start, n, k, moments, 0);
+    encode_bf16(exp_avg, exp_avg_sq, tiles->first, tiles->second, moments->key, n, moments->is_stochastic);
+}
+
+/* The step of a tile of `blocks`, whose first scales are given. */
+static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, float *scales, float *root_scales,
+                        const float *slope, size_t start, const Blocks *blocks, const Coefficients *k) {
+    uint8_t *codes = (uint8_t *)moments->exp_avg + start, *root_codes = (uint8_t *)moments->exp_avg_sq + start;
+    const Moments here = {tiles->first, tiles->second, NULL};
+    for (size_t i = 0, at = 0; i < blocks->num; at += blocks->lengths[i++])
+        decode(tiles->first + at, tiles->second + at, codes + at, root_codes + at, scales[i], root_scales[i],
+               blocks->lengths[i], moments->form);
+    update_tile(weights, tiles, slope, here, start, blocks->length, k, moments, 1);
+    for (size_t i = 0, at = 0; i < blocks->num; at += blocks->lengths[i++])
+        encode(codes + at, root_codes + at, scales + i, root_scales + i, tiles->first + at, tiles->second + at,
+               moments->key, blocks->lengths[i], moments->form, moments->is_stochastic);
+}
+
+/* Pointers are to the first of `n` elements, which begins a block; a block ends with the last. */
+void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, const Coefficients *k) {
+    const int has_blocks = moments.form == FLOAT8 || moments.form == INT8;
+    Tiles tiles;
+    Blocks blocks;
+    size_t column = moments.column, block = 0;
+    for (size_t start = 0; start < n; start += blocks.length) {
+        blocks.length = n - start < TILE ? n - start : TILE;
+        if (has_blocks) next_blocks(&blocks, &column, moments.row_numel, blocks.length);
+        const float *slope = widened(tiles.slope, grad, start, blocks.length);
+        if (has_blocks)
+            step_blocks(weights, &tiles, &moments, moments.exp_avg_scale + block, moments.exp_avg_sq_scale + block,
+                        slope, start, &blocks, k);
+        else step_plain(weights, &tiles, &moments, slope, start, blocks.length, k);
+        if (has_blocks) block += blocks.num;
+    }
+    store_fence();
+}

@@ -1,0 +1,327 @@
+"""AdamW's moments in fewer bytes: how each form is encoded and decoded, in torch's ops.
+
+```text
+form       exp_avg      exp_avg_sq             scale of each block of 128 values                       bytes
+float32    fp32         fp32                   none                                                    8
+bfloat16   bf16         bf16                   none                                                    4
+float8     e4m3         its root in e4m3       a power of two: the largest lands in (224, 448]         2.06
+int8       -127 .. 127  its root in 0 .. 255   largest magnitude / 127, or / 255                       2.06
+```
+
+A block never crosses the end of a row, so the scales of a parameter (rows, ...) have the shape (rows, blocks of a row)
+and are sharded with it. `optim/host/moments.c` does the same in C, with the same bits.
+
+[Note: Why the root] The second moment spans twice the powers of two that gradients span. Of gradients whose magnitudes
+differ as exp(2 * normal) does, 8-bit linear codes of the second moment lose 79 % of a block below half a step, those of
+its root 30 %; in e4m3 it is 5 % and 0.1 %. The update takes the root in any case.
+
+[Note: Rounding] Near a steady state the second moment changes by less than 1/1000 per step, far less than the distance
+between two numbers in 16 or 8 bits: rounded to nearest, it stays where it is for ever. Stochastic rounding goes up with
+the probability that keeps the mean. The noise is a function of the values that are rounded, of the seed and of the
+step, and of no position: so ranks, pieces and threads change no bit. The key enters by xor and all that follows is a
+bijection of 32 bits, so over keys the noise of any value is uniform.
+
+Edges: in a block whose largest magnitude is below 2^-118 (3e-36), scale and codes are 0. A block with a NaN or an
+infinity (float8: also above 1.75 * 2^127) has the scale NaN and decodes to NaN everywhere. bf16 keeps infinities, and
+has one NaN. A positive root never gets the code 0: the next step would divide what is left of the first moment by eps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+BLOCK = 128
+"""The number of values that share a scale."""
+
+
+class MomentForm(Enum):
+    """How the moments of AdamW are stored."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+    INT8 = "int8"
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether each block of values has a scale."""
+        return self in (MomentForm.FLOAT8, MomentForm.INT8)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of `exp_avg` and `exp_avg_sq`."""
+        return _DTYPES[self]
+
+
+_DTYPES = {
+    MomentForm.FLOAT32: (torch.float32, torch.float32),
+    MomentForm.BFLOAT16: (torch.bfloat16, torch.bfloat16),
+    MomentForm.FLOAT8: (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    MomentForm.INT8: (torch.int8, torch.uint8),
+}
+
+
+class Rounding(Enum):
+    """How values are rounded to a form with fewer bits."""
+
+    STOCHASTIC = "stochastic"
+    """Up or down with the probability that keeps the mean."""
+    NEAREST = "nearest"
+    """To the nearest, ties to even. See [Note: Rounding]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """The moments of a parameter, or of whole blocks of it, as they are stored."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    """The second moment in fp32 or bf16; its root in forms with scales."""
+    exp_avg_scale: torch.Tensor | None = None
+    exp_avg_sq_scale: torch.Tensor | None = None
+
+
+_LEAST = 9 << 23
+"""The fp32 bits of 2^-118. From there on, a scale and its inverse are no subnormal numbers."""
+_INFINITE = 0x7F800000
+_LARGEST_FLOAT8 = 0x7F600000
+"""The fp32 bits of 1.75 * 2^127."""
+_LARGEST_CODE = {False: 127.0, True: 255.0}
+_FACTOR = {False: 127.0 - 2.0**-17, True: 255.0 - 2.0**-16}
+"""By whether it is of roots: the greatest fp32 number below the largest code, so that no quotient rounds to more."""
+
+
+def row_numel_of(shape: Sequence[int]) -> int:
+    """Return the number of elements of a row of a parameter of `shape`: of each index of its first dimension."""
+    numel = 1
+    for size in shape[1:]:
+        numel *= size
+    return numel
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of the scales of a parameter of `shape`: (rows, blocks of a row)."""
+    return shape[0], -(-row_numel_of(shape) // BLOCK)
+
+
+def block_start(index: int, row_numel: int) -> int:
+    """Return the index of the first element of the block of the element at `index`, both in the flat parameter."""
+    column = index % row_numel
+    return index - column % BLOCK
+
+
+def num_blocks_before(index: int, row_numel: int) -> int:
+    """Return the number of blocks before `index`, the first element of a block or the end of a row."""
+    return index // row_numel * -(-row_numel // BLOCK) + index % row_numel // BLOCK
+
+
+def spans(numel: int, row_numel: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield spans of whole blocks that cover `numel` flat elements, each of whole rows or inside a single row.
+
+    A span has at most `most` elements, or a block if that is more.
+    """
+    if row_numel <= most:
+        step = most // row_numel * row_numel
+        yield from ((start, min(start + step, numel)) for start in range(0, numel, step))
+        return
+    step = max(most // BLOCK * BLOCK, BLOCK)
+    for row in range(0, numel, row_numel):
+        yield from ((row + start, row + min(start + step, row_numel)) for start in range(0, row_numel, step))
+
+
+def zero_moments(shape: Sequence[int], form: MomentForm, device: torch.device | str = "cpu") -> Moments:
+    """Return moments of zeros in `form` for a parameter of `shape`."""
+    first, second = (torch.zeros(tuple(shape), dtype=dtype, device=device) for dtype in form.dtypes)
+    if not form.has_scales:
+        return Moments(exp_avg=first, exp_avg_sq=second)
+    scales = [torch.zeros(scale_shape(shape), device=device) for _ in range(2)]
+    return Moments(exp_avg=first, exp_avg_sq=second, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+
+
+def noise_key(seed: int, step: int) -> int:
+    """Return the key of the noise of step number `step` in a run with `seed`: 32 bits."""
+    key = 0
+    for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step & 0xFFFFFFFF):
+        key = _mixed(key ^ word)
+    return key
+
+
+def _mixed(word: int) -> int:
+    """Return 32 bits that look random (lowbias32 of Wellons, "Hash Function Prospector", after adding a constant)."""
+    word = (word + 0x9E3779B9) & 0xFFFFFFFF
+    word = ((word ^ word >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    word = ((word ^ word >> 15) * 0x846CA68B) & 0xFFFFFFFF
+    return word ^ word >> 16
+
+
+def noise(first: torch.Tensor, second: torch.Tensor, key: int) -> torch.Tensor:
+    """Return 32 bits of noise for each element, as int32; `first` and `second` are the fp32 values that get rounded.
+
+    The lower 20 bits serve the first moment, the upper 20 the second: the bits that decide first are different ones.
+    """
+    words = second.view(torch.int32)
+    rotated = (words << 16) | _shifted(words, 16)
+    product = (first.view(torch.int32) ^ rotated ^ _signed(key)) * _signed(0x9E3779B1)
+    return product ^ _shifted(product, 12)
+
+
+def weight_noise(moments_noise: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return 16 bits of noise for each fp32 `weight` from the noise of its moments, as int32."""
+    return _shifted((moments_noise ^ weight.view(torch.int32)) * _signed(0x85EBCA77), 16)
+
+
+def _signed(word: int) -> int:
+    """Return the int32 with the bits of `word`."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """Return int32 `words` shifted right, with zeros from the left."""
+    return (words >> by) & ((1 << (32 - by)) - 1)
+
+
+# -- encode and decode ------------------------------------------------------------------------------------------------
+
+
+def encode(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    form: MomentForm,
+    *,
+    row_numel: int,
+    rounding: Rounding = Rounding.STOCHASTIC,
+    key: int = 0,
+) -> Moments:
+    """Return the fp32 moments `first` and `second` in `form`, in the same shape; the scales are flat.
+
+    The tensors hold whole rows of `row_numel` elements, or whole blocks of a single row. `key` is that of `noise_key`.
+    """
+    if form is MomentForm.FLOAT32:
+        return Moments(exp_avg=first, exp_avg_sq=second)
+    values = (first.contiguous(), root_of(second) if form.has_scales else second.contiguous())
+    bits = noise(*values, key) if rounding is Rounding.STOCHASTIC else None
+    if form is MomentForm.BFLOAT16:
+        halves = (None, None) if bits is None else (bits & 0xFFFF, _shifted(bits, 16))
+        exp_avg, exp_avg_sq = (rounded_to_bfloat16(value, half) for value, half in zip(values, halves, strict=True))
+        return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    parts = (None, None) if bits is None else (bits & 0xFFFFF, _shifted(bits, 12))
+    (exp_avg, scale), (exp_avg_sq, root_scale) = (
+        _encode_blocks(value, part, form, row_numel, is_root)
+        for value, part, is_root in zip(values, parts, (False, True), strict=True)
+    )
+    return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scale, exp_avg_sq_scale=root_scale)
+
+
+def decode(moments: Moments, form: MomentForm, *, row_numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second moment in fp32, in the shape of the stored ones.
+
+    They hold whole rows of `row_numel` elements, or whole blocks of a single row.
+    """
+    values = (moments.exp_avg.to(torch.float32), moments.exp_avg_sq.to(torch.float32))
+    if not form.has_scales:
+        return values
+    assert moments.exp_avg_scale is not None
+    assert moments.exp_avg_sq_scale is not None
+    scales = (moments.exp_avg_scale, moments.exp_avg_sq_scale)
+    first, root = (
+        value * _per_element(scale, row_numel, value.numel()).view(value.shape)
+        for value, scale in zip(values, scales, strict=True)
+    )
+    return first, root * root
+
+
+def root_of(second: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 root of `second`, correctly rounded, as C and accelerators compute it.
+
+    On a CPU, torch calls a square root of MKL that is off by a bit for 1 of 10 values. The root of the same value in
+    double is never as near to the middle between two fp32 numbers as its own rounding error.
+    """
+    return second.double().sqrt().float() if second.device.type == "cpu" else second.sqrt()
+
+
+def rounded_to_bfloat16(values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+    """Return fp32 `values` in bf16, rounded with 16 `bits` of noise (int32), or to nearest even if there are none."""
+    words = values.view(torch.int32)
+    up = (_shifted(words, 16) & 1) + 0x7FFF if bits is None else bits
+    # The low half of the result as int16, with the sign of the upper bit.
+    rounded = ((words + up) >> 16).masked_fill_(values.isnan(), 0x7FC0)
+    return rounded.to(torch.int16).view(torch.bfloat16)
+
+
+def _encode_blocks(
+    values: torch.Tensor, bits: torch.Tensor | None, form: MomentForm, row_numel: int, is_root: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and the scales of `values`, with 20 `bits` of noise."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    most = _most(magnitudes, row_numel)
+    is_finite = most <= _LARGEST_FLOAT8 if form is MomentForm.FLOAT8 else most < _INFINITE
+    is_kept = is_finite & (most >= _LEAST)
+    safe = torch.where(is_kept, most, _signed(0x3F800000))
+    if form is MomentForm.FLOAT8:
+        exponent = ((safe + 0x1FFFFF) >> 23) - 8
+        scale, inverse = ((exponents << 23).view(torch.float32) for exponents in (exponent, 254 - exponent))
+    else:
+        # Two tensors: torch multiplies by an inverse if either side is a Python number.
+        largest = safe.view(torch.float32)
+        scale = largest / torch.full_like(largest, _LARGEST_CODE[is_root])
+        inverse = torch.full_like(largest, _FACTOR[is_root]) / largest
+    scale = torch.where(is_kept, scale, torch.where(is_finite, 0.0, torch.nan))
+    inverse = _per_element(torch.where(is_kept, inverse, 0.0), row_numel, values.numel()).view(values.shape)
+    value = torch.where(inverse == 0.0, 0.0, values * inverse)
+    codes = _float8_codes(value.abs(), bits) if form is MomentForm.FLOAT8 else _int8_codes(value, bits, is_root)
+    if is_root:
+        codes = codes.maximum(magnitudes.clamp(max=1))
+    elif form is MomentForm.FLOAT8:
+        codes = codes | (_shifted(values.view(torch.int32), 24) & 0x80)
+    codes = codes.masked_fill_(inverse == 0.0, 0).to(torch.uint8)
+    return codes.view(form.dtypes[1 if is_root else 0]), scale
+
+
+def _float8_codes(values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+    """Return the e4m3 codes of `values` from 0 to 448, as int32.
+
+    Below 2^-6 the numbers are 2^-9 apart, as are the fp32 numbers with 19 bits less behind 2^-5.
+    """
+    words = values.view(torch.int32)
+    up = (_shifted(words, 20) & 1) + 0x7FFFF if bits is None else bits
+    normal = (words + (up - (120 << 23))) >> 20
+    if bits is None:
+        tiny = (values + 2.0**14).view(torch.int32) - (141 << 23)
+    else:
+        tiny = ((values + ((bits >> 1) | 0x3D000000).view(torch.float32)).view(torch.int32) - 0x3D000000) >> 19
+    return torch.where(words < 121 << 23, tiny, normal)
+
+
+def _int8_codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> torch.Tensor:
+    """Return `values` from -127 to 127, or from 0 to 255, as codes of 8 bits, as int32.
+
+    Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there.
+    """
+    if bits is None:
+        return values.round().to(torch.int32) & 0xFF
+    if is_root:
+        return ((values + ((bits >> 5) | 0x43800000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF
+    return (((values + ((bits & 0x7FFF) | 0x43C00000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF) ^ 0x80
+
+
+def _most(magnitudes: torch.Tensor, row_numel: int) -> torch.Tensor:
+    """Return the largest of each block, flat."""
+    rows = magnitudes.view(-1, min(row_numel, magnitudes.numel()) or 1)
+    length = rows.shape[1]
+    whole = length // BLOCK * BLOCK
+    found = [rows[:, :whole].reshape(len(rows), -1, BLOCK).amax(2)] if whole else []
+    if whole < length:
+        found.append(rows[:, whole:].amax(1, keepdim=True))
+    return torch.cat(found, 1).view(-1) if rows.numel() else magnitudes.new_empty(0)
+
+
+def _per_element(of_blocks: torch.Tensor, row_numel: int, numel: int) -> torch.Tensor:
+    """Return `numel` flat values: for each element the value of its block."""
+    length = min(row_numel, numel) or 1
+    rows = of_blocks.reshape(numel // length, -1)
+    return rows.repeat_interleave(BLOCK, 1)[:, :length].reshape(-1)

@@ -1,0 +1,165 @@
+"""Moments in fewer bytes, stated in numpy with numbers and not with bits: what the C code and torch's ops must give."""
+
+import numpy as np
+import torch
+
+from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, Rounding, noise_key
+
+E4M3 = np.array([k * 2.0**-9 for k in range(8)] + [(8 + k % 8) * 2.0 ** (k // 8 - 10) for k in range(8, 127)])
+"""The e4m3 numbers by code: steps of 2^-9 up to 2^-6, then 8 numbers for each power of two, up to 448."""
+
+
+def reference_noise(first: np.ndarray, second: np.ndarray, seed: int, step: int) -> np.ndarray:
+    """32 bits for each element, as Python integers would compute them."""
+    a, b = (values.view(np.uint32).astype(np.uint64) for values in (first, second))
+    swapped = (b % 2**16) * 2**16 + b // 2**16
+    product = (a ^ swapped ^ np.uint64(noise_key(seed, step))) * np.uint64(0x9E3779B1) % 2**32
+    return product ^ product // 2**12
+
+
+def reference_bfloat16(values: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
+    """The bits of bf16: the number below plus, with the probability of the distance to it, one step."""
+    bits = values.view(np.uint32).astype(np.int64)
+    below, rest = bits // 2**16, bits % 2**16
+    up = rest + noise.astype(np.int64) >= 2**16 if noise is not None else rest + below % 2 > 2**15
+    found = below + up
+    return np.where(np.isnan(values), 0x7FC0, found).astype(np.uint16)
+
+
+def reference_float8(values: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
+    """The codes of magnitudes up to 448, with 20 bits of noise: 19 of them below 2^-6."""
+    exact = values.astype(np.float64)
+    if noise is None:
+        upper = np.minimum(np.searchsorted(E4M3, exact), 126)
+        lower = np.maximum(upper - 1, 0)
+        to_lower, to_upper = exact - E4M3[lower], E4M3[upper] - exact
+        is_lower = (to_lower < to_upper) | ((to_lower == to_upper) & (lower % 2 == 0))
+        return np.where(is_lower, lower, upper)
+    dithered = (exact + 2.0**-5 + noise // 2 * 2.0**-28).astype(np.float32)
+    tiny = np.floor((dithered.astype(np.float64) - 2.0**-5) * 2.0**9)
+    exponent = np.frexp(np.maximum(exact, 2.0**-6))[1] - 1
+    eighths = exact / 2.0**exponent * 8  # 8 to 16
+    normal = np.floor(eighths + noise * 2.0**-20) + (exponent + 6) * 8
+    return np.where(exact < 2.0**-6, tiny, normal)
+
+
+def reference_blocks(
+    values: np.ndarray, noise: np.ndarray | None, form: MomentForm, is_root: bool
+) -> tuple[np.ndarray, np.float32]:
+    """The codes and the scale of a block, with 20 bits of noise."""
+    most = np.abs(values).max()
+    limit = np.float32(1.75 * 2.0**127) if form is MomentForm.FLOAT8 else np.float32(3.4028235e38)
+    if not most <= limit:
+        return np.zeros(len(values), np.uint8), np.float32(np.nan)
+    if most < 2.0**-118:
+        return np.zeros(len(values), np.uint8), np.float32(0)
+    if form is MomentForm.FLOAT8:
+        scale = np.float32(2.0 ** np.ceil(np.log2(float(most) / 448)))
+        assert 224 < float(most) / float(scale) <= 448
+        codes = reference_float8(np.abs(values) / scale, noise)
+        if not is_root:
+            codes = codes + 128 * np.signbit(values)
+    else:
+        largest = np.float32(255 if is_root else 127)
+        scale = most / largest
+        scaled = values * (np.nextafter(largest, np.float32(0)) / most)
+        if noise is None:
+            codes = np.rint(scaled) % 256
+        elif is_root:
+            codes = np.floor(scaled + np.float32(256) + (noise // 32 * 2.0**-15).astype(np.float32)) - 256
+        else:
+            offset = (384 + noise % 2**15 * 2.0**-15).astype(np.float32)
+            codes = (np.floor(scaled + offset) - 384) % 256
+    if is_root:
+        codes = np.maximum(codes, values > 0)
+    return codes.astype(np.uint8), scale
+
+
+def reference_encode(
+    first: np.ndarray, second: np.ndarray, form: MomentForm, row_numel: int, rounding: Rounding, seed: int, step: int
+) -> Moments:
+    """The moments of whole rows in `form`."""
+    values = (first, np.sqrt(second) if form.has_scales else second)
+    noise = reference_noise(*values, seed, step) if rounding is Rounding.STOCHASTIC else None
+    if form is MomentForm.BFLOAT16:
+        parts = (None, None) if noise is None else (noise % 2**16, noise // 2**16)
+        halves = (reference_bfloat16(*pair) for pair in zip(values, parts, strict=True))
+        exp_avg, exp_avg_sq = (torch.from_numpy(half.view(np.int16)).view(torch.bfloat16) for half in halves)
+        return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    parts = (None, None) if noise is None else (noise % 2**20, noise // 2**12)
+    codes, scales = [[], []], [[], []]
+    for row in range(0, len(first), row_numel):
+        for start in range(row, row + row_numel, BLOCK):
+            block = slice(start, min(start + BLOCK, row + row_numel))
+            for index in range(2):
+                part = parts[index]
+                found = reference_blocks(values[index][block], None if part is None else part[block], form, index == 1)
+                codes[index].append(found[0])
+                scales[index].append(found[1])
+    exp_avg, exp_avg_sq = (
+        torch.from_numpy(np.concatenate(each)).view(dtype) for each, dtype in zip(codes, form.dtypes, strict=True)
+    )
+    scale, root_scale = (torch.tensor(np.array(each, np.float32)) for each in scales)
+    return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scale, exp_avg_sq_scale=root_scale)
+
+
+def reference_decode(moments: Moments, form: MomentForm, row_numel: int) -> tuple[np.ndarray, np.ndarray]:
+    """The fp32 moments of whole rows."""
+    if form is MomentForm.BFLOAT16:
+        pair = (moments.exp_avg, moments.exp_avg_sq)
+        first, second = ((half.view(torch.int16).numpy().astype(np.uint32) << 16).view(np.float32) for half in pair)
+        return first, second
+    found = []
+    for codes, scale in (
+        (moments.exp_avg, moments.exp_avg_scale),
+        (moments.exp_avg_sq, moments.exp_avg_sq_scale),
+    ):
+        assert scale is not None
+        bits = codes.view(torch.uint8).numpy()
+        if form is MomentForm.FLOAT8:
+            numbers = np.copysign(E4M3[np.minimum(bits % 128, 126)], np.where(bits < 128, 1.0, -1.0))
+        else:
+            numbers = bits.view(np.int8 if codes.dtype == torch.int8 else np.uint8)
+        column = np.arange(len(bits)) % row_numel
+        blocks = np.arange(len(bits)) // row_numel * -(-row_numel // BLOCK) + column // BLOCK
+        found.append(numbers.astype(np.float32) * scale.numpy()[blocks])
+    return found[0], found[1] * found[1]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers, so that NaN equals NaN and -0 differs from 0."""
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def differences(one: Moments, other: Moments) -> list[str]:
+    """The tensors of two moments that differ in any bit."""
+    names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+    pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
+    return [
+        f"{name}: {int((bits_of(a.view(-1)) != bits_of(b.view(-1))).sum())} of {a.numel()}"
+        for name, a, b in pairs
+        if a is not None and not torch.equal(bits_of(a.view(-1)), bits_of(b.view(-1)))
+    ]
+
+
+def odd_moments(numel: int, row_numel: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moments of many sizes: blocks of zeros, subnormal numbers, single zeros, ties, powers of two, huge values."""
+    rng = np.random.default_rng(seed)
+    first = (rng.standard_normal(numel) * np.exp(2 * rng.standard_normal(numel)) * 1e-3).astype(np.float32)
+    second = (first.astype(np.float64) ** 2 * np.exp(rng.standard_normal(numel))).astype(np.float32)
+    factors = rng.choice([1.0, 1e-30, 1e-37, 1e-43, 0.0, 1e30], size=numel // row_numel, p=[0.5, *[0.1] * 5])
+    first = first * np.repeat(factors, row_numel).astype(np.float32)
+    second[rng.random(numel) < 0.05] = 0.0
+    second[rng.random(numel) < 0.02] = 1e-42
+    first[rng.random(numel) < 0.05] = -0.0
+    first[rng.random(numel) < 0.05] *= np.float32(1e-6)
+    first[::7] = np.round(first[::7] * 64) / 64
+    return torch.from_numpy(first.astype(np.float32)), torch.from_numpy(second)
+
+
+def spoiled(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Write NaN, infinities and the largest numbers into a few places."""
+    for index, value in enumerate((torch.nan, torch.inf, -torch.inf, 3.4e38, -3.4028234e38, 2.9e38)):
+        first[(index * 389 + 5) % first.numel()] = value
+    for index, value in enumerate((torch.nan, torch.inf, 3.4028234e38)):
+        second[(index * 631 + 9) % second.numel()] = value

@@ -1,0 +1,267 @@
+"""Host passes with moments in fewer bytes: the arithmetic of fp32 moments, and the formula of each form around it."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elixir_compile.optim.host import HostThreads, bf16_adamw, flat_step, mixed_adamw, passes, split_adamw
+from elixir_compile.optim.host.passes import _kernel
+from elixir_compile.optim.host.threads import GRAIN
+from elixir_compile.optim.moment_forms import MomentForm, Moments, Rounding, zero_moments
+from tests.run.moment_reference import (
+    bits_of,
+    differences,
+    odd_moments,
+    reference_bfloat16,
+    reference_decode,
+    reference_encode,
+    reference_noise,
+    spoiled,
+)
+
+SCALARS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+REDUCED = [MomentForm.BFLOAT16, MomentForm.FLOAT8, MomentForm.INT8]
+WEIGHTS = ["fp32", "master and bf16", "master and fp16", "split", "bf16 alone"]
+SEED = 2**35 + 9
+
+
+def extras_of(moments: Moments, form: MomentForm, row_numel: int, rounding: Rounding) -> dict[str, Any]:
+    """The keyword arguments of a pass with `moments`."""
+    scales = {"exp_avg_scale": moments.exp_avg_scale, "exp_avg_sq_scale": moments.exp_avg_sq_scale}
+    return {**SCALARS, **scales, "form": form, "row_numel": row_numel, "rounding": rounding, "seed": SEED}
+
+
+class Case:
+    """A parameter with random weights, moments in a form, and gradients."""
+
+    def __init__(self, shape: tuple[int, int], form: MomentForm, *, is_spoiled: bool = False) -> None:
+        rows, self.row_numel = shape
+        self.form = form
+        torch.manual_seed(rows)
+        numel = rows * self.row_numel
+        first, second = odd_moments(numel, self.row_numel, seed=numel)
+        if is_spoiled:
+            spoiled(first, second)
+        with np.errstate(all="ignore"):
+            self.moments = (
+                Moments(exp_avg=first, exp_avg_sq=second)
+                if form is MomentForm.FLOAT32
+                else reference_encode(first.numpy(), second.numpy(), form, self.row_numel, Rounding.STOCHASTIC, 1, 1)
+            )
+        self.master = torch.randn(numel)
+        self.grad = (torch.randn(numel) * 0.01).bfloat16()
+        if is_spoiled:
+            self.grad[3], self.grad[numel // 2], self.grad[numel - 1] = math.nan, math.inf, 3e38
+            self.master[7], self.master[11] = math.inf, 3.4e38
+        if not is_spoiled:
+            self.grad[: self.row_numel] = 0.0
+
+    def weights(self, kind: str) -> tuple[Callable[..., None], list[torch.Tensor]]:
+        """The pass for weights of `kind`, and new tensors: what is updated, and the parameter beside it."""
+        if kind == "bf16 alone":
+            return bf16_adamw, [self.master.bfloat16()]
+        if kind == "split":
+            high, low = torch.empty_like(self.grad), torch.empty(len(self.grad), dtype=torch.int16)
+            flat_step.split(self.master, high, low)
+            return split_adamw, [low, high]
+        if kind == "fp32":
+            return mixed_adamw, [self.master.clone()]
+        dtype = torch.bfloat16 if kind == "master and bf16" else torch.float16
+        return mixed_adamw, [self.master.clone(), torch.empty(len(self.grad), dtype=dtype)]
+
+    def run(self, kind: str, rounding: Rounding, threads: HostThreads | None = None) -> tuple[Moments, list]:
+        """The moments and the weights after step 3."""
+        moments = copied(self.moments)
+        update, tensors = self.weights(kind)
+        extras = extras_of(moments, self.form, self.row_numel, rounding)
+        pair = (moments.exp_avg, moments.exp_avg_sq)
+        param = [] if update is bf16_adamw else [tensors[1] if len(tensors) > 1 else None]
+        update(tensors[0], *pair, self.grad, *param, 3, threads=threads, **extras)
+        return moments, tensors
+
+    def wanted(self, kind: str, rounding: Rounding) -> tuple[Moments, list]:
+        """The same by the pass for exact moments, between numpy's decoding and encoding."""
+        pair = (self.moments.exp_avg, self.moments.exp_avg_sq)
+        if self.form is not MomentForm.FLOAT32:
+            with np.errstate(all="ignore"):
+                pair = tuple(map(torch.from_numpy, reference_decode(self.moments, self.form, self.row_numel)))
+        first, second = (each.clone() for each in pair)
+        update, tensors = self.weights(kind)
+        if update is bf16_adamw:
+            tensors = [tensors[0].float()]
+            update = mixed_adamw
+        update(tensors[0], first, second, self.grad, tensors[1] if len(tensors) > 1 else None, 3, **SCALARS)
+        values = (first.numpy(), second.numpy())
+        with np.errstate(all="ignore"):
+            moments = (
+                Moments(exp_avg=first, exp_avg_sq=second)
+                if self.form is MomentForm.FLOAT32
+                else reference_encode(*values, self.form, self.row_numel, rounding, SEED, 3)
+            )
+            if kind == "bf16 alone":
+                tensors = [self._rounded(tensors[0].numpy(), *values, rounding)]
+        return moments, tensors
+
+    def _rounded(self, weights: np.ndarray, first: np.ndarray, second: np.ndarray, rounding: Rounding) -> torch.Tensor:
+        noise = None
+        if rounding is Rounding.STOCHASTIC:
+            second = np.sqrt(second) if self.form.has_scales else second
+            mixed = reference_noise(first, second, SEED, 3) ^ weights.view(np.uint32).astype(np.uint64)
+            noise = mixed * np.uint64(0x85EBCA77) % 2**32 // 2**16
+        return torch.from_numpy(reference_bfloat16(weights, noise).view(np.int16)).view(torch.bfloat16)
+
+
+def copied(moments: Moments) -> Moments:
+    names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+    tensors = {name: getattr(moments, name) for name in names}
+    return Moments(**{name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()})
+
+
+def check(case: Case, kind: str, rounding: Rounding) -> None:
+    moments, tensors = case.run(kind, rounding)
+    wanted, weights = case.wanted(kind, rounding)
+    assert not differences(moments, wanted)
+    for found, other in zip(tensors, weights, strict=True):
+        assert torch.equal(bits_of(found), bits_of(other))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("form", REDUCED)
+def test_a_pass_is_the_exact_pass_between_the_formulas(form: MomentForm, kind: str, rounding: Rounding) -> None:
+    for shape in ((1, 128), (3, 384), (5, 129), (4, 300), (2, 1000)):
+        check(Case(shape, form), kind, rounding)
+    check(Case((1, 77), form), kind, rounding)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_bf16_weights_with_exact_moments(rounding: Rounding) -> None:
+    check(Case((3, 411), MomentForm.FLOAT32), "bf16 alone", rounding)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("form", REDUCED)
+def test_nan_infinity_and_the_largest_numbers(form: MomentForm, rounding: Rounding) -> None:
+    """Blocks with scales take the noise of finite values only. In bf16, so does a second moment beside a NaN."""
+    case = Case((6, 512), form, is_spoiled=True)
+    moments, _ = case.run("split", rounding)
+    wanted, _ = case.wanted("split", rounding)
+    if form is MomentForm.BFLOAT16:
+        beside = moments.exp_avg.isnan() & ~moments.exp_avg_sq.isnan()
+        for each in (moments, wanted):
+            each.exp_avg_sq[beside] = 0.0
+    assert not differences(moments, wanted)
+    assert moments.exp_avg.float().isnan().any() or moments.exp_avg_scale.isnan().any()
+
+
+@pytest.fixture(params=["cc -O1", "cc -mno-avx512f", "cc -mno-avx -mno-fma -mno-f16c"])
+def other_build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel as it is compiled for processors without some instructions."""
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", request.param)
+    _kernel.cache_clear()
+    yield
+    _kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("other_build")
+def test_other_processors_give_the_same_bits() -> None:
+    for form in REDUCED:
+        for shape in ((2, 384), (3, 333)):
+            for rounding in Rounding:
+                check(Case(shape, form), "split", rounding)
+            check(Case(shape, form), "bf16 alone", Rounding.STOCHASTIC)
+
+
+@pytest.mark.parametrize("form", [*REDUCED, MomentForm.FLOAT32])
+@pytest.mark.parametrize("row_numel", [1000, 300001])
+def test_threads_change_no_bit(form: MomentForm, row_numel: int) -> None:
+    """Parts begin inside rows; the blocks of rows of 300001 elements end anywhere."""
+    rows = 3 * GRAIN // row_numel + 1
+    moments = zero_moments((rows, row_numel), form)
+    torch.manual_seed(0)
+    param = torch.randn(rows * row_numel).bfloat16()
+    grads = [torch.randn(rows * row_numel).bfloat16() for _ in range(2)]
+    found = []
+    for num_threads in (1, 2, 3):
+        state, weights = copied(moments), param.clone()
+        extras = extras_of(state, form, row_numel, Rounding.STOCHASTIC)
+        pair = (state.exp_avg.view(-1), state.exp_avg_sq.view(-1))
+        for step, grad in enumerate(grads, start=1):
+            bf16_adamw(weights, *pair, grad, step, threads=HostThreads(num_threads), **extras)
+        found.append((state, weights))
+    for state, weights in found[1:]:
+        assert not differences(state, found[0][0])
+        assert torch.equal(weights, found[0][1])
+    assert not torch.equal(found[0][1], param)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("form", [*REDUCED, MomentForm.FLOAT32])
+def test_without_a_compiler_the_formulas_are_around_torchs_update(
+    form: MomentForm, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's fused AdamW rounds otherwise than the kernel in its last bits; numpy encodes what it computed."""
+    monkeypatch.setattr(passes, "kernel", lambda: None)
+    check(Case((4, 300), form), kind, Rounding.STOCHASTIC)
+    monkeypatch.setattr(flat_step, "BLOCK", 640)
+    check(Case((2, 1280), form), kind, Rounding.STOCHASTIC)
+
+
+def test_a_split_master_with_reduced_moments_is_the_whole_master() -> None:
+    case = Case((3, 500), MomentForm.INT8)
+    whole, master = case.run("fp32", Rounding.STOCHASTIC)
+    halves, (low, high) = case.run("split", Rounding.STOCHASTIC)
+    assert not differences(whole, halves)
+    assert torch.equal(flat_step.joined(high, low), master[0])
+
+
+def _given() -> dict[str, Any]:
+    state = zero_moments((2, 200), MomentForm.INT8)
+    return {
+        "master": torch.zeros(400),
+        "exp_avg": state.exp_avg.view(-1),
+        "exp_avg_sq": state.exp_avg_sq.view(-1),
+        "grad": torch.zeros(400),
+        "param": None,
+        "step": 1,
+        **extras_of(state, MomentForm.INT8, 200, Rounding.NEAREST),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "sentence"),
+    [
+        ("exp_avg", torch.zeros(400), "exp_avg has dtype torch.float32: needs torch.int8"),
+        ("exp_avg_sq", torch.zeros(400, dtype=torch.int8), "exp_avg_sq has dtype torch.int8: needs torch.uint8"),
+        ("exp_avg_scale", None, "exp_avg_scale None: moments in int8 have scales"),
+        ("exp_avg_sq_scale", torch.zeros(5), "exp_avg_sq_scale has 5 elements: needs 4"),
+        ("exp_avg_scale", torch.zeros(4).half(), "exp_avg_scale has dtype torch.float16: needs torch.float32"),
+        ("row_numel", None, "row_numel None: needs a divisor of 400"),
+        ("row_numel", 300, "row_numel 300: needs a divisor of 400"),
+        ("max_exp_avg_sq", torch.zeros(400), "AMSGrad needs moments in float32"),
+    ],
+)
+def test_what_does_not_fit_the_form_is_refused(name: str, wrong: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mixed_adamw(**{**_given(), name: wrong})
+
+
+def test_bf16_adamw_refuses_other_parameters() -> None:
+    zeros = torch.zeros(8)
+    with pytest.raises(ValueError, match=r"param has dtype torch\.float32: needs torch.bfloat16"):
+        bf16_adamw(zeros, zeros, zeros, zeros, 1, **SCALARS)
+    with pytest.raises(ValueError, match="AMSGrad needs moments in float32 and a master"):
+        bf16_adamw(zeros.bfloat16(), zeros, zeros, zeros, 1, max_exp_avg_sq=zeros, **SCALARS)
+
+
+def test_autograd_sees_every_tensor_that_is_written() -> None:
+    given = _given()
+    mixed_adamw(**given)
+    names = ("master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+    assert [given[name]._version for name in names] == [1] * 5
