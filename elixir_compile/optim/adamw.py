@@ -19,6 +19,7 @@ from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.narrow_adamw import may_be_narrow
 from elixir_compile.optim.narrow_state import StatePrecision, state_precision
 from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.optim.state import decoded_entry
 
 C = TypeVar("C", bound=Optimizer)
 
@@ -87,6 +88,18 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
             amsgrad = bool(param_group.get("amsgrad", self.defaults["amsgrad"]))
             _refuse_inexact(params, self.precision, amsgrad=amsgrad)
         super().add_param_group(param_group)
+
+    def state_dict(self, *, as_float32: bool = False) -> dict[str, Any]:
+        """Return the state dict as in `torch.optim.AdamW`, after all queued updates; state on disk is read into memory.
+
+        Moments are as they are stored. If `as_float32`, narrower ones are decoded, so that `torch.optim.AdamW` can load
+        them. `load_state_dict` takes both.
+        """
+        found = super().state_dict()
+        if not as_float32:
+            return found
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {**found, "state": {key: decoded_entry(entry, params[key]) for key, entry in found["state"].items()}}
 
 
 def _refuse_complex(params: Iterable[Any]) -> None:

@@ -19,7 +19,16 @@ from elixir_compile.ops.shards import own_part, part_like
 from elixir_compile.optim.disk.updates import DiskStates
 from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.master_adamw import load_master, with_joined_master
-from elixir_compile.optim.narrow_state import MOMENTS, STORED_NAMES, as_sharded, loaded_moments, saved_moments
+from elixir_compile.optim.moment_forms import MomentForm
+from elixir_compile.optim.narrow_state import (
+    MOMENTS,
+    STORED_NAMES,
+    as_sharded,
+    form_of,
+    loaded_moments,
+    saved_moments,
+    with_form,
+)
 from elixir_compile.optim.planned import bucket_of
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -241,6 +250,16 @@ def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Colle
     return as_sharded(saved_moments(with_joined_master(entry, param), param), param, statistics)
 
 
+def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
+    """Return `entry`, of the state dict of `param`, with its moments in fp32; DTensors if `param` is a DTensor."""
+    if form_of(entry) is MomentForm.FLOAT32:
+        return entry
+    own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+    decoded = with_form(loaded_moments(own), MomentForm.FLOAT32, own_part(param).detach())
+    moments = as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
+    return {**{name: value for name, value in entry.items() if name not in STORED_NAMES}, **moments}
+
+
 def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names under which state dicts hold statistics, masters, and scales, all with the rows of a parameter."""
+    """Return the names under which state dicts hold statistics, masters and scales, each with its parameter's rows."""
     return {"master", *STORED_NAMES, *(name for group in groups for name in rule.statistics(group))}

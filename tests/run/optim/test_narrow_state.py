@@ -1,0 +1,334 @@
+"""HybridAdamW with moments in fewer bytes: the same bits wherever and whenever it updates, and in state dicts."""
+
+import copy
+import functools
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ir import Tier, Update
+from elixir_compile.optim.moment_forms import BLOCK, MomentForm
+from elixir_compile.optim.narrow_state import form_of, has_whole_rows
+from elixir_compile.report.line import plan_line
+from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_run, recorded
+from tests.run.training import Run, assert_same_tensors, by_elixir
+from tests.run.updating import (
+    accumulate,
+    buckets_of,
+    eager_run,
+    hybrid_run,
+    nan_staging,
+    small_pieces,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
+NARROW = ("bfloat16", "float8", "int8")
+WIDTH = 53
+
+
+class Steps(nn.Module):
+    """Odd layers, and one whose rows are whole blocks; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * BLOCK, bias=False)
+        self.down = nn.Linear(2 * BLOCK, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.down(torch.tanh(self.up(x))))).square().mean()
+
+
+def steps() -> Steps:
+    torch.manual_seed(7)
+    return Steps()
+
+
+def rows(number: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(5, WIDTH, generator=generator).to(dtype) for _ in range(number)]
+
+
+def narrow_adamw(params: Any, state_dtype: str = "int8", **arguments: Any) -> elixir.HybridAdamW:
+    return elixir.HybridAdamW(params, lr=1e-2, state_dtype=state_dtype, **arguments)
+
+
+@functools.cache
+def in_place(state_dtype: str) -> Run:
+    """Train 6 steps without a plan: the update then runs on whole tensors, one after another."""
+    return eager_run(steps(), functools.partial(narrow_adamw, state_dtype=state_dtype)).train(rows(6))
+
+
+def assert_same_run(expected: Run, found: Run) -> None:
+    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in found.losses]
+    assert_same_tensors(expected.weights, found.weights)
+    for own, other in zip(
+        expected.optimizer.state_dict()["state"].values(), found.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert_same_tensors(own, other)
+
+
+PLACES = [
+    ("device", Update.AFTER_BACKWARD, 0.0),
+    ("split", Update.IN_BACKWARD, 0.0),
+    ("host", Update.ACROSS_STEPS, 0.0),
+    ("host", Update.ACROSS_STEPS, 0.5),
+    ("split", Update.AFTER_BACKWARD, 1.0),
+    ("host disk", Update.ACROSS_STEPS, 0.0),
+]
+
+
+@pytest.fixture
+def pieces() -> Iterator[None]:
+    """State on disk and streamed state come in several pieces, the last one short."""
+    with small_pieces():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "home", "update", "share"),
+    [
+        *(("int8", *place) for place in PLACES),
+        *(pytest.param(form, *place, marks=pytest.mark.slow) for form in NARROW[:2] for place in PLACES[:3]),
+        *((form, *place) for form in NARROW[:2] for place in PLACES[3::2]),
+    ],
+)
+@pytest.mark.usefixtures("pieces")
+def test_the_place_and_the_time_of_an_update_change_no_bit(
+    state_dtype: str, home: str, update: Update, share: float, tmp_path: Path
+) -> None:
+    optimizer = functools.partial(narrow_adamw, state_dtype=state_dtype)
+    disk = {"disk_path": tmp_path} if home.endswith("disk") else {}
+    with (
+        nan_staging(),
+        hybrid_run(steps(), rows(1)[0], home=home, update=update, share=share, optimizer=optimizer, **disk) as run,
+    ):
+        run.train(rows(6))
+        assert {bucket.spec.state_dtype for bucket in buckets_of(run)} == {state_dtype}
+        if home != "device":
+            wanted = Tier.DISK if home.endswith("disk") else Tier.HOST
+            assert wanted in {bucket.placement.optim for bucket in buckets_of(run)}
+        assert_same_run(in_place(state_dtype), run)
+
+
+@functools.cache
+def plainest(dtype: torch.dtype, state_dtype: str, master_dtype: str = "float32") -> Recorded:
+    adam = {**ADAM, "state_dtype": state_dtype, "master_dtype": master_dtype}
+    with mixed_run(steps(), rows(1, dtype)[0], dtype=dtype, adam=adam) as run:
+        return recorded(run, rows(5, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "master_dtype"),
+    [
+        (BF16, "bfloat16", "float32"),
+        (BF16, "int8", "float32"),
+        (FP16, "float8", "float32"),
+        (BF16, "float8", "bfloat16"),
+        (BF16, "float32", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.slow), "host disk"])
+@pytest.mark.usefixtures("pieces")
+def test_masters_beside_narrow_moments(
+    dtype: torch.dtype, state_dtype: str, master_dtype: str, home: str, tmp_path: Path
+) -> None:
+    adam = {**ADAM, "state_dtype": state_dtype, "master_dtype": master_dtype}
+    options: dict[str, Any] = {"disk_path": tmp_path} if home.endswith("disk") else {}
+    update = Update.ACROSS_STEPS
+    with mixed_run(steps(), rows(1, dtype)[0], home=home, update=update, dtype=dtype, adam=adam, **options) as run:
+        found = recorded(run, rows(5, dtype))
+        has_rest = any("master" in entry for entry in found.state.values())
+        assert has_rest == (master_dtype == "float32")
+    expected = plainest(dtype, state_dtype, master_dtype)
+    assert found.losses == expected.losses
+    assert_same_tensors(expected.weights, found.weights)
+    for name, entry in expected.state.items():
+        assert_same_tensors(entry, found.state[name])
+
+
+def test_accumulation_and_clipping() -> None:
+    expected = accumulate(eager_run(steps(), narrow_adamw), rows(6), 2)
+    with hybrid_run(steps(), rows(1)[0], home="host", update=Update.ACROSS_STEPS, optimizer=narrow_adamw) as run:
+        assert_same_run(expected, accumulate(run, rows(6), 2))
+
+    def clipped(run: Run) -> Run:
+        for batch in rows(4):
+            run.compiled(batch).backward()
+            run.optimizer.clip_grad_norm_(1e-3)  # pyright: ignore[reportAttributeAccessIssue]
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    expected = clipped(eager_run(steps(), narrow_adamw))
+    with hybrid_run(steps(), rows(1)[0], home="host", update=Update.ACROSS_STEPS, optimizer=narrow_adamw) as run:
+        assert_same_run(expected, clipped(run))
+        with hybrid_run(steps(), rows(1)[0], home="host", update=Update.ACROSS_STEPS, optimizer=narrow_adamw) as other:
+            other.train(rows(4))
+            assert not torch.equal(other.weights["last.weight"], run.weights["last.weight"])
+
+
+def test_a_factor_of_a_clipped_master_is_in_the_update() -> None:
+    adam = {**ADAM, "state_dtype": "bfloat16"}
+
+    def trained(max_norm: float, home: str) -> dict[str, torch.Tensor]:
+        with mixed_run(steps(), rows(1, BF16)[0], home=home, update=Update.ACROSS_STEPS, adam=adam) as run:
+            for batch in rows(3, BF16):
+                run.compiled(batch).backward()
+                run.optimizer.clip_grad_norm_(max_norm)  # pyright: ignore[reportAttributeAccessIssue]
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            return {name: value.clone() for name, value in run.optimizer.state_dict()["state"][0].items()}
+
+    assert_same_tensors(trained(1e-3, "device"), trained(1e-3, "host"))
+    assert not torch.equal(trained(1e-3, "host")["exp_avg"], trained(1e3, "host")["exp_avg"])
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------------
+
+
+def trained(state_dtype: str, num_steps: int = 3, **arguments: Any) -> Run:
+    optimizer = functools.partial(narrow_adamw, state_dtype=state_dtype, **arguments)
+    return eager_run(steps(), optimizer).train(rows(num_steps))
+
+
+@pytest.mark.parametrize("state_dtype", NARROW)
+def test_a_state_dict_resumes_bit_for_bit(state_dtype: str) -> None:
+    first = trained(state_dtype)
+    saved = copy.deepcopy({"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()})
+    other = trained(state_dtype, num_steps=1)
+    other.model.load_state_dict(saved["model"])
+    other.optimizer.load_state_dict(saved["optimizer"])
+    for run in (first, other):
+        run.losses.clear()
+        run.train(rows(6)[3:])
+    assert_same_run(first, other)
+
+
+@pytest.mark.parametrize("state_dtype", NARROW)
+def test_copies_and_pickles_keep_the_precision(state_dtype: str) -> None:
+    first = trained(state_dtype, state_rounding="nearest", state_seed=5)
+    file = io.BytesIO()  # not by pickle alone, which cannot restore a tensor of float8
+    torch.save(first.optimizer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(first.optimizer), torch.load(file, weights_only=False)):
+        assert other.precision == first.optimizer.precision  # pyright: ignore[reportAttributeAccessIssue]
+        assert {form_of(state) for state in other.state.values()} == {MomentForm(state_dtype)}
+
+
+def test_codes_of_odd_rows_are_saved_as_moments() -> None:
+    run = trained("int8")
+    state = run.optimizer.state_dict()["state"]
+    for index, param in enumerate(run.model.parameters()):
+        names = set(state[index]) - {"step"}
+        if has_whole_rows(param):
+            assert names == {"exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes", "exp_avg_sq_scale"}
+            assert state[index]["exp_avg_scale"].shape == (param.shape[0], param.shape[1] // BLOCK)
+        else:
+            assert names == {"exp_avg", "exp_avg_sq"}
+            assert state[index]["exp_avg"].dtype == torch.float32
+    assert len({has_whole_rows(param) for param in run.model.parameters()}) == 2
+
+
+@pytest.mark.parametrize("saved_in", ["float32", *NARROW])
+@pytest.mark.parametrize("state_dtype", ["float32", *NARROW])
+def test_one_form_loads_another(saved_in: str, state_dtype: str) -> None:
+    first, other = trained(saved_in), trained(state_dtype, num_steps=1)
+    exact = trained("float32")
+    other.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert {form_of(state) for state in other.optimizer.state.values()} == {MomentForm(state_dtype)}
+    back = trained("float32", num_steps=1)
+    back.optimizer.load_state_dict(other.optimizer.state_dict())
+    for own, wanted in zip(back.optimizer.state.values(), exact.optimizer.state.values(), strict=True):
+        assert own["step"] == 3
+        for name in ("exp_avg", "exp_avg_sq"):
+            largest = wanted[name].abs().max()
+            assert (own[name] - wanted[name]).abs().max() <= 0.2 * largest
+            assert own[name].abs().max() > 0
+
+
+def test_state_of_torch_loads_and_goes_back() -> None:
+    exact = eager_run(steps()).train(rows(3))  # torch.optim.AdamW
+    narrow = trained("bfloat16", num_steps=1)
+    narrow.optimizer.load_state_dict(exact.optimizer.state_dict())
+    for state, wanted in zip(narrow.optimizer.state.values(), exact.optimizer.state.values(), strict=True):
+        assert torch.equal(state["exp_avg"], wanted["exp_avg"].bfloat16())
+    wide = trained("int8").optimizer.state_dict(as_float32=True)  # pyright: ignore[reportCallIssue]
+    exact.optimizer.load_state_dict(wide)
+    exact.train(rows(1))
+    assert {value.dtype for entry in wide["state"].values() for value in entry.values()} == {torch.float32}
+
+
+def test_torch_refuses_codes_instead_of_taking_them_for_moments() -> None:
+    exact = eager_run(steps()).train(rows(1))
+    exact.optimizer.load_state_dict(trained("float8").optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        exact.train(rows(1))
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"state_dtype": "float16"}, "state_dtype='float16': expected one of 'float32', 'bfloat16', 'float8', 'int8'"),
+        ({"state_dtype": "int8", "state_rounding": "up"}, "state_rounding='up': expected"),
+        ({"master_dtype": "int8"}, "master_dtype='int8': expected"),
+        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad=True with state_dtype='int8'"),
+    ],
+)
+def test_errors_of_words(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        elixir.HybridAdamW(steps().parameters(), **arguments)
+
+
+def test_parameters_without_fp32_moments_are_refused() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(UnsupportedModel, match="without an fp32 master"):
+            elixir.HybridAdamW(steps().to(dtype).parameters(), state_dtype="int8")
+    model = elixir.prepare(steps(), param_dtype="float16")
+    with pytest.raises(UnsupportedModel, match="for bf16 parameters"):
+        elixir.HybridAdamW(model.parameters(), master_dtype="bfloat16")
+
+
+# -- what the planner chooses -----------------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_narrower_moments_only_if_the_budget_asks() -> None:
+    def run_under(host_memory: int | None) -> Run:
+        options = {"state_dtype": "auto:bfloat16", "replan": False, "host_memory": host_memory}
+        return by_elixir(steps(), device_memory=budget, **options)
+
+    with pytest.raises(elixir.NoFeasiblePlan) as raised:
+        by_elixir(steps(), device_memory=1).train(rows(1))
+    budget = int(1.1 * raised.value.needed_bytes)
+    exact = run_under(None).train(rows(3))
+    (plan,) = [found.plan for found in elixir.compilations(exact.model)]
+    assert plan is not None
+    assert {bucket.state_dtype for bucket in plan.buckets} == {None}
+    host_bytes = plan.prediction.host_peak_bytes
+    narrow = run_under(host_bytes - 4 * 2 * BLOCK * WIDTH).train(rows(3))
+    (plan,) = [found.plan for found in elixir.compilations(narrow.model)]
+    assert plan is not None
+    chosen = [bucket for bucket in plan.buckets if bucket.state_dtype is not None]
+    assert {bucket.state_dtype for bucket in chosen} == {"bfloat16"}
+    assert 0 < len(chosen) < len(plan.buckets)
+    for bucket in chosen:
+        (why,) = [each for each in plan.decisions if each.subject == bucket.id and each.choice == "moments bfloat16"]
+        assert "with exact moments the step needs" in why.because
+    slots = {slot.name: slot.param for bucket in buckets_of(narrow) for slot in bucket.slots}
+    for bucket in plan.buckets:
+        for name in bucket.params:
+            wanted = MomentForm(bucket.state_dtype or "float32")
+            assert form_of(narrow.optimizer.state[slots[name]]) is wanted
+    assert re.search(r"moments of \d+% in bfloat16", plan_line(plan))
+    assert re.search(r"optimizer state with moments in bfloat16", elixir.explain(plan, chosen[0].id))
