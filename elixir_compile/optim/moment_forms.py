@@ -8,8 +8,9 @@ float8     e4m3         its root in e4m3       a power of two: the largest lands
 int8       -127 .. 127  its root in 0 .. 255   largest magnitude / 127, or / 255                       2.06
 ```
 
-A block never crosses the end of a row, so the scales of a parameter (rows, ...) have the shape (rows, blocks of a row)
-and are sharded with it. `optim/host/moments.c` does the same in C, with the same bits.
+Blocks follow the flat memory of a tensor: element `i` has scale `i // 128`, and the last block may be short.
+`optim/host/moments.c` does the same in C, with the same bits. What was decoded is encoded without loss: rounded to
+nearest, codes and scales come back bit for bit.
 
 [Note: Why the root] The second moment spans twice the powers of two that gradients span. Of gradients whose magnitudes
 differ as exp(2 * normal) does, 8-bit linear codes of the second moment lose 79 % of a block below half a step, those of
@@ -21,12 +22,14 @@ the probability that keeps the mean. The noise is a function of the values that 
 step, and of no position: so ranks, pieces and threads change no bit. The key enters by xor and all that follows is a
 bijection of 32 bits, so over keys the noise of any value is uniform.
 
-Edges: in a block whose largest magnitude is below 2^-118 (3e-36), scale and codes are 0. A block with a NaN or an
-infinity (float8: also above 1.75 * 2^127) has the scale NaN and decodes to NaN everywhere. bf16 keeps infinities, and
-has one NaN. A positive root never gets the code 0: the next step would divide what is left of the first moment by eps.
+Edges: in a block whose largest magnitude is below 2^-118 (3e-36; roots: 2^-50), scale and codes are 0. A block with a
+NaN, an infinity or more than 1.75 * 2^127 (roots: 2^63) has the scale NaN and decodes to NaN everywhere; its codes are
+0. bf16 keeps infinities, and has one NaN. A positive root never gets the code 0: the next step would divide what is
+left of the first moment by eps. A block of float8 whose largest value was rounded to 224 is stored as 448 of half the
+scale.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -83,52 +86,18 @@ class Moments:
     exp_avg_sq_scale: torch.Tensor | None = None
 
 
-_LEAST = 9 << 23
-"""The fp32 bits of 2^-118. From there on, a scale and its inverse are no subnormal numbers."""
-_INFINITE = 0x7F800000
-_LARGEST_FLOAT8 = 0x7F600000
-"""The fp32 bits of 1.75 * 2^127."""
+_LEAST = {False: 9 << 23, True: 77 << 23}
+"""By whether it is of roots: the fp32 bits of the least magnitude that the largest decoded value of a block may have.
+
+So scales, their inverses and the squares of roots are no subnormal numbers of few bits."""
+_GREATEST = {False: 0x7F600000, True: 190 << 23}
+"""The same for the greatest magnitude: its codes decode to finite values."""
 _LARGEST_CODE = {False: 127.0, True: 255.0}
-_FACTOR = {False: 127.0 - 2.0**-17, True: 255.0 - 2.0**-16}
-"""By whether it is of roots: the greatest fp32 number below the largest code, so that no quotient rounds to more."""
 
 
-def row_numel_of(shape: Sequence[int]) -> int:
-    """Return the number of elements of a row of a parameter of `shape`: of each index of its first dimension."""
-    numel = 1
-    for size in shape[1:]:
-        numel *= size
-    return numel
-
-
-def scale_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the shape of the scales of a parameter of `shape`: (rows, blocks of a row)."""
-    return shape[0], -(-row_numel_of(shape) // BLOCK)
-
-
-def block_start(index: int, row_numel: int) -> int:
-    """Return the index of the first element of the block of the element at `index`, both in the flat parameter."""
-    column = index % row_numel
-    return index - column % BLOCK
-
-
-def num_blocks_before(index: int, row_numel: int) -> int:
-    """Return the number of blocks before `index`, the first element of a block or the end of a row."""
-    return index // row_numel * -(-row_numel // BLOCK) + index % row_numel // BLOCK
-
-
-def spans(numel: int, row_numel: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of whole blocks that cover `numel` flat elements, each of whole rows or inside a single row.
-
-    A span has at most `most` elements, or a block if that is more.
-    """
-    if row_numel <= most:
-        step = most // row_numel * row_numel
-        yield from ((start, min(start + step, numel)) for start in range(0, numel, step))
-        return
-    step = max(most // BLOCK * BLOCK, BLOCK)
-    for row in range(0, numel, row_numel):
-        yield from ((row + start, row + min(start + step, row_numel)) for start in range(0, row_numel, step))
+def num_scales(numel: int) -> int:
+    """Return the number of blocks of `numel` elements."""
+    return -(-numel // BLOCK)
 
 
 def zero_moments(shape: Sequence[int], form: MomentForm, device: torch.device | str = "cpu") -> Moments:
@@ -136,7 +105,7 @@ def zero_moments(shape: Sequence[int], form: MomentForm, device: torch.device | 
     first, second = (torch.zeros(tuple(shape), dtype=dtype, device=device) for dtype in form.dtypes)
     if not form.has_scales:
         return Moments(exp_avg=first, exp_avg_sq=second)
-    scales = [torch.zeros(scale_shape(shape), device=device) for _ in range(2)]
+    scales = [torch.zeros(num_scales(first.numel()), device=device) for _ in range(2)]
     return Moments(exp_avg=first, exp_avg_sq=second, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
 
 
@@ -193,13 +162,12 @@ def encode(
     second: torch.Tensor,
     form: MomentForm,
     *,
-    row_numel: int,
     rounding: Rounding = Rounding.STOCHASTIC,
     key: int = 0,
 ) -> Moments:
     """Return the fp32 moments `first` and `second` in `form`, in the same shape; the scales are flat.
 
-    The tensors hold whole rows of `row_numel` elements, or whole blocks of a single row. `key` is that of `noise_key`.
+    The tensors begin at the first element of a block. `key` is that of `noise_key`.
     """
     if form is MomentForm.FLOAT32:
         return Moments(exp_avg=first, exp_avg_sq=second)
@@ -211,16 +179,16 @@ def encode(
         return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     parts = (None, None) if bits is None else (bits & 0xFFFFF, _shifted(bits, 12))
     (exp_avg, scale), (exp_avg_sq, root_scale) = (
-        _encode_blocks(value, part, form, row_numel, is_root)
+        _encode_blocks(value, part, form, is_root)
         for value, part, is_root in zip(values, parts, (False, True), strict=True)
     )
     return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scale, exp_avg_sq_scale=root_scale)
 
 
-def decode(moments: Moments, form: MomentForm, *, row_numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(moments: Moments, form: MomentForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and the second moment in fp32, in the shape of the stored ones.
 
-    They hold whole rows of `row_numel` elements, or whole blocks of a single row.
+    In `MomentForm.FLOAT32` they are the stored tensors themselves.
     """
     values = (moments.exp_avg.to(torch.float32), moments.exp_avg_sq.to(torch.float32))
     if not form.has_scales:
@@ -229,7 +197,7 @@ def decode(moments: Moments, form: MomentForm, *, row_numel: int) -> tuple[torch
     assert moments.exp_avg_sq_scale is not None
     scales = (moments.exp_avg_scale, moments.exp_avg_sq_scale)
     first, root = (
-        value * _per_element(scale, row_numel, value.numel()).view(value.shape)
+        value * _per_element(scale, value.numel()).view(value.shape)
         for value, scale in zip(values, scales, strict=True)
     )
     return first, root * root
@@ -254,32 +222,42 @@ def rounded_to_bfloat16(values: torch.Tensor, bits: torch.Tensor | None) -> torc
 
 
 def _encode_blocks(
-    values: torch.Tensor, bits: torch.Tensor | None, form: MomentForm, row_numel: int, is_root: bool
+    values: torch.Tensor, bits: torch.Tensor | None, form: MomentForm, is_root: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and the scales of `values`, with 20 `bits` of noise."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
-    most = _most(magnitudes, row_numel)
-    is_finite = most <= _LARGEST_FLOAT8 if form is MomentForm.FLOAT8 else most < _INFINITE
-    is_kept = is_finite & (most >= _LEAST)
-    safe = torch.where(is_kept, most, _signed(0x3F800000))
+    most = _most(magnitudes)
+    largest = most.view(torch.float32)
+    # Two tensors: torch multiplies by an inverse if either side is a Python number.
+    codes_of = torch.full_like(largest, _LARGEST_CODE[is_root])
     if form is MomentForm.FLOAT8:
-        exponent = ((safe + 0x1FFFFF) >> 23) - 8
+        exponent = ((most.clamp(_LEAST[False], _GREATEST[False]) + 0x1FFFFF) >> 23) - 8
         scale, inverse = ((exponents << 23).view(torch.float32) for exponents in (exponent, 254 - exponent))
+        decoded = most
     else:
-        # Two tensors: torch multiplies by an inverse if either side is a Python number.
-        largest = safe.view(torch.float32)
-        scale = largest / torch.full_like(largest, _LARGEST_CODE[is_root])
-        inverse = torch.full_like(largest, _FACTOR[is_root]) / largest
-    scale = torch.where(is_kept, scale, torch.where(is_finite, 0.0, torch.nan))
-    inverse = _per_element(torch.where(is_kept, inverse, 0.0), row_numel, values.numel()).view(values.shape)
-    value = torch.where(inverse == 0.0, 0.0, values * inverse)
+        scale, inverse = largest / codes_of, codes_of / largest
+        decoded = (scale * codes_of).view(torch.int32)
+    is_kept = (decoded >= _LEAST[is_root]) & (decoded <= _GREATEST[is_root])
+    scale = torch.where(is_kept, scale, torch.where(decoded < _LEAST[is_root], 0.0, torch.nan))
+    kept = _per_element(is_kept, values.numel()).view(values.shape)
+    value = torch.where(kept, values * _per_element(inverse, values.numel()).view(values.shape), 0.0)
     codes = _float8_codes(value.abs(), bits) if form is MomentForm.FLOAT8 else _int8_codes(value, bits, is_root)
     if is_root:
         codes = codes.maximum(magnitudes.clamp(max=1))
-    elif form is MomentForm.FLOAT8:
-        codes = codes | (_shifted(values.view(torch.int32), 24) & 0x80)
-    codes = codes.masked_fill_(inverse == 0.0, 0).to(torch.uint8)
-    return codes.view(form.dtypes[1 if is_root else 0]), scale
+    codes = codes.masked_fill_(~kept, 0)
+    if form is MomentForm.FLOAT8:
+        codes, scale = _normalised(codes, scale)
+        if not is_root:
+            codes |= torch.where(kept, _shifted(values.view(torch.int32), 24) & 0x80, 0)
+    return codes.to(torch.uint8).view(form.dtypes[1 if is_root else 0]), scale
+
+
+def _normalised(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e4m3 `codes` without signs, doubled in blocks whose largest is 224, and the scales that fit."""
+    is_half = _most(codes) == 0x76
+    doubled = torch.where(codes < 8, codes * 2, codes + 8)
+    codes = torch.where(_per_element(is_half, codes.numel()).view(codes.shape), doubled, codes)
+    return codes, torch.where(is_half, scale * 0.5, scale)
 
 
 def _float8_codes(values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
@@ -300,28 +278,26 @@ def _float8_codes(values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tens
 def _int8_codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> torch.Tensor:
     """Return `values` from -127 to 127, or from 0 to 255, as codes of 8 bits, as int32.
 
-    Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there.
+    Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there. The largest root is 255
+    within 2^-16, a tie that goes to even: without the last bit of the noise it gets the code 255, always.
     """
     if bits is None:
         return values.round().to(torch.int32) & 0xFF
     if is_root:
-        return ((values + ((bits >> 5) | 0x43800000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF
+        return ((values + ((bits >> 5 & 0x7FFE) | 0x43800000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF
     return (((values + ((bits & 0x7FFF) | 0x43C00000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF) ^ 0x80
 
 
-def _most(magnitudes: torch.Tensor, row_numel: int) -> torch.Tensor:
-    """Return the largest of each block, flat."""
-    rows = magnitudes.view(-1, min(row_numel, magnitudes.numel()) or 1)
-    length = rows.shape[1]
-    whole = length // BLOCK * BLOCK
-    found = [rows[:, :whole].reshape(len(rows), -1, BLOCK).amax(2)] if whole else []
-    if whole < length:
-        found.append(rows[:, whole:].amax(1, keepdim=True))
-    return torch.cat(found, 1).view(-1) if rows.numel() else magnitudes.new_empty(0)
+def _most(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest of each block, flat; `values` are 0 or more."""
+    flat = values.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    found = [flat[:whole].view(-1, BLOCK).amax(1)] if whole else []
+    if whole < flat.numel():
+        found.append(flat[whole:].amax(0, keepdim=True))
+    return torch.cat(found) if found else flat
 
 
-def _per_element(of_blocks: torch.Tensor, row_numel: int, numel: int) -> torch.Tensor:
+def _per_element(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
     """Return `numel` flat values: for each element the value of its block."""
-    length = min(row_numel, numel) or 1
-    rows = of_blocks.reshape(numel // length, -1)
-    return rows.repeat_interleave(BLOCK, 1)[:, :length].reshape(-1)
+    return of_blocks.repeat_interleave(BLOCK)[:numel]

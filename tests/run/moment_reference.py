@@ -48,37 +48,39 @@ def reference_blocks(
 ) -> tuple[np.ndarray, np.float32]:
     """The codes and the scale of a block, with 20 bits of noise."""
     most = np.abs(values).max()
-    limit = np.float32(1.75 * 2.0**127) if form is MomentForm.FLOAT8 else np.float32(3.4028235e38)
-    if not most <= limit:
-        return np.zeros(len(values), np.uint8), np.float32(np.nan)
-    if most < 2.0**-118:
+    largest = np.float32(255 if is_root else 127)
+    decoded = most if form is MomentForm.FLOAT8 else most / largest * largest
+    if decoded < 2.0 ** (-50 if is_root else -118):
         return np.zeros(len(values), np.uint8), np.float32(0)
+    if not decoded <= (2.0**63 if is_root else 1.75 * 2.0**127):
+        return np.zeros(len(values), np.uint8), np.float32(np.nan)
     if form is MomentForm.FLOAT8:
         scale = np.float32(2.0 ** np.ceil(np.log2(float(most) / 448)))
         assert 224 < float(most) / float(scale) <= 448
         codes = reference_float8(np.abs(values) / scale, noise)
-        if not is_root:
-            codes = codes + 128 * np.signbit(values)
+        codes = np.maximum(codes, values > 0) if is_root else codes
+        numbers = E4M3[codes.astype(int)]
+        if numbers.max() == 224:
+            codes, scale = np.searchsorted(E4M3, numbers * 2), scale / np.float32(2)
+        return (codes + 128 * np.signbit(values)).astype(np.uint8), scale
+    scale = most / largest
+    scaled = values * (largest / most)
+    if noise is None:
+        codes = np.rint(scaled) % 256
+    elif is_root:
+        codes = np.floor(scaled + np.float32(256) + (noise // 64 * 2.0**-14).astype(np.float32)) - 256
     else:
-        largest = np.float32(255 if is_root else 127)
-        scale = most / largest
-        scaled = values * (np.nextafter(largest, np.float32(0)) / most)
-        if noise is None:
-            codes = np.rint(scaled) % 256
-        elif is_root:
-            codes = np.floor(scaled + np.float32(256) + (noise // 32 * 2.0**-15).astype(np.float32)) - 256
-        else:
-            offset = (384 + noise % 2**15 * 2.0**-15).astype(np.float32)
-            codes = (np.floor(scaled + offset) - 384) % 256
+        offset = (384 + noise % 2**15 * 2.0**-15).astype(np.float32)
+        codes = (np.floor(scaled + offset) - 384) % 256
     if is_root:
         codes = np.maximum(codes, values > 0)
     return codes.astype(np.uint8), scale
 
 
 def reference_encode(
-    first: np.ndarray, second: np.ndarray, form: MomentForm, row_numel: int, rounding: Rounding, seed: int, step: int
+    first: np.ndarray, second: np.ndarray, form: MomentForm, rounding: Rounding, seed: int, step: int
 ) -> Moments:
-    """The moments of whole rows in `form`."""
+    """The moments in `form`."""
     values = (first, np.sqrt(second) if form.has_scales else second)
     noise = reference_noise(*values, seed, step) if rounding is Rounding.STOCHASTIC else None
     if form is MomentForm.BFLOAT16:
@@ -88,14 +90,13 @@ def reference_encode(
         return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     parts = (None, None) if noise is None else (noise % 2**20, noise // 2**12)
     codes, scales = [[], []], [[], []]
-    for row in range(0, len(first), row_numel):
-        for start in range(row, row + row_numel, BLOCK):
-            block = slice(start, min(start + BLOCK, row + row_numel))
-            for index in range(2):
-                part = parts[index]
-                found = reference_blocks(values[index][block], None if part is None else part[block], form, index == 1)
-                codes[index].append(found[0])
-                scales[index].append(found[1])
+    for start in range(0, len(first), BLOCK):
+        block = slice(start, start + BLOCK)
+        for index in range(2):
+            part = parts[index]
+            found = reference_blocks(values[index][block], None if part is None else part[block], form, index == 1)
+            codes[index].append(found[0])
+            scales[index].append(found[1])
     exp_avg, exp_avg_sq = (
         torch.from_numpy(np.concatenate(each)).view(dtype) for each, dtype in zip(codes, form.dtypes, strict=True)
     )
@@ -103,8 +104,8 @@ def reference_encode(
     return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scale, exp_avg_sq_scale=root_scale)
 
 
-def reference_decode(moments: Moments, form: MomentForm, row_numel: int) -> tuple[np.ndarray, np.ndarray]:
-    """The fp32 moments of whole rows."""
+def reference_decode(moments: Moments, form: MomentForm) -> tuple[np.ndarray, np.ndarray]:
+    """The fp32 moments."""
     if form is MomentForm.BFLOAT16:
         pair = (moments.exp_avg, moments.exp_avg_sq)
         first, second = ((half.view(torch.int16).numpy().astype(np.uint32) << 16).view(np.float32) for half in pair)
@@ -120,9 +121,7 @@ def reference_decode(moments: Moments, form: MomentForm, row_numel: int) -> tupl
             numbers = np.copysign(E4M3[np.minimum(bits % 128, 126)], np.where(bits < 128, 1.0, -1.0))
         else:
             numbers = bits.view(np.int8 if codes.dtype == torch.int8 else np.uint8)
-        column = np.arange(len(bits)) % row_numel
-        blocks = np.arange(len(bits)) // row_numel * -(-row_numel // BLOCK) + column // BLOCK
-        found.append(numbers.astype(np.float32) * scale.numpy()[blocks])
+        found.append(numbers.astype(np.float32) * scale.numpy()[np.arange(len(bits)) // BLOCK])
     return found[0], found[1] * found[1]
 
 
@@ -142,13 +141,14 @@ def differences(one: Moments, other: Moments) -> list[str]:
     ]
 
 
-def odd_moments(numel: int, row_numel: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def odd_moments(numel: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Moments of many sizes: blocks of zeros, subnormal numbers, single zeros, ties, powers of two, huge values."""
     rng = np.random.default_rng(seed)
     first = (rng.standard_normal(numel) * np.exp(2 * rng.standard_normal(numel)) * 1e-3).astype(np.float32)
     second = (first.astype(np.float64) ** 2 * np.exp(rng.standard_normal(numel))).astype(np.float32)
-    factors = rng.choice([1.0, 1e-30, 1e-37, 1e-43, 0.0, 1e30], size=numel // row_numel, p=[0.5, *[0.1] * 5])
-    first = first * np.repeat(factors, row_numel).astype(np.float32)
+    factors = rng.choice([1.0, 1e-30, 1e-37, 1e-43, 0.0, 1e30], size=numel // BLOCK + 1, p=[0.5, *[0.1] * 5])
+    first = first * np.repeat(factors, BLOCK)[:numel].astype(np.float32)
+    second *= np.repeat(rng.permutation(np.minimum(factors, 1)), BLOCK)[:numel].astype(np.float32)
     second[rng.random(numel) < 0.05] = 0.0
     second[rng.random(numel) < 0.02] = 1e-42
     first[rng.random(numel) < 0.05] = -0.0

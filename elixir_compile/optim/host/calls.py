@@ -47,8 +47,6 @@ class Reduced(ctypes.Structure):
         ("exp_avg_sq", ctypes.c_void_p),
         ("exp_avg_scale", ctypes.c_void_p),
         ("exp_avg_sq_scale", ctypes.c_void_p),
-        ("row_numel", ctypes.c_size_t),
-        ("column", ctypes.c_size_t),
         ("key", ctypes.c_uint32),
         ("form", ctypes.c_int),
         ("is_stochastic", ctypes.c_int),
@@ -103,18 +101,13 @@ def run_exact(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficients,
 def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficients, threads: HostThreads) -> None:
     """Run the step `given` with moments in fewer bytes, or without a master."""
     numel, key = given.weights.numel(), given.key
-    row_numel = (given.row_numel if given.form.has_scales else None) or numel or 1
     is_alone = given.weights.dtype == torch.bfloat16
 
     def part(start: int, stop: int) -> None:
-        # Parts begin and end where blocks do.
-        start, stop = (moment_forms.block_start(index, row_numel) for index in (start, stop))
-        block = moment_forms.num_blocks_before(start, row_numel)
+        block = start // moment_forms.BLOCK  # parts begin at multiples of GRAIN
         moments = Reduced(
             *(_at(moment, start) for moment in (given.exp_avg, given.exp_avg_sq)),
             *(_at(scale, block) for scale in (given.exp_avg_scale, given.exp_avg_sq_scale)),
-            row_numel,
-            start % row_numel,
             key,
             tuple(MomentForm).index(given.form),
             given.rounding is Rounding.STOCHASTIC,

@@ -83,10 +83,8 @@ class FlatStep:
     rule: Rule
     form: MomentForm = MomentForm.FLOAT32
     exp_avg_scale: torch.Tensor | None = None
-    """The fp32 scales of the blocks of `exp_avg`, row by row, if the form has scales."""
+    """The fp32 scales of the blocks of `exp_avg`, if the form has scales."""
     exp_avg_sq_scale: torch.Tensor | None = None
-    row_numel: int | None = None
-    """The number of elements of a row of the parameter: no block crosses its end. Needed if the form has scales."""
     rounding: Rounding = Rounding.STOCHASTIC
     """Of moments in fewer bytes, and of bf16 weights without a master."""
     seed: int = 0
@@ -126,10 +124,7 @@ class FlatStep:
     def _check_scales(self) -> None:
         if not self.form.has_scales:
             return
-        numel, row_numel = self.weights.numel(), self.row_numel
-        if row_numel is None or row_numel < 1 or numel % row_numel:
-            raise ValueError(f"row_numel {row_numel}: needs a divisor of {numel}, the number of elements")
-        num_scales = moment_forms.num_blocks_before(numel, row_numel)
+        num_scales = moment_forms.num_scales(self.weights.numel())
         for name in ("exp_avg_scale", "exp_avg_sq_scale"):
             scale = getattr(self, name)
             if scale is None:
@@ -169,7 +164,7 @@ BLOCK = 1 << 19
 def take_step(flat: FlatStep) -> None:
     """Run the AdamW step `flat` in place."""
     key = flat.key
-    for block in _blocks(flat.weights.numel(), flat.row_numel if flat.form.has_scales else None):
+    for block in _blocks(flat.weights.numel()):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
         if flat.total is not None:
             grad.add_(_of(flat.total, block))
@@ -180,7 +175,7 @@ def take_step(flat: FlatStep) -> None:
         master = weights.to(torch.float32) if high is None else joined(high, weights)
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
         stored = _moments(flat, block)
-        moments = moment_forms.decode(stored, flat.form, row_numel=flat.row_numel or 1)
+        moments = moment_forms.decode(stored, flat.form)
         _fused(flat.rule, (master, grad, *moments), most)
         if weights.dtype == torch.bfloat16:
             weights.copy_(_rounded(flat, master, moments, key))
@@ -194,22 +189,22 @@ def take_step(flat: FlatStep) -> None:
 def _moments(flat: FlatStep, block: slice) -> Moments:
     """Return the stored moments of `block` as views."""
     exp_avg, exp_avg_sq = _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)
-    if flat.exp_avg_scale is None or flat.exp_avg_sq_scale is None or flat.row_numel is None:
+    if flat.exp_avg_scale is None or flat.exp_avg_sq_scale is None:
         return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    first, length = moment_forms.num_blocks_before(block.start, flat.row_numel), block.stop - block.start
-    num = -(-length // moment_forms.BLOCK)  # inside a row
-    if length >= flat.row_numel:
-        num = moment_forms.num_blocks_before(length, flat.row_numel)
-    scales = [_of(scale, slice(first, first + num)) for scale in (flat.exp_avg_scale, flat.exp_avg_sq_scale)]
-    return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
+    scales = slice(block.start // moment_forms.BLOCK, moment_forms.num_scales(block.stop))
+    return Moments(
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        exp_avg_scale=_of(flat.exp_avg_scale, scales),
+        exp_avg_sq_scale=_of(flat.exp_avg_sq_scale, scales),
+    )
 
 
 def _store(flat: FlatStep, stored: Moments, moments: tuple[torch.Tensor, torch.Tensor], key: int) -> None:
     """Write fp32 `moments` into `stored`."""
     if flat.form is MomentForm.FLOAT32:
         return  # they are its own tensors
-    row_numel = flat.row_numel or 1
-    new = moment_forms.encode(*moments, flat.form, row_numel=row_numel, rounding=flat.rounding, key=key)
+    new = moment_forms.encode(*moments, flat.form, rounding=flat.rounding, key=key)
     for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         values, target = getattr(new, name), getattr(stored, name)
         if target is not None:
@@ -268,11 +263,8 @@ def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tenso
     )
 
 
-def _blocks(numel: int, row_numel: int | None = None) -> Iterator[slice]:
-    """Yield slices of at most `BLOCK` elements; with `row_numel`, of whole blocks of moments."""
-    if row_numel is None:
-        return (slice(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
-    return (slice(*span) for span in moment_forms.spans(numel, row_numel, BLOCK))
+def _blocks(numel: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, numel)) for start in range(0, numel, BLOCK))
 
 
 def _of(tensor: torch.Tensor, block: slice) -> torch.Tensor:

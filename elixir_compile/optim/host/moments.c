@@ -13,19 +13,17 @@ typedef enum { FLOAT32, BFLOAT16, FLOAT8, INT8 } MomentForm;
 
 typedef struct {
     void *exp_avg, *exp_avg_sq;
-    float *exp_avg_scale, *exp_avg_sq_scale; /* of the block of the first element and those behind it */
-    size_t row_numel;                        /* no block crosses the end of a row */
-    size_t column;                           /* of the first element in its row: a multiple of BLOCK */
+    float *exp_avg_scale, *exp_avg_sq_scale; /* one for each block */
     uint32_t key;                            /* of the noise, from the seed and the step */
     int form;
     int is_stochastic;
 } Reduced;
 
-/* The bits of 2^-118 (3e-36): blocks of lesser magnitudes become zeros, so that no scale or its inverse is subnormal. */
-static const uint32_t LEAST = 9u << 23;
-static const uint32_t INFINITE = 0x7f800000u;
-/* The bits of 1.75 * 2^127: the scale of greater magnitudes in float8 would make decoding overflow. */
-static const uint32_t LARGEST_FLOAT8 = 0x7f600000u;
+/* The bits of the least and the greatest magnitude that a block of first moments, or of roots, may have when it is
+   decoded. Smaller blocks become zeros: scales, their inverses and squares of roots then keep their bits. Greater ones
+   become NaN. 2^-118, 1.75 * 2^127; 2^-50, 2^63. */
+static const uint32_t LEAST = 9u << 23, GREATEST = 0x7f600000u;
+static const uint32_t LEAST_ROOT = 77u << 23, GREATEST_ROOT = 190u << 23;
 
 /* -- noise --------------------------------------------------------------------------------------------------------- */
 
@@ -45,7 +43,7 @@ INLINE uint32_t weight_noise(uint32_t noise, uint32_t weight) {
 /* The bf16 for fp32 `bits`, with 16 bits of noise or rounded to nearest even; every NaN becomes the same. */
 INLINE uint16_t bf16_of(uint32_t bits, uint32_t noise, const int is_stochastic) {
     uint32_t rounded = (bits + (is_stochastic ? noise : 0x7fffu + (bits >> 16 & 1u))) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > INFINITE ? 0x7fc0u : rounded);
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 /* The e4m3 of a magnitude of at most 448, with 20 bits of noise or rounded to nearest even. Below 2^-6 the numbers are
@@ -69,17 +67,16 @@ INLINE float float8_value(uint32_t code) {
 typedef struct { float value, inverse; } Scale;
 
 INLINE Scale scale_of(uint32_t most, const int form, const int is_root) {
-    Scale found = {0.0f, 0.0f};
-    if (most >= (form == FLOAT8 ? LARGEST_FLOAT8 + 1 : INFINITE)) found.value = as_float(0x7fc00000u);
-    else if (most >= LEAST && form == FLOAT8) {
-        uint32_t exponent = ((most + 0x1fffffu) >> 23) - 8; /* the largest lands in (224, 448] */
-        found.value = as_float(exponent << 23), found.inverse = as_float((254 - exponent) << 23);
-    } else if (most >= LEAST) {
-        /* The greatest fp32 number below 127 or 255, so that no quotient rounds to more. */
-        found.value = as_float(most) / (is_root ? 255.0f : 127.0f);
-        found.inverse = (is_root ? 0x1.fdfffep7f : 0x1.fbfffep6f) / as_float(most);
+    const float codes = is_root ? 255.0f : 127.0f;
+    float value = as_float(most) / codes, inverse = codes / as_float(most);
+    if (form == FLOAT8) { /* the largest lands in (224, 448] */
+        uint32_t exponent = ((most + 0x1fffffu) >> 23) - 8;
+        value = as_float(exponent << 23), inverse = as_float((254 - exponent) << 23);
     }
-    return found;
+    uint32_t decoded = form == FLOAT8 ? most : as_bits(value * codes);
+    if (decoded < (is_root ? LEAST_ROOT : LEAST)) return (Scale){0.0f, 0.0f};
+    if (decoded > (is_root ? GREATEST_ROOT : GREATEST)) return (Scale){as_float(0x7fc00000u), 0.0f};
+    return (Scale){value, inverse};
 }
 
 INLINE uint32_t most_of(const float *values, size_t n) {
@@ -113,9 +110,11 @@ INLINE void encode_block(uint8_t *restrict codes, uint8_t *restrict root_codes, 
         if (form == FLOAT8) {
             code = float8_of(__builtin_fabsf(value), noise & 0xfffffu, is_stochastic) | (bits >> 24 & 0x80u);
             root_code = float8_of(root_value, noise >> 12, is_stochastic);
-        } else if (is_stochastic) { /* numbers from 256 to 512 have 15 bits behind the point */
+        } else if (is_stochastic) {
+            /* Numbers from 256 to 512 have 15 bits behind the point. The largest root is 255 within 2^-16, a tie that
+               goes to even: without the last bit of the noise it gets the code 255, always. */
             code = as_bits(value + as_float(0x43c00000u | (noise & 0x7fffu))) >> 15 ^ 0x80u;
-            root_code = as_bits(root_value + as_float(0x43800000u | noise >> 17)) >> 15;
+            root_code = as_bits(root_value + as_float(0x43800000u | (noise >> 17 & 0x7ffeu))) >> 15;
         } else {
             code = as_bits(value + 0x1.8p23f);
             root_code = as_bits(root_value + 0x1.8p23f);
@@ -133,18 +132,37 @@ static void decode(float *first, float *second, const uint8_t *codes, const uint
     else decode_block(first, second, codes, root_codes, scale, root_scale, n, INT8);
 }
 
+/* Divide the scale by 2 and double all codes, if the largest is that of 224: 448 is then the largest, as it is if the
+   decoded block is encoded again. */
+static void normalise(uint8_t *codes, float *scale, size_t n) {
+    for (size_t i = 0; i < n; ++i)
+        if ((codes[i] & 0x7fu) > 0x76u) return;
+    for (size_t i = 0; i < n; ++i) {
+        const unsigned magnitude = codes[i] & 0x7fu;
+        codes[i] = (uint8_t)((codes[i] & 0x80u) | (magnitude < 8 ? 2 * magnitude : magnitude + 8));
+    }
+    *scale *= 0.5f;
+}
+
+/* Write the scale and correct the codes of blocks that have none. */
+INLINE void finish(uint8_t *codes, float *to, Scale scale, uint32_t most, size_t n, int form) {
+    *to = scale.value;
+    if (scale.inverse == 0.0f) memset(codes, 0, n);
+    else if (form == FLOAT8 && (most & 0x700000u) == 0x600000u) normalise(codes, to, n); /* between 224 and 240 */
+}
+
 static void encode(uint8_t *codes, uint8_t *root_codes, float *scales, float *root_scales, const float *first,
                    const float *root, uint32_t key, size_t n, int form, int is_stochastic) {
-    const Scale scale = scale_of(most_of(first, n), form, 0), root_scale = scale_of(most_of(root, n), form, 1);
+    const uint32_t most = most_of(first, n), most_root = most_of(root, n);
+    const Scale scale = scale_of(most, form, 0), root_scale = scale_of(most_root, form, 1);
     const float inverse = scale.inverse, root_inverse = root_scale.inverse;
     if (form == FLOAT8 && is_stochastic)
         encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 1);
     else if (form == FLOAT8) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 0);
     else if (is_stochastic) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 1);
     else encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 0);
-    if (inverse == 0.0f) memset(codes, 0, n);
-    if (root_inverse == 0.0f) memset(root_codes, 0, n);
-    *scales = scale.value, *root_scales = root_scale.value;
+    finish(codes, scales, scale, most, n, form);
+    finish(root_codes, root_scales, root_scale, most_root, n, form);
 }
 
 static void encode_bf16(uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const float *restrict first,

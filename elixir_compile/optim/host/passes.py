@@ -41,7 +41,7 @@ from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, flat, is_sla
 
 _BESIDE_THE_RULE = (
     *("max_exp_avg_sq", "total"),
-    *("form", "exp_avg_scale", "exp_avg_sq_scale", "row_numel", "rounding", "seed"),
+    *("form", "exp_avg_scale", "exp_avg_sq_scale", "rounding", "seed"),
 )
 """The extras of a step that are fields of `FlatStep`; the others are scalars of its rule."""
 
@@ -89,7 +89,6 @@ class Extras(Scalars):
     form: NotRequired[MomentForm]
     exp_avg_scale: NotRequired[torch.Tensor | None]
     exp_avg_sq_scale: NotRequired[torch.Tensor | None]
-    row_numel: NotRequired[int | None]
     rounding: NotRequired[Rounding]
     seed: NotRequired[int]
 
@@ -110,8 +109,8 @@ def mixed_adamw(
     AMSGrad. `threads` defaults to the threads of this process. Raises ValueError if a tensor has a wrong dtype, device,
     layout or size.
 
-    With `form`, the moments are stored in fewer bytes: see `moment_forms.py`. Forms with scales need `exp_avg_scale`,
-    `exp_avg_sq_scale` and `row_numel`, the number of elements of a row of the parameter.
+    With `form`, the moments are stored in fewer bytes, rounded as `rounding` says, with noise from `seed` and
+    `step` (see `moment_forms.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 

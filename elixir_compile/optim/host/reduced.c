@@ -15,21 +15,6 @@ typedef struct {
     uint16_t high[TILE] __attribute__((aligned(64)));
 } Tiles;
 
-/* The blocks of a tile: whole ones, at most TILE elements. */
-typedef struct {
-    size_t num, length, lengths[TILE];
-} Blocks;
-
-static void next_blocks(Blocks *found, size_t *column, size_t row_numel, size_t most) {
-    found->num = found->length = 0;
-    while (found->length < most) {
-        const size_t rest = row_numel - *column, length = rest < BLOCK ? rest : BLOCK;
-        if (found->length + length > most) return;
-        found->lengths[found->num++] = length, found->length += length;
-        *column = length == rest ? 0 : *column + length;
-    }
-}
-
 /* Update the weights from `start` on with the moments `here`. */
 static void update_tile(Weights weights, Tiles *tiles, const float *slope, Moments here, size_t start, size_t n,
                         const Coefficients *k, const Reduced *moments, int keeps_root) {
@@ -66,35 +51,30 @@ static void step_plain(Weights weights, Tiles *tiles, const Reduced *moments, co
     encode_bf16(exp_avg, exp_avg_sq, tiles->first, tiles->second, moments->key, n, moments->is_stochastic);
 }
 
-/* The step of a tile of `blocks`, whose first scales are given. */
-static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, float *scales, float *root_scales,
-                        const float *slope, size_t start, const Blocks *blocks, const Coefficients *k) {
+/* The step of a tile of blocks, whose first begins at `start`. */
+static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, const float *slope, size_t start,
+                        size_t n, const Coefficients *k) {
     uint8_t *codes = (uint8_t *)moments->exp_avg + start, *root_codes = (uint8_t *)moments->exp_avg_sq + start;
+    float *scales = moments->exp_avg_scale + start / BLOCK, *root_scales = moments->exp_avg_sq_scale + start / BLOCK;
     const Moments here = {tiles->first, tiles->second, NULL};
-    for (size_t i = 0, at = 0; i < blocks->num; at += blocks->lengths[i++])
+    for (size_t at = 0, i = 0; at < n; at += BLOCK, ++i)
         decode(tiles->first + at, tiles->second + at, codes + at, root_codes + at, scales[i], root_scales[i],
-               blocks->lengths[i], moments->form);
-    update_tile(weights, tiles, slope, here, start, blocks->length, k, moments, 1);
-    for (size_t i = 0, at = 0; i < blocks->num; at += blocks->lengths[i++])
+               n - at < BLOCK ? n - at : BLOCK, moments->form);
+    update_tile(weights, tiles, slope, here, start, n, k, moments, 1);
+    for (size_t at = 0, i = 0; at < n; at += BLOCK, ++i)
         encode(codes + at, root_codes + at, scales + i, root_scales + i, tiles->first + at, tiles->second + at,
-               moments->key, blocks->lengths[i], moments->form, moments->is_stochastic);
+               moments->key, n - at < BLOCK ? n - at : BLOCK, moments->form, moments->is_stochastic);
 }
 
-/* Pointers are to the first of `n` elements, which begins a block; a block ends with the last. */
+/* Pointers are to the first of `n` elements, which begins a block. */
 void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, const Coefficients *k) {
     const int has_blocks = moments.form == FLOAT8 || moments.form == INT8;
     Tiles tiles;
-    Blocks blocks;
-    size_t column = moments.column, block = 0;
-    for (size_t start = 0; start < n; start += blocks.length) {
-        blocks.length = n - start < TILE ? n - start : TILE;
-        if (has_blocks) next_blocks(&blocks, &column, moments.row_numel, blocks.length);
-        const float *slope = widened(tiles.slope, grad, start, blocks.length);
-        if (has_blocks)
-            step_blocks(weights, &tiles, &moments, moments.exp_avg_scale + block, moments.exp_avg_sq_scale + block,
-                        slope, start, &blocks, k);
-        else step_plain(weights, &tiles, &moments, slope, start, blocks.length, k);
-        if (has_blocks) block += blocks.num;
+    for (size_t start = 0; start < n; start += TILE) {
+        const size_t rest = n - start < TILE ? n - start : TILE;
+        const float *slope = widened(tiles.slope, grad, start, rest);
+        if (has_blocks) step_blocks(weights, &tiles, &moments, slope, start, rest, k);
+        else step_plain(weights, &tiles, &moments, slope, start, rest, k);
     }
     store_fence();
 }
