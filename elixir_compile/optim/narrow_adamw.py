@@ -28,6 +28,7 @@ from elixir_compile.optim.moment_forms import (
     encode,
     noise,
     noise_key,
+    root_of,
     rounded_to_bfloat16,
     weight_noise,
 )
@@ -168,7 +169,6 @@ class NarrowAdamWRule(MixedAdamWRule):
             "form": form,
             "exp_avg_scale": moments[1] if num_stored == 4 else None,
             "exp_avg_sq_scale": moments[3] if num_stored == 4 else None,
-            "row_numel": weight.numel(),
             "rounding": self.precision.rounding,
             "seed": self.precision.seed,
         }
@@ -196,17 +196,17 @@ class NarrowAdamWRule(MixedAdamWRule):
             block = slice(start, stop)
             own = [tensor[layout.span(start, stop)] for tensor, layout in zip(stored, layouts, strict=True)]
             master = _master(high[block], None if rest is None else flat(rest)[block])
-            first, second = decode(as_moments(own), form, row_numel=stop - start)
+            first, second = decode(as_moments(own), form)
             # The same arithmetic as exact moments; a copy of the step, because the update of each block adds 1.
             moments: State = {"exp_avg": first, "exp_avg_sq": second, "step": state["step"].clone()}
             wide = slope[block].to(torch.float32)
             AdamWRule.update(self, [master], [wide if scale == 1.0 else wide * scale], [moments], group)
-            encoded = encode(first, second, form, row_numel=stop - start, rounding=rounding, key=key)
+            encoded = encode(first, second, form, rounding=rounding, key=key)
             for here, value in zip(own, as_stored(encoded), strict=True):
                 here.copy_(value)
             bits = None
             if rounding is Rounding.STOCHASTIC:
-                bits = weight_noise(noise(first, second.sqrt() if form.has_scales else second, key), master)
+                bits = weight_noise(noise(first, root_of(second) if form.has_scales else second, key), master)
             _store(master, high[block], None if rest is None else flat(rest)[block], bits)
         state["step"].add_(1)
 

@@ -102,7 +102,7 @@ def with_form(state: Mapping[str, Any], form: MomentForm, like: torch.Tensor) ->
     """
     if form_of(state) is form or not STORED_NAMES.intersection(state):
         return dict(state)
-    moments = encode(*_wide(state, like), form, row_numel=like.numel(), rounding=Rounding.NEAREST)
+    moments = encode(*_wide(state, like), form, rounding=Rounding.NEAREST)
     stored = zip(layouts_of(form).items(), as_stored(moments), strict=True)
     found = {name: layout.shaped(value, like) for (name, layout), value in stored}
     return {**found, **{name: value for name, value in state.items() if name not in STORED_NAMES}}
@@ -111,7 +111,7 @@ def with_form(state: Mapping[str, Any], form: MomentForm, like: torch.Tensor) ->
 def _wide(state: Mapping[str, Any], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both moments of `state` in fp32, flat, in the memory order of `like`."""
     stored = [flat_order(tensor, like) if tensor.shape == like.shape else tensor for tensor in stored_moments(state)]
-    return decode(as_moments(stored), form_of(state), row_numel=like.numel())
+    return decode(as_moments(stored), form_of(state))
 
 
 def saved_name(name: str, param: torch.Tensor) -> str | None:
