@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Record as Record
     from elixir_compile.ir.observed import StepSummary as StepSummary
     from elixir_compile.ir.share import Share as Share
+    from elixir_compile.ir.share import Shares as Shares
     from elixir_compile.managed.compilation import Compilation as Compilation
     from elixir_compile.managed.saved import load_plan as load_plan
     from elixir_compile.managed.saved import save_plan as save_plan
@@ -43,6 +44,7 @@ _HOME: dict[str, str] = {
     "SaveHandle": "checkpoint.saving",
     "Share": "ir.share",
     "ShareSampler": "api.sampler",
+    "Shares": "ir.share",
     "StepSummary": "ir.observed",
     "Study": "api.observe",
     "compilations": "api.prepare",

@@ -156,16 +156,19 @@ def refuses_other_shares(rank: int, world_size: int) -> list[str]:
 
 
 def refuses_other_questions(rank: int, world_size: int) -> list[str]:
-    """Return the errors of `shares` for a mesh of two axes, a fleet of another size, and a batch of one row."""
+    """Return the errors of `shares` for a mesh of two axes, a fleet of another size, a batch of one row, a batch that
+    is another on one rank, and a batch of a large prime number, which ranks cannot share out."""
     found: list[str] = []
     wrong: list[dict[str, Any]] = [
         {"mesh": mesh_of([world_size, 1])},
         {"hardware": "2 x l4-24g"},
         {"hardware": "1 x l4-24g + 1 x p40-24g"},
         {"batch": 1},
+        {"batch": 8 + 2 * (rank == 1)},
+        {"batch": 4099},
     ]
     for asked in wrong:
-        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption)) as caught:
+        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption, elixir.RanksDiffer)) as caught:
             elixir.shares(Rows(), [torch.empty(4, WIDTH)], **{"batch": 8, "mesh": mesh_of([world_size]), **asked})
         found.append(f"{type(caught.value).__name__}: {caught.value}")
     return found

@@ -19,7 +19,7 @@ def share_out(ranks: Ranks, shares: Sequence[Share]) -> None:
     Raises RanksDiffer if ranks have different shares, InvalidOption if the shares do not fit the ranks, and
     UnsupportedModel for a mesh of two axes.
     """
-    own = hashlib.sha256(shares_to_json(shares).encode()).hexdigest()[:16] if shares else _NONE
+    own = hashlib.sha256(shares_to_json(tuple(shares)).encode()).hexdigest()[:16] if shares else _NONE
     said = ranks.control.exchange(own, "shares of the ranks", "prepares its model")
     if len(set(said)) > 1:
         usual, _ = Counter(said).most_common(1)[0]
