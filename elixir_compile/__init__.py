@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from elixir_compile.api.prepare import compilations as compilations
     from elixir_compile.api.prepare import mean_loss as mean_loss
     from elixir_compile.api.prepare import prepare as prepare
+    from elixir_compile.api.prepare import suggested_shares as suggested_shares
     from elixir_compile.api.prepare import weigh as weigh
     from elixir_compile.api.sampler import ShareSampler as ShareSampler
     from elixir_compile.api.shares import shares as shares
@@ -63,6 +64,7 @@ _HOME: dict[str, str] = {
     "save": "checkpoint.saving",
     "save_plan": "managed.saved",
     "shares": "api.shares",
+    "suggested_shares": "api.prepare",
     "weigh": "api.prepare",
 }
 _ERRORS = (
