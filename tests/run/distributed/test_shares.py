@@ -19,8 +19,9 @@ def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
 
 def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
     trains = ["trains", [5, 2, 1], "float64", 1e-12]
-    for _, off, refused, warned in on_three(
-        tmp_path, trains, ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"], ["warns_of_other_rows"]
+    exact = ["is_exact_in_whole_numbers", [5, 2, 1]]
+    for _, _, off, refused, warned in on_three(
+        tmp_path, trains, exact, ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"], ["warns_of_other_rows"]
     ):
         assert off > 1e-2
         given, other, few, much = refused
