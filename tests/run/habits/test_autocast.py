@@ -93,7 +93,8 @@ def test_autocast_inside_the_forward_trains_under_a_tight_budget(make: Callable[
     model, batches = seeded(make), vectors(rows=64)
     budget = int(1.2 * least_bytes(model, batches[0]))
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches)
-    assert_same(by_torch(model).train(batches), run)
+    # Eager autocast casts a weight once for several uses, and so adds up gradients in another order than compiled code.
+    assert_same(by_torch(model, backend="aot_eager").train(batches), run)
 
 
 @habit("`torch.autocast` of float16 with `torch.amp.GradScaler` and a budget", area=AREA)
