@@ -10,6 +10,7 @@ sets the hyperparameters of each group to the saved values, but for the flags th
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,8 @@ from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_adamw import with_joined_master
-from elixir_compile.optim.narrow_state import STORED_NAMES, saved_name, saved_value
+from elixir_compile.optim.moment_forms import MomentForm
+from elixir_compile.optim.narrow_state import STORED_NAMES, form_of, saved_name, saved_value
 from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"
@@ -152,8 +154,15 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
         "kind": type(optimizer).__qualname__,
         "hyperparameters": _hyperparameter_names(optimizer),
         "groups": groups,
+        "moments": _moments(optimizer),
         "states": states,
     }
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the number of parameters by the form in which their moments are stored; empty if all are exact."""
+    forms = Counter(form_of(state).value for state in optimizer.state.values() if STORED_NAMES.intersection(state))
+    return dict(forms) if forms.keys() - {MomentForm.FLOAT32.value} else {}
 
 
 def optimizer_differences(

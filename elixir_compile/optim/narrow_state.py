@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.optim.disk.state import DiskState
 from elixir_compile.optim.layout import StatisticLayout, flat_order
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, Rounding, decode, encode
 
@@ -69,11 +70,17 @@ def layouts_of(form: MomentForm) -> Mapping[str, StatisticLayout]:
 
 def form_of(state: Mapping[str, Any]) -> MomentForm:
     """Return the form of the moments in `state`; FLOAT32 also if it has moments in another dtype, or none yet."""
-    coded = state.get("exp_avg_codes")
+    coded = _dtype_of(state, "exp_avg_codes")
     if coded is not None:
-        return next(form for form in MomentForm if form.dtypes[0] == coded.dtype)
-    moment = state.get("exp_avg")
-    return MomentForm.BFLOAT16 if moment is not None and moment.dtype == torch.bfloat16 else MomentForm.FLOAT32
+        return next(form for form in MomentForm if form.dtypes[0] == coded)
+    return MomentForm.BFLOAT16 if _dtype_of(state, "exp_avg") is torch.bfloat16 else MomentForm.FLOAT32
+
+
+def _dtype_of(state: Mapping[str, Any], name: str) -> torch.dtype | None:
+    """Return the dtype of the statistic `name`, None if there is none; a statistic on disk is not read."""
+    if name not in state:
+        return None
+    return state.kinds[name].dtype if isinstance(state, DiskState) else state[name].dtype
 
 
 def stored_moments(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -257,7 +257,7 @@ def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str,
     own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
     decoded = with_form(loaded_moments(own), MomentForm.FLOAT32, own_part(param).detach())
     moments = as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
-    return {**{name: value for name, value in entry.items() if name not in STORED_NAMES}, **moments}
+    return {**moments, **{name: value for name, value in entry.items() if name not in STORED_NAMES}}
 
 
 def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
