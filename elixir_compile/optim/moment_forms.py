@@ -131,12 +131,14 @@ def _mixed(word: int) -> int:
 def noise(first: torch.Tensor, second: torch.Tensor, key: int) -> torch.Tensor:
     """Return 32 bits of noise for each element, as int32; `first` and `second` are the fp32 values that get rounded.
 
-    The lower 20 bits serve the first moment, the upper 20 the second: the bits that decide first are different ones.
+    The upper bits, which depend on all bits of both values, serve the second moment, which keeps its rounding errors
+    longer; the lower bits serve the first. Each is read from its upper end, so what two share hardly decides. Means of
+    errors, and of their products with each other, with what was rounded off and with a neighbour's, were as near to 0
+    as with a hash of three times the operations (lowbias32).
     """
     words = second.view(torch.int32)
     rotated = (words << 16) | _shifted(words, 16)
-    product = (first.view(torch.int32) ^ rotated ^ _signed(key)) * _signed(0x9E3779B1)
-    return product ^ _shifted(product, 12)
+    return (first.view(torch.int32) ^ rotated ^ _signed(key)) * _signed(0x9E3779B1)
 
 
 def weight_noise(moments_noise: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,7 @@ def reference_noise(first: np.ndarray, second: np.ndarray, seed: int, step: int)
     """32 bits for each element, as Python integers would compute them."""
     a, b = (values.view(np.uint32).astype(np.uint64) for values in (first, second))
     swapped = (b % 2**16) * 2**16 + b // 2**16
-    product = (a ^ swapped ^ np.uint64(noise_key(seed, step))) * np.uint64(0x9E3779B1) % 2**32
-    return product ^ product // 2**12
+    return (a ^ swapped ^ np.uint64(noise_key(seed, step))) * np.uint64(0x9E3779B1) % 2**32
 
 
 def reference_bfloat16(values: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
