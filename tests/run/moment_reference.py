@@ -49,7 +49,7 @@ def reference_blocks(
     most = np.abs(values).max()
     largest = np.float32(255 if is_root else 127)
     decoded = most if form is MomentForm.FLOAT8 else most / largest * largest
-    if decoded < 2.0 ** (-50 if is_root else -118):
+    if decoded < 2.0 ** (-50 if is_root else -90):
         return np.zeros(len(values), np.uint8), np.float32(0)
     if not decoded <= (2.0**63 if is_root else 1.75 * 2.0**127):
         return np.zeros(len(values), np.uint8), np.float32(np.nan)

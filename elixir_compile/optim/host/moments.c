@@ -21,8 +21,8 @@ typedef struct {
 
 /* The bits of the least and the greatest magnitude that a block of first moments, or of roots, may have when it is
    decoded. Smaller blocks become zeros: scales, their inverses and squares of roots then keep their bits. Greater ones
-   become NaN. 2^-118, 1.75 * 2^127; 2^-50, 2^63. */
-static const uint32_t LEAST = 9u << 23, GREATEST = 0x7f600000u;
+   become NaN. 2^-90, 1.75 * 2^127; 2^-50, 2^63. */
+static const uint32_t LEAST = 37u << 23, GREATEST = 0x7f600000u;
 static const uint32_t LEAST_ROOT = 77u << 23, GREATEST_ROOT = 190u << 23;
 
 /* -- noise --------------------------------------------------------------------------------------------------------- */
