@@ -21,16 +21,16 @@ typedef struct {
 
 /* The bits of the least and the greatest magnitude that a block of first moments, or of roots, may have when it is
    decoded. Smaller blocks become zeros: scales, their inverses and squares of roots then keep their bits. Greater ones
-   become NaN. 2^-118, 1.75 * 2^127; 2^-50, 2^63. */
-static const uint32_t LEAST = 9u << 23, GREATEST = 0x7f600000u;
+   become NaN. 2^-90, 1.75 * 2^127; 2^-50, 2^63. */
+static const uint32_t LEAST = 37u << 23, GREATEST = 0x7f600000u;
 static const uint32_t LEAST_ROOT = 77u << 23, GREATEST_ROOT = 190u << 23;
 
 /* -- noise --------------------------------------------------------------------------------------------------------- */
 
-/* A bijection of `first ^ key`, hence uniform over keys. The upper 20 bits serve the second moment, the lower the first. */
+/* A bijection of `first ^ key`, hence uniform over keys. The upper bits, which depend on all bits of both values, serve
+   the second moment, which keeps its rounding errors longer; the lower serve the first. */
 INLINE uint32_t noise_of(uint32_t first, uint32_t second, uint32_t key) {
-    uint32_t mixed = (first ^ (second << 16 | second >> 16) ^ key) * 0x9e3779b1u;
-    return mixed ^ mixed >> 12;
+    return (first ^ (second << 16 | second >> 16) ^ key) * 0x9e3779b1u;
 }
 
 /* The noise of a weight whose moments have `noise`: 16 bits. */
@@ -100,30 +100,35 @@ INLINE void decode_block(float *restrict first, float *restrict second, const ui
 }
 
 /* A positive root never gets the code 0: the next step would divide what is left of the first moment by eps. */
+INLINE uint32_t code_of(float value, uint32_t bits, uint32_t noise, const int form, const int is_stochastic) {
+    if (form == FLOAT8) return float8_of(__builtin_fabsf(value), noise & 0xfffffu, is_stochastic) | (bits >> 24 & 0x80u);
+    if (!is_stochastic) return as_bits(value + 0x1.8p23f);
+    return as_bits(value + as_float(0x43c00000u | (noise & 0x7fffu))) >> 15 ^ 0x80u; /* 15 bits behind the point */
+}
+
+/* The largest int8 root is 255 within 2^-16, a tie that goes to even: without the last bit of the noise it gets the code
+   255, always. */
+INLINE uint32_t root_code_of(float value, uint32_t noise, const int form, const int is_stochastic) {
+    if (form == FLOAT8) return float8_of(value, noise >> 12, is_stochastic);
+    if (!is_stochastic) return as_bits(value + 0x1.8p23f) & 0xffu;
+    return as_bits(value + as_float(0x43800000u | (noise >> 17 & 0x7ffeu))) >> 15 & 0xffu;
+}
+
+/* A positive root never gets the code 0: the next step would divide what is left of the first moment by eps. */
 INLINE void encode_block(uint8_t *restrict codes, uint8_t *restrict root_codes, const float *restrict first,
                          const float *restrict root, float inverse, float root_inverse, uint32_t key, size_t n,
                          const int form, const int is_stochastic) {
+    uint32_t wide[BLOCK], wide_roots[BLOCK];
     for (size_t i = 0; i < n; ++i) {
-        uint32_t bits = as_bits(first[i]), root_bits = as_bits(root[i]), code, root_code;
-        uint32_t noise = is_stochastic ? noise_of(bits, root_bits, key) : 0;
-        float value = first[i] * inverse, root_value = root[i] * root_inverse;
-        if (form == FLOAT8) {
-            code = float8_of(__builtin_fabsf(value), noise & 0xfffffu, is_stochastic) | (bits >> 24 & 0x80u);
-            root_code = float8_of(root_value, noise >> 12, is_stochastic);
-        } else if (is_stochastic) {
-            /* Numbers from 256 to 512 have 15 bits behind the point. The largest root is 255 within 2^-16, a tie that
-               goes to even: without the last bit of the noise it gets the code 255, always. */
-            code = as_bits(value + as_float(0x43c00000u | (noise & 0x7fffu))) >> 15 ^ 0x80u;
-            root_code = as_bits(root_value + as_float(0x43800000u | (noise >> 17 & 0x7ffeu))) >> 15;
-        } else {
-            code = as_bits(value + 0x1.8p23f);
-            root_code = as_bits(root_value + 0x1.8p23f);
-        }
-        uint32_t least = root_bits < 1u ? root_bits : 1u;
-        root_code &= 0xffu;
-        codes[i] = (uint8_t)code;
-        root_codes[i] = (uint8_t)(root_code > least ? root_code : least);
+        const float value = first[i], root_value = root[i];
+        const uint32_t bits = as_bits(value), root_bits = as_bits(root_value), least = root_bits ? 1u : 0u;
+        const uint32_t noise = is_stochastic ? noise_of(bits, root_bits, key) : 0;
+        const uint32_t root_code = root_code_of(root_value * root_inverse, noise, form, is_stochastic);
+        wide[i] = code_of(value * inverse, bits, noise, form, is_stochastic);
+        wide_roots[i] = root_code > least ? root_code : least;
     }
+    for (size_t i = 0; i < n; ++i) codes[i] = (uint8_t)wide[i];
+    for (size_t i = 0; i < n; ++i) root_codes[i] = (uint8_t)wide_roots[i];
 }
 
 static void decode(float *first, float *second, const uint8_t *codes, const uint8_t *root_codes, float scale,

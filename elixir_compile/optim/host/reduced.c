@@ -70,7 +70,19 @@ static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, c
 void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, const Coefficients *k) {
     const int has_blocks = moments.form == FLOAT8 || moments.form == INT8;
     Tiles tiles;
-    for (size_t start = 0; start < n; start += TILE) {
+    size_t done = 0;
+#ifdef HAS_LANES
+    if (moments.form != FLOAT32 && (weights.form == SPLIT_MASTER || weights.form == BF16_ALONE)) {
+        const int is_split = weights.form == SPLIT_MASTER, is_direct = grad.kind == BF16 && !grad.total;
+        Group all = {weights.param, is_split ? weights.values : NULL, is_direct ? grad.values : NULL, tiles.slope};
+        for (size_t length; done + BLOCK <= n; done += length) {
+            length = is_direct ? n / BLOCK * BLOCK : n - done < TILE ? BLOCK : TILE;
+            if (!is_direct) all.slope = widened(tiles.slope, grad, done, length);
+            step_lanes(all, &moments, done, length, k);
+        }
+    }
+#endif
+    for (size_t start = done; start < n; start += TILE) {
         const size_t rest = n - start < TILE ? n - start : TILE;
         const float *slope = widened(tiles.slope, grad, start, rest);
         if (has_blocks) step_blocks(weights, &tiles, &moments, slope, start, rest, k);

@@ -1,0 +1,302 @@
+/* The step of split masters and of bf16 weights without a master in AVX-512, with the bits of `update`, `encode_block`
+   and `encode_bf16`, which gcc 12 leaves at a half to a third of this rate. Compiled behind `moments.c`.
+
+   64 elements are four vectors of fp32. Unpacking the low and the high words of 16-bit arrays sets their order, which
+   all arrays then share:
+
+       vector 0   0-3 8-11 16-19 24-27     vector 2   32-35 40-43 48-51 56-59
+       vector 1   4-7 12-15 20-23 28-31    vector 3   36-39 44-47 52-55 60-63 */
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__)
+#define HAS_LANES 1
+
+enum { GROUP = 64, VECTORS = 4 };
+typedef __m512 Four[VECTORS];
+
+/* By element of 64, its byte among those that `packed` gathers; by element of 32, the low word of its lane. */
+static const uint8_t TO_NATURAL[] __attribute__((aligned(64))) = {
+    0, 1, 8, 9, 2, 3, 10, 11, 16, 17, 24, 25, 18, 19, 26, 27, 32, 33, 40, 41, 34, 35, 42, 43, 48, 49, 56, 57, 50, 51, 58, 59,
+    4, 5, 12, 13, 6, 7, 14, 15, 20, 21, 28, 29, 22, 23, 30, 31, 36, 37, 44, 45, 38, 39, 46, 47, 52, 53, 60, 61, 54, 55, 62, 63,
+};
+static const uint16_t LOW_WORDS[] __attribute__((aligned(64))) = {
+    0, 2, 4, 6, 32, 34, 36, 38, 8, 10, 12, 14, 40, 42, 44, 46, 16, 18, 20, 22, 48, 50, 52, 54, 24, 26, 28, 30, 56, 58, 60, 62,
+};
+
+#define BITS(x) _mm512_castps_si512(x)
+#define FLOATS(x) _mm512_castsi512_ps(x)
+#define ALL(x) _mm512_set1_epi32((int)(x))
+#define EACH for (int j = 0; j < VECTORS; ++j)
+
+/* -- 64 elements between memory and vectors ------------------------------------------------------------------------ */
+
+/* Words as the upper halves of 32-bit lanes, whose lower halves come from `low`. */
+INLINE void unpack(Four to, __m512i low0, __m512i high0, __m512i low1, __m512i high1) {
+    to[0] = FLOATS(_mm512_unpacklo_epi16(low0, high0)), to[1] = FLOATS(_mm512_unpackhi_epi16(low0, high0));
+    to[2] = FLOATS(_mm512_unpacklo_epi16(low1, high1)), to[3] = FLOATS(_mm512_unpackhi_epi16(low1, high1));
+}
+
+INLINE void load_bf16(Four to, const uint16_t *from) {
+    const __m512i zero = _mm512_setzero_si512();
+    unpack(to, zero, _mm512_loadu_si512(from), zero, _mm512_loadu_si512(from + 32));
+}
+
+INLINE void load_fp32(Four to, const float *from) {
+    for (int half = 0; half < 2; ++half) {
+        const __m512 low = _mm512_loadu_ps(from + 32 * half), high = _mm512_loadu_ps(from + 32 * half + 16);
+        to[2 * half] = _mm512_shuffle_f32x4(low, high, 0x88), to[2 * half + 1] = _mm512_shuffle_f32x4(low, high, 0xdd);
+    }
+}
+
+/* Store the words of each lane that `words` names. */
+INLINE void store_words(uint16_t *to, const Four from, __m512i words) {
+    for (int half = 0; half < 2; ++half)
+        _mm512_storeu_si512(to + 32 * half, _mm512_permutex2var_epi16(BITS(from[2 * half]), words,
+                                                                      BITS(from[2 * half + 1])));
+}
+
+/* The bytes at bit `at` of each lane, in natural order. */
+INLINE __m512i packed(const Four from, int at) {
+    const __m512i offsets = _mm512_set1_epi16((short)(at | (at + 32) << 8));
+    __m512i found = _mm512_multishift_epi64_epi8(offsets, BITS(from[0]));
+    found = _mm512_mask_multishift_epi64_epi8(found, 0x0c0c0c0c0c0c0c0cu, offsets, BITS(from[1]));
+    found = _mm512_mask_multishift_epi64_epi8(found, 0x3030303030303030u, offsets, BITS(from[2]));
+    found = _mm512_mask_multishift_epi64_epi8(found, 0xc0c0c0c0c0c0c0c0u, offsets, BITS(from[3]));
+    return _mm512_permutexvar_epi8(_mm512_load_si512(TO_NATURAL), found);
+}
+
+/* The bf16 numbers of all e4m3 magnitudes: their upper or their lower bytes, for codes from `first` on. */
+INLINE __m512i float8_bytes(int first, int shift) {
+    uint8_t bytes[64];
+    for (int i = 0; i < 64; ++i) bytes[i] = (uint8_t)(as_bits(float8_value((uint32_t)(first + i))) >> shift);
+    return _mm512_loadu_si512(bytes);
+}
+
+typedef struct { __m512i high0, high1, low0, low1; } Float8Table;
+
+INLINE void decode_lanes(Four to, const uint8_t *codes, float scale, const Float8Table *table, const int form,
+                         const int is_root) {
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i bytes = _mm512_loadu_si512(codes);
+    if (form == FLOAT8) {
+        bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
+        __m512i high = _mm512_permutex2var_epi8(table->high0, bytes, table->high1);
+        const __m512i low = _mm512_permutex2var_epi8(table->low0, bytes, table->low1);
+        if (!is_root) high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8); /* | (& sign) */
+        unpack(to, zero, _mm512_unpacklo_epi8(low, high), zero, _mm512_unpackhi_epi8(low, high));
+        EACH to[j] = _mm512_mul_ps(to[j], _mm512_set1_ps(scale));
+        return;
+    }
+    /* As upper bytes the codes are 2^24 times as large, which is exact. */
+    const __m512i low = _mm512_unpacklo_epi8(zero, zero), order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    bytes = _mm512_permutexvar_epi64(order, bytes);
+    unpack(to, zero, _mm512_unpacklo_epi8(low, bytes), zero, _mm512_unpackhi_epi8(low, bytes));
+    EACH to[j] = _mm512_mul_ps(is_root ? _mm512_cvtepu32_ps(BITS(to[j])) : _mm512_cvtepi32_ps(BITS(to[j])),
+                               _mm512_set1_ps(scale * 0x1p-24f));
+}
+
+/* -- rounding ------------------------------------------------------------------------------------------------------ */
+
+INLINE __m512i noise_lanes(__m512 first, __m512 second, __m512i key) {
+    const __m512i mixed = _mm512_ternarylogic_epi32(BITS(first), _mm512_rol_epi32(BITS(second), 16), key, 0x96);
+    return _mm512_mullo_epi32(mixed, ALL(0x9e3779b1u));
+}
+
+/* What to add to the bits so that the upper half is the bf16. */
+INLINE __m512i bf16_up(__m512 value, __m512i noise, const int is_stochastic) {
+    if (is_stochastic) return noise;
+    return _mm512_add_epi32(ALL(0x7fff), _mm512_and_si512(_mm512_srli_epi32(BITS(value), 16), ALL(1)));
+}
+
+INLINE __m512 bf16_lanes(__m512 value, __m512i noise, int has_nan, const int is_stochastic) {
+    const __m512 rounded = FLOATS(_mm512_add_epi32(BITS(value), bf16_up(value, noise, is_stochastic)));
+    if (!has_nan) return rounded;
+    return _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), FLOATS(ALL(0x7fc00000)));
+}
+
+/* Codes in bits 20 to 27, less 960. */
+INLINE __m512 float8_lanes(__m512 magnitude, __m512i noise, const int is_stochastic) {
+    const __m512i bits = BITS(magnitude);
+    const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(bits, ALL(121u << 23));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), ALL(1));
+    __m512i code = _mm512_add_epi32(bits, is_stochastic ? noise : _mm512_add_epi32(odd, ALL(0x7ffff)));
+    if (__builtin_expect(is_tiny != 0, 0)) {
+        const __m512i base = _mm512_or_si512(_mm512_srli_epi32(noise, 1), ALL(0x3d000000));
+        __m512i tiny = _mm512_slli_epi32(_mm512_sub_epi32(BITS(_mm512_add_ps(magnitude, FLOATS(base))), ALL(0x3d000000)), 1);
+        if (!is_stochastic) tiny = _mm512_slli_epi32(BITS(_mm512_add_ps(magnitude, _mm512_set1_ps(0x1p14f))), 20);
+        code = _mm512_mask_add_epi32(code, is_tiny, tiny, ALL(960u << 20));
+    }
+    return FLOATS(code);
+}
+
+/* Encode the 64 values of a block's half; `first` and `root` are the tiles. */
+INLINE void encode_lanes(uint8_t *codes, uint8_t *root_codes, const float *first, const float *root, float inverse,
+                         float root_inverse, __m512i key, const int form, const int is_stochastic) {
+    Four code, root_code, least;
+    __m512i signs = _mm512_setzero_si512();
+    if (form == FLOAT8) {
+        EACH code[j] = _mm512_load_ps(first + 16 * j);
+        signs = _mm512_and_si512(packed(code, 24), _mm512_set1_epi8(-128));
+    }
+    EACH {
+        const __m512 value = _mm512_load_ps(first + 16 * j), root_value = _mm512_load_ps(root + 16 * j);
+        const __m512i noise = is_stochastic ? noise_lanes(value, root_value, key) : _mm512_setzero_si512();
+        const __m512 scaled = _mm512_mul_ps(value, _mm512_set1_ps(inverse));
+        const __m512 root_scaled = _mm512_mul_ps(root_value, _mm512_set1_ps(root_inverse));
+        if (form == FLOAT8) {
+            code[j] = float8_lanes(_mm512_abs_ps(scaled), _mm512_and_si512(noise, ALL(0xfffff)), is_stochastic);
+            root_code[j] = float8_lanes(root_scaled, _mm512_srli_epi32(noise, 12), is_stochastic);
+        } else if (is_stochastic) { /* (noise & mask) | base */
+            const __m512i up = _mm512_ternarylogic_epi32(noise, ALL(0x7fff), ALL(0x43c00000), 0xea);
+            const __m512i root_noise = _mm512_srli_epi32(noise, 17);
+            const __m512i root_up = _mm512_ternarylogic_epi32(root_noise, ALL(0x7ffe), ALL(0x43800000), 0xea);
+            code[j] = _mm512_add_ps(scaled, FLOATS(up)), root_code[j] = _mm512_add_ps(root_scaled, FLOATS(root_up));
+        } else {
+            code[j] = _mm512_add_ps(scaled, _mm512_set1_ps(0x1.8p23f));
+            root_code[j] = _mm512_add_ps(root_scaled, _mm512_set1_ps(0x1.8p23f));
+        }
+    }
+    const int at = form == FLOAT8 ? 20 : is_stochastic ? 15 : 0;
+    __m512i bytes = packed(code, at), root_bytes = packed(root_code, at);
+    if (form == FLOAT8) {
+        const __m512i excess = _mm512_set1_epi8((char)(960 & 0xff));
+        bytes = _mm512_or_si512(_mm512_sub_epi8(bytes, excess), signs);
+        root_bytes = _mm512_sub_epi8(root_bytes, excess);
+    } else if (is_stochastic) bytes = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
+    if (__builtin_expect(_mm512_testn_epi8_mask(root_bytes, root_bytes) != 0, 0)) {
+        EACH least[j] = FLOATS(_mm512_min_epu32(_mm512_load_si512(root + 16 * j), ALL(1)));
+        root_bytes = _mm512_max_epu8(root_bytes, packed(least, 0));
+    }
+    _mm512_storeu_si512(codes, bytes), _mm512_storeu_si512(root_codes, root_bytes);
+}
+
+/* -- the update ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint16_t *param;       /* the high halves, or all there is of the weights */
+    int16_t *low;          /* NULL without a master */
+    const uint16_t *grad;  /* in bf16; NULL if `slope` is used */
+    const float *slope;
+} Group;
+
+/* Step the weights of `group` with `second` (its root if `keeps_root`) and `first`, which become the new moments. Return
+   whether a weight, and so maybe a moment, is NaN. */
+INLINE int step_group(Group group, Four first, Four second, const Coefficients *k, __m512i key, const int keeps_root,
+                      const int is_split, const int is_stochastic) {
+    Four weight, grad;
+    const __m512i flip = _mm512_set1_epi16((short)0x8000);
+    if (group.grad) load_bf16(grad, group.grad);
+    else load_fp32(grad, group.slope);
+    if (is_split) { /* the low half is signed: with its sign flipped it is 0x8000 too large, and no carry is needed */
+        const __m512i low0 = _mm512_loadu_si512(group.low), low1 = _mm512_loadu_si512(group.low + 32);
+        unpack(weight, _mm512_xor_si512(low0, flip), _mm512_loadu_si512(group.param), _mm512_xor_si512(low1, flip),
+               _mm512_loadu_si512(group.param + 32));
+        EACH weight[j] = FLOATS(_mm512_sub_epi32(BITS(weight[j]), ALL(0x8000)));
+    } else load_bf16(weight, group.param);
+    EACH {
+        const __m512 slope = _mm512_mul_ps(grad[j], _mm512_set1_ps(k->grad_factor));
+        first[j] = _mm512_fmadd_ps(slope, _mm512_set1_ps(k->one_minus_beta1),
+                                   _mm512_mul_ps(first[j], _mm512_set1_ps(k->beta1)));
+        second[j] = _mm512_fmadd_ps(_mm512_mul_ps(slope, slope), _mm512_set1_ps(k->one_minus_beta2),
+                                    _mm512_mul_ps(second[j], _mm512_set1_ps(k->beta2)));
+        const __m512 root = _mm512_sqrt_ps(second[j]);
+        if (keeps_root) second[j] = root;
+        const __m512 below = _mm512_fmadd_ps(root, _mm512_set1_ps(k->inverse_correction2), _mm512_set1_ps(k->eps));
+        const __m512 decay = _mm512_mul_ps(weight[j], _mm512_set1_ps(k->decay));
+        weight[j] = _mm512_sub_ps(
+            weight[j], _mm512_fmadd_ps(_mm512_set1_ps(k->step_size), _mm512_div_ps(first[j], below), decay));
+    }
+    const int has_nan = (_mm512_cmp_ps_mask(weight[0], weight[1], _CMP_UNORD_Q) |
+                         _mm512_cmp_ps_mask(weight[2], weight[3], _CMP_UNORD_Q)) != 0;
+    if (__builtin_expect(has_nan, 0))
+        EACH weight[j] = _mm512_mask_mov_ps(weight[j], _mm512_cmp_ps_mask(weight[j], weight[j], _CMP_UNORD_Q),
+                                            FLOATS(ALL(0x7fc00000)));
+    const __m512i low_words = _mm512_load_si512(LOW_WORDS);
+    if (is_split) {
+        EACH weight[j] = FLOATS(_mm512_add_epi32(BITS(weight[j]), ALL(0x8000)));
+        for (int half = 0; half < 2; ++half) {
+            const __m512i even = BITS(weight[2 * half]), odd = BITS(weight[2 * half + 1]);
+            const __m512i low = _mm512_permutex2var_epi16(even, low_words, odd);
+            _mm512_storeu_si512(group.low + 32 * half, _mm512_xor_si512(low, flip));
+        }
+    } else
+        EACH {
+            const __m512i noise = _mm512_xor_si512(noise_lanes(first[j], second[j], key), BITS(weight[j]));
+            const __m512i up = _mm512_srli_epi32(_mm512_mullo_epi32(noise, ALL(0x85ebca77u)), 16);
+            weight[j] = bf16_lanes(weight[j], up, has_nan, is_stochastic);
+        }
+    store_words(group.param, weight, _mm512_add_epi16(low_words, _mm512_set1_epi16(1)));
+    return has_nan;
+}
+
+INLINE void step_bf16_group(Group group, uint16_t *exp_avg, uint16_t *exp_avg_sq, const Coefficients *k, __m512i key,
+                            const int is_split, const int is_stochastic) {
+    Four first, second;
+    const __m512i high_words = _mm512_add_epi16(_mm512_load_si512(LOW_WORDS), _mm512_set1_epi16(1));
+    load_bf16(first, exp_avg), load_bf16(second, exp_avg_sq);
+    const int has_nan = step_group(group, first, second, k, key, 0, is_split, is_stochastic);
+    EACH {
+        const __m512i noise = noise_lanes(first[j], second[j], key);
+        first[j] = bf16_lanes(first[j], _mm512_and_si512(noise, ALL(0xffff)), has_nan, is_stochastic);
+        second[j] = bf16_lanes(second[j], _mm512_srli_epi32(noise, 16), has_nan, is_stochastic);
+    }
+    store_words(exp_avg, first, high_words), store_words(exp_avg_sq, second, high_words);
+}
+
+/* Step a whole block of 128 elements whose group is the first. */
+INLINE void step_block_lanes(Group group, uint8_t *codes, uint8_t *root_codes, float *scales, float *root_scales,
+                             const Coefficients *k, uint32_t key, const Float8Table *table, const int form,
+                             const int is_split, const int is_stochastic) {
+    float first_tile[BLOCK] __attribute__((aligned(64))), root_tile[BLOCK] __attribute__((aligned(64)));
+    const __m512i keys = ALL(key);
+    __m512i most_lanes = _mm512_setzero_si512(), most_roots = _mm512_setzero_si512();
+    for (int at = 0; at < BLOCK; at += GROUP) {
+        Four first, second;
+        decode_lanes(first, codes + at, *scales, table, form, 0);
+        decode_lanes(second, root_codes + at, *root_scales, table, form, 1);
+        EACH second[j] = _mm512_mul_ps(second[j], second[j]);
+        const Group here = {group.param + at, is_split ? group.low + at : NULL, group.grad ? group.grad + at : NULL,
+                            group.slope + at};
+        step_group(here, first, second, k, keys, 1, is_split, is_stochastic);
+        EACH {
+            most_lanes = _mm512_max_epu32(most_lanes, _mm512_and_si512(BITS(first[j]), ALL(0x7fffffff)));
+            most_roots = _mm512_max_epu32(most_roots, _mm512_and_si512(BITS(second[j]), ALL(0x7fffffff)));
+            _mm512_store_ps(first_tile + at + 16 * j, first[j]), _mm512_store_ps(root_tile + at + 16 * j, second[j]);
+        }
+    }
+    const uint32_t most = _mm512_reduce_max_epu32(most_lanes), most_root = _mm512_reduce_max_epu32(most_roots);
+    const Scale scale = scale_of(most, form, 0), root_scale = scale_of(most_root, form, 1);
+    for (int at = 0; at < BLOCK; at += GROUP)
+        encode_lanes(codes + at, root_codes + at, first_tile + at, root_tile + at, scale.inverse, root_scale.inverse,
+                     keys, form, is_stochastic);
+    finish(codes, scales, scale, most, BLOCK, form);
+    finish(root_codes, root_scales, root_scale, most_root, BLOCK, form);
+}
+
+/* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. */
+INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k, const int form,
+                     const int is_split, const int is_stochastic) {
+    const Float8Table table = {float8_bytes(0, 24), float8_bytes(64, 24), float8_bytes(0, 16), float8_bytes(64, 16)};
+    for (size_t at = start; at < start + n; at += form == BFLOAT16 ? GROUP : BLOCK) {
+        const Group group = {all.param + at, is_split ? all.low + at : NULL, all.grad ? all.grad + at : NULL,
+                             all.slope + (at - start)};
+        if (form == BFLOAT16)
+            step_bf16_group(group, (uint16_t *)moments->exp_avg + at, (uint16_t *)moments->exp_avg_sq + at, k,
+                            ALL(moments->key), is_split, is_stochastic);
+        else
+            step_block_lanes(group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
+                             moments->exp_avg_scale + at / BLOCK, moments->exp_avg_sq_scale + at / BLOCK, k,
+                             moments->key, &table, form, is_split, is_stochastic);
+    }
+}
+
+static void step_lanes(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k) {
+    const int is_split = all.low != NULL, is_stochastic = moments->is_stochastic, form = moments->form;
+#define STEP(FORM, SPLIT_OR_NOT, NOISE)                                         \
+    if (form == FORM && is_split == SPLIT_OR_NOT && is_stochastic == NOISE)     \
+        step_all(all, moments, start, n, k, FORM, SPLIT_OR_NOT, NOISE);
+    STEP(BFLOAT16, 1, 1) STEP(BFLOAT16, 1, 0) STEP(BFLOAT16, 0, 1) STEP(BFLOAT16, 0, 0)
+    STEP(FLOAT8, 1, 1) STEP(FLOAT8, 1, 0) STEP(FLOAT8, 0, 1) STEP(FLOAT8, 0, 0)
+    STEP(INT8, 1, 1) STEP(INT8, 1, 0) STEP(INT8, 0, 1) STEP(INT8, 0, 0)
+#undef STEP
+}
+#endif
