@@ -6,7 +6,7 @@ hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, p
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,9 @@ from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
+from elixir_compile.optim.generic.narrow_class import NarrowClassRule
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.narrow_adamw import may_be_narrow
 from elixir_compile.optim.narrow_state import StatePrecision, state_precision
 from elixir_compile.optim.rule import UpdateRule
@@ -144,23 +146,28 @@ def _refuse_inexact(params: Iterable[Any], precision: StatePrecision, *, amsgrad
 class _HybridOfClass(Hybrid):
     """The first base of every class that `hybrid` makes."""
 
+    precision: ClassVar[StatePrecision]
+
     def _new_rule(self) -> UpdateRule:
-        return ClassRule(self.updates_as, self)
+        if self.precision.is_exact:
+            return ClassRule(self.updates_as, self)
+        return NarrowClassRule(self.updates_as, self, self.precision)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle cannot import a class that `hybrid` makes; it can import a user's subclass of such a class.
-        if type(self) is hybrid(self.updates_as):
-            return _restored, (self.updates_as,), self.__getstate__()
+        if type(self) is _hybrid_of(self.updates_as, self.precision):
+            return _restored, (self.updates_as, self.precision), self.__getstate__()
         return super().__reduce_ex__(protocol)
 
 
-def _restored(cls: type[Optimizer]) -> Optimizer:
-    made = hybrid(cls)
+def _restored(cls: type[Optimizer], precision: StatePrecision) -> Optimizer:
+    made = _hybrid_of(cls, precision)
     return made.__new__(made)
 
 
-@functools.cache
-def hybrid(cls: type[C]) -> type[C]:
+def hybrid(
+    cls: type[C], state_dtype: str = "float32", state_rounding: str = "stochastic", state_seed: int = 0
+) -> type[C]:
     """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
     An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
@@ -169,7 +176,11 @@ def hybrid(cls: type[C]) -> type[C]:
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
-    Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`.
+    With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically or to
+    the `"nearest"`; `cls` computes in fp32. `float8` and `int8` store a signed first moment and the root of a second
+    one, which only `HybridAdamW` is known to have.
+
+    Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`, ValueError for another `state_dtype`.
 
     Example:
         optimizer = elixir.hybrid(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
@@ -179,13 +190,28 @@ def hybrid(cls: type[C]) -> type[C]:
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
         raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
+    precision = state_precision(state_dtype, state_rounding, "float32", state_seed)
+    if not precision.is_exact and (issubclass(cls, Hybrid) or cls is torch.optim.AdamW):
+        raise ValueError(f"hybrid({cls.__name__}, {state_dtype!r}): use HybridAdamW(..., state_dtype={state_dtype!r})")
+    if precision.moments not in (MomentForm.FLOAT32, MomentForm.BFLOAT16):
+        raise ValueError(
+            f"hybrid({cls.__name__}, {state_dtype!r}): expected 'float32' or 'bfloat16'. {state_dtype} stores a signed "
+            f"first moment and the root of a second one, which {cls.__name__} may not have; HybridAdamW has them"
+        )
     if issubclass(cls, Hybrid):
         return cls
     if cls is torch.optim.AdamW:
         return cast("type[C]", HybridAdamW)
+    return _hybrid_of(cls, precision)
+
+
+@functools.cache
+def _hybrid_of(cls: type[C], precision: StatePrecision) -> type[C]:
+    """Return the one hybrid subclass of `cls` with `precision`."""
     doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device, on the host or on disk, as planned."
     attributes = {
         "updates_as": cls,
+        "precision": precision,
         "__doc__": doc,
         "__module__": cls.__module__,
         "__signature__": inspect.signature(cls),

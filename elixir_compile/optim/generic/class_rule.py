@@ -16,6 +16,7 @@ without a formula or gives other bits, the class's own step runs, and a log line
 step runs again in each step, so a new learning rate or step count is an input of the same pass.
 """
 
+import copy
 import logging
 import threading
 import weakref
@@ -55,9 +56,7 @@ class ClassRule:
 
     def snapshot(self) -> "ClassRule":
         """Return the rule with the present attributes of the optimizer, for updates that run later."""
-        rule = ClassRule.__new__(ClassRule)
-        rule._cls, rule._optimizer = self._cls, self._optimizer
-        rule._schemas, rule._passes = self._schemas, self._passes
+        rule = copy.copy(self)
         rule._attributes = self._attributes_now()
         return rule
 

@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import gc
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm
 from elixir_compile.optim.narrow_state import form_of, has_whole_rows
 from elixir_compile.report.line import plan_line
+from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_run, recorded
 from tests.run.training import Run, assert_same_tensors, by_elixir
 from tests.run.updating import (
@@ -70,10 +72,14 @@ def in_place(state_dtype: str) -> Run:
 def assert_same_run(expected: Run, found: Run) -> None:
     assert [loss.item() for loss in expected.losses] == [loss.item() for loss in found.losses]
     assert_same_tensors(expected.weights, found.weights)
-    for own, other in zip(
-        expected.optimizer.state_dict()["state"].values(), found.optimizer.state_dict()["state"].values(), strict=True
-    ):
-        assert_same_tensors(own, other)
+    entries = [list(run.optimizer.state_dict()["state"].values()) for run in (expected, found)]
+    for own, other in zip(*entries, strict=True):
+        assert_same_tensors(as_tensors(own), as_tensors(other))
+
+
+def as_tensors(entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter by name, numbers as tensors."""
+    return {name: torch.as_tensor(entry[name]) for name in sorted(entry)}
 
 
 PLACES = [
@@ -332,3 +338,38 @@ def test_the_plan_takes_narrower_moments_only_if_the_budget_asks() -> None:
             assert form_of(narrow.optimizer.state[slots[name]]) is wanted
     assert re.search(r"moments of \d+% in bfloat16", plan_line(plan))
     assert re.search(r"optimizer state with moments in bfloat16", elixir.explain(plan, chosen[0].id))
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = torch.tanh(step(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "bytes_each"), [("float32", 12.0), ("bfloat16", 8.0), ("float8", 6.0625), ("int8", 6.0625)]
+)
+def test_bytes_of_a_parameter_with_its_state_are_the_planned_ones(state_dtype: str, bytes_each: float) -> None:
+    """A bf16 parameter, the low half of its master and both moments, in host memory as it is mapped."""
+    batch = torch.ones(4, 512, dtype=BF16)
+    torch.manual_seed(0)
+    adam = {**ADAM, "state_dtype": state_dtype}
+    gc.collect()  # the slabs of earlier runs
+    before = live_slab_bytes()
+    with mixed_run(Square(), batch, home="split", adam=adam) as run:
+        recorded(run, [batch, batch])
+        numel = sum(param.numel() for param in run.model.parameters())
+        planned_bytes = sum(bucket.spec.state_nbytes for bucket in buckets_of(run))
+        assert planned_bytes + 2 * numel == bytes_each * numel
+        assert sum(state_bytes(own) for own in run.optimizer.state.values()) == planned_bytes
+        assert live_slab_bytes() - before == pytest.approx(planned_bytes, rel=0.01)
+
+
+def state_bytes(state: Any) -> int:
+    """Return the bytes of the statistics of a parameter."""
+    return sum(value.nbytes for name, value in state.items() if name != "step")
