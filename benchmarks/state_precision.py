@@ -1,7 +1,8 @@
 """Train the demo's byte-level GPT with moments in fp32 and in fewer bytes, several seeds each, and keep the losses.
 
     python benchmarks/state_precision.py                  3,000 steps of 1.5 M parameters, all precisions, three seeds
-    python benchmarks/state_precision.py --model 20m      300 steps of 20 M parameters
+    python benchmarks/state_precision.py --model 20m      200 steps of 20 M parameters
+    python benchmarks/state_precision.py --no-train       only the table, and the pictures of docs/state-precision.md
 
 Runs that the file of results has already are not repeated, so the script can be stopped and started again. The same
 seed means the same weights at the start and the same batches. The loss that is compared is the mean over batches of
@@ -26,7 +27,7 @@ from elixir_compile.cli.demo import BATCH, ByteGPT, Shape, batches, read_text
 NAME = "state_precision_cpu"
 MODELS = {
     "1.5m": (Shape(num_layers=3, width=192, num_heads=3), 3000),
-    "20m": (Shape(num_layers=6, width=520, num_heads=8), 300),
+    "20m": (Shape(num_layers=6, width=520, num_heads=8), 200),
 }
 """By name, the dimensions of the model and the number of steps."""
 PRECISIONS: dict[str, dict[str, str]] = {
@@ -111,23 +112,87 @@ def _done() -> list[dict[str, Any]]:
     return json.loads(path.read_text())["runs"] if path.exists() else []
 
 
+def table(runs: list[dict[str, Any]]) -> str:
+    """Return the rows of the results: each precision beside fp32 with the same seeds."""
+    lines = [
+        "Mean loss on unseen text, in nats per byte, and its ratio to that of fp32 moments with the same seed, "
+        "weights at the start and batches: median [least, most] over the seeds.",
+        "",
+        "| model | precision | bytes of moments per parameter | seeds | loss | over fp32 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, precision in dict.fromkeys((run["model"], run["precision"]) for run in runs):
+        own = [run for run in runs if (run["model"], run["precision"]) == (model, precision)]
+        losses = [run["loss"] for run in own]
+        ratios = [run["loss"] / exact["loss"] for run in own if (exact := _exact(runs, run)) is not None]
+        each_bytes = own[0]["state_bytes"] / own[0]["num_params"]
+        size = f"{own[0]['num_params'] / 1e6:.1f} M, {own[0]['num_steps']:,} steps"
+        cells = (size, precision, f"{each_bytes:.2f}", str(len(own)), _spread(losses, 4), _spread(ratios, 4))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _exact(runs: list[dict[str, Any]], like: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the run with fp32 moments of the same model and seed as `like`; None if it was not made."""
+    found = (run for run in runs if run["precision"] == "float32" and run["model"] == like["model"])
+    return next((run for run in found if run["seed"] == like["seed"]), None)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def picture(runs: list[dict[str, Any]], *, is_dark: bool) -> str:
+    """Return as SVG the training loss of each narrower precision over that of fp32 with the same seed."""
+    import altair
+    import vl_convert
+
+    rows = [
+        {"step": (at + 1) * EVERY, "ratio": own / there, "moments": run["precision"]}
+        for run in runs
+        if run["model"] == "1.5m" and run["precision"] != "float32" and (exact := _exact(runs, run)) is not None
+        for at, (own, there) in enumerate(zip(run["curve"], exact["curve"], strict=True))
+    ]
+    base = altair.Chart(altair.Data(values=rows)).encode(
+        x=altair.X("step:Q", title="step"), color=altair.Color("moments:N", title="moments")
+    )
+    ratio = altair.Y("ratio:Q", title="loss over that of fp32", scale=altair.Scale(zero=False))
+    line = base.mark_line(strokeWidth=1.5).encode(y=ratio.aggregate("median"))
+    band = base.mark_area(opacity=0.15).encode(y=ratio.aggregate("min"), y2=altair.Y2("ratio:Q", aggregate="max"))
+    chart = (band + line).properties(width=620, height=260)
+    colors = {"background": "#0d1117", "view": {"stroke": "#30363d"}} if is_dark else {"background": "white"}
+    text = "#c9d1d9" if is_dark else "#24292f"
+    axes = {"labelColor": text, "titleColor": text, "gridColor": "#30363d" if is_dark else "#d8dee4"}
+    spec = {**chart.to_dict(), "config": {**colors, "axis": axes, "legend": {"labelColor": text, "titleColor": text}}}
+    return vl_convert.vegalite_to_svg(spec)
+
+
+def write_tables() -> None:
+    """Write the table of all finished runs, and the pictures of the docs."""
+    runs = _done()
+    (RESULTS / f"{NAME}.md").write_text(table(runs), encoding="utf-8")
+    for scheme in ("light", "dark"):
+        path = RESULTS.parents[1] / "docs" / "img" / f"state-precision-{scheme}.svg"
+        path.write_text(picture(runs, is_dark=scheme == "dark"), encoding="utf-8")
+
+
 def main() -> None:
     """Run what is missing, and write the results after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS], default="1.5m")
     parser.add_argument("--precision", choices=[*PRECISIONS], nargs="*", default=[*PRECISIONS])
     parser.add_argument("--seed", type=int, nargs="*", default=[*SEEDS])
+    parser.add_argument("--no-train", action="store_true")
     given = parser.parse_args()
     corpus = read_text(None)
-    while True:
-        done = _done()
-        left = [*missing(done, given.model, given.precision, given.seed)]
-        if not left:
-            return
+    while left := [] if given.no_train else [*missing(_done(), given.model, given.precision, given.seed)]:
         precision, seed = left[0]
         run = train(given.model, precision, seed, corpus)
         save(NAME, {"runs": [*_done(), run]})  # read again: another process may train other seeds
         print(f"{run['model']}  {precision:<18} seed {seed}  loss {run['loss']:.4f}  {run['seconds']} s", flush=True)
+    write_tables()
 
 
 if __name__ == "__main__":
