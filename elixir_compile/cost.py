@@ -140,12 +140,20 @@ def update_bytes(bucket: Bucket) -> int:
 _MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
 """Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
 fused kernel: see `optim.device_masters`. On the host one pass does it all."""
+_NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "float8": 500, "int8": 500}
+"""Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
+torch's ops that decode, round and encode them, not measured on a device."""
+_NARROW_HOST_SECONDS = {"bfloat16": 0.74, "float8": 1.3, "int8": 1.1}
+"""Seconds of the host pass with narrower moments over those of the pass with exact ones, on one thread: the codes of
+8 bits take more arithmetic than memory saves there. See `benchmarks/state_precision_rates.py`."""
 _LEAST_STATE_WITH_MASTER_BYTES = 10
 """Of an element: two fp32 moments and an int16 low half."""
 
 
 def _device_traffic(bucket: Bucket) -> float:
     """Return the bytes that an update of `bucket` on the device moves, over those of the fused kernel for fp32."""
+    if bucket.state_dtype is not None:
+        return _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype] / ADAM_BYTES_PER_ELEMENT
     has_master = bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
     nbytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype) if has_master else None
     return 1.0 if nbytes is None else nbytes / ADAM_BYTES_PER_ELEMENT
@@ -162,7 +170,8 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     if tier is Tier.DEVICE:
         return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
-        return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
+        share = 1.0 if bucket.state_dtype is None else _NARROW_HOST_SECONDS[bucket.state_dtype]
+        return share * numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
 
 

@@ -46,7 +46,11 @@ def test_pictures_show_the_stored_plan(theme: str) -> None:
 
 def test_pictures_are_small_and_have_both_themes() -> None:
     found = sorted(path.name for path in PICTURES.glob("*.svg"))
-    assert found == [f"{figure}-{theme}.svg" for figure in ("curve", "lanes", "memory") for theme in ("dark", "light")]
+    assert found == [
+        f"{figure}-{theme}.svg"
+        for figure in ("curve", "lanes", "memory", "state-precision")
+        for theme in ("dark", "light")
+    ]
     for path in PICTURES.glob("*.svg"):
         text = path.read_text(encoding="utf-8")
         assert len(text) < MOST_BYTES
