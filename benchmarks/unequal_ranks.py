@@ -22,13 +22,12 @@ from machine import machine
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.models import TextBatch, find_model
-from elixir_compile.api.share_plans import SharePlans
+from elixir_compile.api.share_plans import SharePlans, found_choice
 from elixir_compile.api.shares import budgets_of, search_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import parse_fleet
 from elixir_compile.options import parse_options
 from elixir_compile.search.shares.choose import RULES
-from elixir_compile.search.shares.refine import refined
 from elixir_compile.units import format_s
 
 FOUR = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g"
@@ -89,8 +88,9 @@ def row_of(case: Case) -> dict[str, Any]:
     began_s = time.process_time()
     fleet, capture = parse_fleet(case.fleet), captured(case.model)
     options = parse_options({"host_memory": case.host_memory, "plan_cache": False})
-    search = search_of(capture, fleet, budgets_of(fleet, capture, options), case.batch, options)
-    plans = SharePlans(capture, fleet, options)
+    budgets = budgets_of(fleet, capture, options)
+    search = search_of(capture, fleet, budgets, case.batch, options)
+    plans = SharePlans(capture, fleet, budgets, options)
     row: dict[str, Any] = {
         "model": case.model,
         "fleet": case.fleet,
@@ -98,11 +98,13 @@ def row_of(case: Case) -> dict[str, Any]:
         "host_memory": case.host_memory,
     }
     try:
-        ours = refined(search, plans.simulated)
+        ours = found_choice(search, plans)
     except NoFeasiblePlan as error:
         return row | {"ours": None, "why": str(error), "cpu_s": time.process_time() - began_s}
-    assert ours is not None, case
-    row["ours"] = {"step_s": ours.step.step_s, "busy_s": ours.step.busy_s, "rows": ours.choice.rows}
+    step = plans.simulated(ours.choice)
+    assert step is not None, case
+    row["ours"] = {"step_s": step.step_s, "busy_s": step.busy_s, "rows": ours.choice.rows}
+    row["found"] = {"how": str(ours.outcome), "cpu_s": time.process_time() - began_s}
     row["formula"] = {"step_s": search.best().step_s, "rows": search.best().rows}
     for rule in RULES:
         choice = search.of_rule(rule)
@@ -110,7 +112,8 @@ def row_of(case: Case) -> dict[str, Any]:
         row[rule] = None
         if choice is not None and step is not None:
             row[rule] = {"step_s": step.step_s, "rows": choice.rows, "formula_s": choice.step_s}
-            assert ours.step.step_s <= step.step_s, (case, rule)
+            assert ours.outcome.step_s <= step.step_s, (case, rule)
+            assert search.least_s(choice.rows) <= 1.05 * step.step_s, (case, rule)
     row["cpu_s"] = time.process_time() - began_s
     print(row, flush=True)
     return row

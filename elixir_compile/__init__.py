@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from elixir_compile.api.prepare import compilations as compilations
     from elixir_compile.api.prepare import mean_loss as mean_loss
     from elixir_compile.api.prepare import prepare as prepare
+    from elixir_compile.api.prepare import suggested_shares as suggested_shares
     from elixir_compile.api.prepare import weigh as weigh
     from elixir_compile.api.sampler import ShareSampler as ShareSampler
     from elixir_compile.api.shares import shares as shares
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Record as Record
     from elixir_compile.ir.observed import StepSummary as StepSummary
     from elixir_compile.ir.share import Share as Share
+    from elixir_compile.ir.share import Shares as Shares
     from elixir_compile.managed.compilation import Compilation as Compilation
     from elixir_compile.managed.saved import load_plan as load_plan
     from elixir_compile.managed.saved import save_plan as save_plan
@@ -43,6 +45,7 @@ _HOME: dict[str, str] = {
     "SaveHandle": "checkpoint.saving",
     "Share": "ir.share",
     "ShareSampler": "api.sampler",
+    "Shares": "ir.share",
     "StepSummary": "ir.observed",
     "Study": "api.observe",
     "compilations": "api.prepare",
@@ -61,6 +64,7 @@ _HOME: dict[str, str] = {
     "save": "checkpoint.saving",
     "save_plan": "managed.saved",
     "shares": "api.shares",
+    "suggested_shares": "api.prepare",
     "weigh": "api.prepare",
 }
 _ERRORS = (

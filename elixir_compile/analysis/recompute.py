@@ -86,14 +86,20 @@ def _as_divided(
     divided_into: tuple[Lap, ...],
     offloaded: tuple[Activations, ...],
 ) -> StepGraph:
-    return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into, offloaded)
+    return divided(_divisible(graph, dropped, extra), divided_into, offloaded)
+
+
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
+def _divisible(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
+    """Return the ops run with recomputation, fused as far as they are if laps are divided, in whatever number."""
+    return fused(_repeated_step(graph, dropped, extra), is_divided=True)
 
 
 def stays_in_parts(
     graph: StepGraph, activations: tuple[Activations, ...], divided_into: tuple[Lap, ...]
 ) -> frozenset[StorageId]:
     """Return the storages of `as_run` with the same arguments that stay in parts; see `analysis.parts`."""
-    step = fused(_repeated_step(graph, _dropped(activations), _extra(graph, activations)), is_divided=True)
+    step = _divisible(graph, _dropped(activations), _extra(graph, activations))
     return parts_of(step, divided_into, activations, slices_of(step, divided_into, activations))
 
 
@@ -106,7 +112,7 @@ def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batche
 
 @functools.lru_cache(maxsize=8)
 def _laps_at(graph: StepGraph, dropped: _Names, extra: _Names, micro_batches: int) -> tuple[Lap, ...]:
-    return divided_laps(fused(_repeated_step(graph, dropped, extra), is_divided=True), micro_batches)
+    return divided_laps(_divisible(graph, dropped, extra), micro_batches)
 
 
 def _repeated_step(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:

@@ -14,6 +14,7 @@ from elixir_compile import compat
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
 from elixir_compile.ir.share import Share, check_shares
 from elixir_compile.managed.agreement.shares import share_out
+from elixir_compile.managed.agreement.shares import suggested_shares as shares_suggested
 from elixir_compile.managed.cast_and_shard import (
     cast,
     gets_master,
@@ -133,9 +134,7 @@ def weigh(model: nn.Module, num_samples: int) -> None:
         elixir.weigh(model, num_samples=len(batch))
         compiled(batch).backward()
     """
-    managed = managed_model(compat.undo_compile(model))
-    if managed is None:
-        raise NotPrepared("`weigh` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    managed = prepared_model(model, "weigh")
     if managed.executor.ranks is not None:
         managed.executor.ranks.set_gradient_weight(num_samples)
 
@@ -154,12 +153,39 @@ def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
         loss.backward()
         print("loss of all ranks:", float(elixir.mean_loss(model, loss)))
     """
-    managed = managed_model(compat.undo_compile(model))
-    if managed is None:
-        raise NotPrepared("`mean_loss` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    managed = prepared_model(model, "mean_loss")
     if managed.executor.ranks is None:
         return loss.detach()
     return managed.executor.ranks.means([loss.detach()], loss.dtype)[0]
+
+
+def suggested_shares(model: nn.Module) -> tuple[Share, ...]:
+    """Return the shares that the log line of uneven ranks suggests for `model`, for `ShareSampler.take`; empty if there
+    is no such line.
+
+    After seven steps, ranks exchange the seconds in which they compute. If the slowest is more than a tenth above the
+    mean, these shares have the rows with which all ranks would take as long as each other, and the parts of the state
+    that the ranks own. All ranks get the same ones in the same step; nothing is exchanged here.
+
+    Raises NotPrepared for a model that is not prepared.
+
+    Example:
+        for share in elixir.suggested_shares(model):
+            print("rank", share.rank, "would train", share.num_rows, "rows")
+    """
+    ranks = prepared_model(model, "suggested_shares").executor.ranks
+    return () if ranks is None else shares_suggested(ranks)
+
+
+def prepared_model(model: nn.Module, name: str) -> ManagedModel:
+    """Return the managed model of `model`, a module or its compiled form, for the function called `name`.
+
+    Raises NotPrepared for a model that is not prepared.
+    """
+    managed = managed_model(compat.undo_compile(model))
+    if managed is None:
+        raise NotPrepared(f"`{name}` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    return managed
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:

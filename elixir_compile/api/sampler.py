@@ -16,11 +16,13 @@ of the batch, which count 0: it has to run a step, because every rank takes part
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 from torch.utils.data import Sampler
 
+from elixir_compile.api.prepare import prepared_model
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir.share import Share, batch_of, check_shares, largest_remainder
+from elixir_compile.managed.agreement.shares import require_same_shares, take_rows
 
 _ROWS_THAT_COUNT_0 = 2
 """Torch traces a batch of one row in another way than any larger one, so its graph would differ from the others."""
@@ -71,18 +73,39 @@ class ShareSampler(Sampler[list[int]]):
         """The shares of all ranks."""
         return self._shares
 
-    def take(self, shares: Sequence[Share]) -> None:
-        """Divide the batches from the next one on as `shares` say, of a batch of as many rows.
+    def take(self, shares: Sequence[Share], model: nn.Module | None = None) -> None:
+        """Divide the batches from the next one on as `shares` say, of a batch of as many rows. The permutation stays,
+        so the epoch goes on with the rows that no rank has had.
 
-        All ranks must call this between the same batches. Raises InvalidOption if the shares do not belong together, or
-        have another batch: then the order of the data would change.
+        With `model`, a prepared model or its compiled form, its gradients count by the new rows, from the next backward
+        on. All ranks must call this between the same steps, and with a model they find out whether they did. Batches
+        that a `DataLoader` with workers has asked for in advance keep their rows: call `weigh` before their backward.
+
+        Raises InvalidOption if the shares do not belong together, or have another batch: then the order of the data
+        would change; with a model also if they have other parts of the state than its ranks own. Raises RanksDiffer if
+        ranks take other shares, or take them from another batch on; UnsupportedModel for a mesh of two axes; and
+        NotPrepared for a model that was not prepared. Nothing changes then.
+
+        Example:
+            sampler = elixir.ShareSampler(len(data), shares, seed=0)
+            suggested = elixir.suggested_shares(model)
+            if suggested:
+                sampler.take(suggested, model)
         """
+        ranks = None if model is None else prepared_model(model, "take").executor.ranks
+        if ranks is not None:
+            require_same_shares(ranks, shares, f"from batch {self.next_batch} of epoch {self.epoch} on")
+        self._check(shares)
+        if ranks is not None:
+            take_rows(ranks, shares)
+        self._shares = tuple(shares)
+
+    def _check(self, shares: Sequence[Share]) -> None:
         check_shares(shares, len(shares))
         if not 0 <= self.rank < len(shares):
             raise InvalidOption("shares", len(shares), f"one per rank of the mesh, also for rank {self.rank}")
         if self._shares and batch_of(shares) != batch_of(self._shares):
             raise InvalidOption("shares", batch_of(shares), f"rows of the batch of {batch_of(self._shares)} in all")
-        self._shares = tuple(shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch number `epoch` with its first batch; its permutation is another one."""

@@ -16,7 +16,7 @@ from elixir_compile.errors import DiskFailed, DiskFull
 from elixir_compile.hardware import Cluster, Fleet, Link, cluster_to_json, fleet_to_json
 from elixir_compile.measure.machine import measure_fleet, with_disk
 from elixir_compile.platforms import accelerator, accelerator_type, platform_of
-from elixir_compile.problem.machine import store_machine
+from elixir_compile.problem.machine import forget_own_machine, store_machine
 from elixir_compile.units import format_bytes, format_s
 
 
@@ -35,6 +35,7 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
         if cluster is None:
             return _store_fleet(fleet, device, output, as_json, notes)
         if not is_first:
+            forget_own_machine(device)
             return 0
         if disk_path is not None:
             try:
@@ -51,7 +52,7 @@ def _store_fleet(fleet: Fleet, device: torch.device, output: Path | None, as_jso
     rank = distributed.get_rank()
     exit_code = 0
     try:
-        store_machine(fleet.seen_by(rank), device)
+        store_machine(fleet.seen_by(rank), device, is_own=True)
     except OSError as error:
         notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
     if rank:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elixir_compile.analysis.laps import micro_batches_of
-from elixir_compile.api.share_plans import SharePlans
+from elixir_compile.api.share_plans import SharePlans, found_choice
 from elixir_compile.api.shares import budgets_of, search_of
 from elixir_compile.cli.plan import Request, nothing_on_stdout, run_plan
 from elixir_compile.cli.reports import fail
@@ -16,11 +16,10 @@ from elixir_compile.errors import ElixirError, InvalidOption
 from elixir_compile.hardware import Fleet
 from elixir_compile.ir import Plan
 from elixir_compile.ir.rank_class import spans_text
-from elixir_compile.ir.share import shares_to_json
+from elixir_compile.ir.share import Share, Shares, shares_to_json
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.problem.machine import named_fleet
 from elixir_compile.search.shares.choose import RULES, Choice, RankOutlook, ShareSearch
-from elixir_compile.search.shares.refine import refined
 from elixir_compile.units import format_bytes, format_s
 
 _LEAST_WIDTH = 120
@@ -62,27 +61,30 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         request, rule = _without_rule(request)
         options = request.parsed_options()
         capture = request.capture()
-        search = search_of(capture, fleet, budgets_of(fleet, capture, options), request.batch, options)
-        plans = SharePlans(capture, fleet, options)
+        budgets = budgets_of(fleet, capture, options)
+        search = search_of(capture, fleet, budgets, request.batch, options)
+        plans = SharePlans(capture, fleet, budgets, options)
         with nothing_on_stdout():
-            choice = _chosen(search, plans, rule)
+            choice, shares = _chosen(search, plans, rule)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        for path in () if output is None else _written(output, choice, plans):
+        for path in () if output is None else _written(output, shares, plans):
             notes.print(f"written: {path}", markup=False)
     except OSError as error:
         notes.print(f"error: cannot write {output}: {error.strerror}", markup=False)
         return 1
     if as_json:
-        sys.stdout.write(shares_to_json(choice.shares) + "\n")
+        sys.stdout.write(shares_to_json(shares) + "\n")
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _LEAST_WIDTH)
     with nothing_on_stdout():
         rows = comparison(choice, search, plans)
     console.print(shares_table(choice, fleet, capture.graph.name, plans.of(choice.shares)))
+    if isinstance(shares, Shares):
+        rows.append(("found", str(shares.outcome)))
     for name, value in rows:
         console.print(f"{name:<13} {value}", markup=False)
     return 0
@@ -96,25 +98,25 @@ def _without_rule(request: Request) -> tuple[Request, str | None]:
     return replace(request, options={**request.options, "planner": None}), str(planner)
 
 
-def _chosen(search: ShareSearch, plans: SharePlans, rule: str | None) -> Choice:
-    """Return the shares of `rule`, or if it is None, the shortest in the simulation of all ranks; the shortest by the
-    formula of the search if no shares have plans. Raises NoFeasibleShares if nothing fits."""
+def _chosen(search: ShareSearch, plans: SharePlans, rule: str | None) -> tuple[Choice, tuple[Share, ...]]:
+    """Return the choice of `rule` and its shares, or if it is None, those that `elixir_compile.shares` finds without a
+    limit of time. Raises NoFeasibleShares if nothing fits."""
     if rule is None:
-        found = refined(search, plans.simulated)
-        return search.best() if found is None else found.choice
+        found = found_choice(search, plans)
+        return found.choice, found.shares
     choice = search.of_rule(rule)
     if choice is None:
         raise search.no_room()
-    return choice
+    return choice, choice.shares
 
 
-def _written(output: Path, choice: Choice, plans: SharePlans) -> list[Path]:
+def _written(output: Path, shares: tuple[Share, ...], plans: SharePlans) -> list[Path]:
     """Write the shares to `output`, and beside it the plan of each class of ranks with its question: `shares.json`,
     `shares.0.json`, `shares.2.json` by the first ranks. Return the files of shares and plans."""
-    output.write_text(shares_to_json(choice.shares), encoding="utf-8")
+    output.write_text(shares_to_json(shares), encoding="utf-8")
     found = [output]
-    made = plans.of(choice.shares)
-    for plan, question in zip(made or (), plans.questions(choice.shares) if made else (), strict=True):
+    made = plans.of(shares)
+    for plan, question in zip(made or (), plans.questions(shares) if made else (), strict=True):
         path = output.with_suffix(f".{plan.rank}{output.suffix}")
         save_plan(plan, path, question)
         found.append(path)

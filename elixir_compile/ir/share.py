@@ -11,11 +11,11 @@ Shares decide what ranks train; where a rank keeps its part, on the device, the 
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.errors import InvalidOption, InvalidPlan, PlanFileError
 
 STATE_TOLERANCE = 1e-9
@@ -42,6 +42,49 @@ class Share:
             )
         if not (math.isfinite(self.state) and 0 <= self.state <= 1):
             raise InvalidPlan(f"the share of rank {self.rank} has {self.state} of the state; expected 0 to 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a search found the shares of all ranks: `str` says it in words."""
+
+    step_s: float
+    """Seconds of a step: in the simulation of all ranks together, or by the formula of the search if nothing was
+    simulated."""
+    num_simulated: int = 0
+    """Choices of rows whose step was simulated with the plans of all ranks; these shares have the shortest. If it is
+    0, they have the shortest step by the formula."""
+    is_complete: bool = True
+    """Whether all choices were simulated that could be better; False if the time for it was over."""
+
+    def __str__(self) -> str:
+        if not self.num_simulated:
+            because = "the ranks have no plans" if self.is_complete else "nothing was simulated"
+            return f"the shortest by the formula of the search; {because}"
+        number = f"{self.num_simulated} choices" if self.num_simulated > 1 else "1 choice"
+        found = f"the shortest of {number} in the simulation of all ranks"
+        return found if self.is_complete else f"{found}; there was no time for others"
+
+
+class Shares(tuple[Share, ...]):
+    """The shares of all ranks, as a tuple, and how they were found.
+
+    Example:
+        shares = elixir.shares(model, batch, batch=64, hardware="2 x l4-24g + 1 x a6000-48g")
+        print(shares.outcome.step_s, "s:", shares.outcome)
+    """
+
+    outcome: Outcome
+    """How the search found them."""
+
+    def __new__(cls, shares: Iterable[Share], outcome: Outcome) -> "Shares":
+        """Return `shares` with the `outcome` of their search."""
+        found = super().__new__(cls, shares)
+        found.outcome = outcome
+        return found
+
+    def __getnewargs__(self) -> tuple[tuple[Share, ...], Outcome]:
+        return tuple(self), self.outcome
 
 
 def equal_shares(num_ranks: int, batch: int) -> tuple[Share, ...]:
@@ -104,16 +147,22 @@ SHARES_FORMAT = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
     shares: tuple[Share, ...]
+    outcome: Outcome | None = field(default=None, metadata=LEFT_OUT)
 
 
 _SHARES = Form(what="shares", version=SHARES_FORMAT, error=PlanFileError)
 
 
 def shares_to_json(shares: Sequence[Share]) -> str:
-    """Return the shares of all ranks as JSON, with their batch by the sum of their rows."""
-    return to_json(_SHARES, _Shares(shares=tuple(shares)))
+    """Return the shares of all ranks as JSON, with their outcome if they are `Shares`."""
+    outcome = shares.outcome if isinstance(shares, Shares) else None
+    return to_json(_SHARES, _Shares(shares=tuple(shares), outcome=outcome))
 
 
 def shares_from_json(text: str) -> tuple[Share, ...]:
-    """Return the shares in `text`. Raises PlanFileError with the wrong field, as `shares[0].num_rows`."""
-    return from_json(_SHARES, _Shares, text).shares
+    """Return the shares in `text`, as `Shares` if it has their outcome.
+
+    Raises PlanFileError with the wrong field, as `shares[0].num_rows`.
+    """
+    found = from_json(_SHARES, _Shares, text)
+    return found.shares if found.outcome is None else Shares(found.shares, found.outcome)

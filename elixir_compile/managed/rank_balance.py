@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from elixir_compile.hardware import DeviceProfile
 from elixir_compile.ir import Lane, StepGraph
 from elixir_compile.ir.record import Span
-from elixir_compile.runtime.distributed.control import ControlChannel
-from elixir_compile.search.joint.balance import balance_line, fixed_share
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.search.joint.balance import balance_line, balanced_rows, fixed_share
 
 
 class RankBalance:
@@ -23,18 +23,25 @@ class RankBalance:
         """Whether this rank has seconds that it has not exchanged."""
         return self._own is not None
 
-    def note(self, spans: Sequence[Span], num_steps: int, graph: StepGraph, device: DeviceProfile) -> None:
+    def note(
+        self, spans: Sequence[Span], num_steps: int, graph: StepGraph, device: DeviceProfile, ranks: Ranks
+    ) -> None:
         """Keep the seconds of compute in `spans`, recorded in `num_steps` steps of `graph` on `device`."""
         busy_s = sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE)
         if busy_s > 0:
-            self._own = (graph.batch, busy_s / num_steps, fixed_share(graph, device))
+            # A rank without rows runs two that count 0.
+            rows = ranks.shares[ranks.control.rank].num_rows if ranks.shares else graph.batch
+            self._own = (rows, busy_s / num_steps, fixed_share(graph, device))
 
-    def line(self, control: ControlChannel) -> str | None:
-        """Return a line that suggests other rows, if one rank is slower; all ranks, with their seconds known, must call
-        this."""
+    def suggested_line(self, ranks: Ranks) -> str | None:
+        """Return a line that suggests other rows, if one of `ranks` is slower; all of them, with their seconds known,
+        must call this. `ranks` then keep the rows."""
         assert self._own is not None, "`is_known` comes first"
         text = " ".join(f"{number:.9g}" for number in self._own)
         self._own = None
-        said = [list(map(float, own.split())) for own in control.exchange(text, "seconds of ranks")]
+        said = [list(map(float, own.split())) for own in ranks.control.exchange(text, "seconds of ranks")]
         rows, busy_s, fixed = zip(*said, strict=True)
-        return balance_line([int(own) for own in rows], busy_s, fixed)
+        before = [int(own) for own in rows]
+        line = balance_line(before, busy_s, fixed)
+        ranks.suggested_rows = () if line is None else balanced_rows(before, busy_s, fixed)
+        return line

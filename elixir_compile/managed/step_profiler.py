@@ -73,7 +73,8 @@ class StepProfiler:
             return None
         stats = self._end()
         if self._executor.ranks is not None and not self._shares_step:
-            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device)
+            ranks = self._executor.ranks
+            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device, ranks)
         return stats
 
     def share_step(self) -> None:

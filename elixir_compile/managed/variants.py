@@ -158,7 +158,7 @@ class PlanVariants:
             doing=self._doing(),
         )
         if found.is_measured and self._executor.ranks is not None:
-            line = self._balance.line(self._executor.ranks.control)
+            line = self._balance.suggested_line(self._executor.ranks)
             if line is not None:
                 self._progress.say(line)
         return found

@@ -45,15 +45,38 @@ def cached_machine(device: torch.device) -> Cluster | None:
     return read_cached(machine_path(device), with_present_memory, _warn)
 
 
-def store_machine(cluster: Cluster, device: torch.device) -> Path:
-    """Write the measured `cluster` to the file for `device`, and return its path. The file is replaced atomically."""
-    path = machine_path(device)
+def store_machine(cluster: Cluster, device: torch.device, *, is_own: bool = False) -> Path:
+    """Write the measured `cluster` to the file for `device`, and return its path. The file is replaced atomically.
+
+    If `is_own`, the file is for this rank alone: ranks that differ may have devices of equal names. Otherwise it is for
+    all ranks, and a file for this rank alone is removed.
+    """
+    path = _own_path(device) if is_own else _common_path(device)
     write_cached(path, cluster_to_json(cluster))
+    if not is_own:
+        forget_own_machine(device)
     return path
 
 
+def forget_own_machine(device: torch.device) -> None:
+    """Remove the file for this rank alone, if there is one: ranks were measured again, and are equal."""
+    _own_path(device).unlink(missing_ok=True)
+
+
 def machine_path(device: torch.device) -> Path:
-    """Return the path of the file with the measured machine for `device`, which need not exist."""
+    """Return the path of the file with the measured machine for `device`, which need not exist: the file for this rank
+    alone if there is one, else the file for all ranks."""
+    own = _own_path(device)
+    return own if own.exists() else _common_path(device)
+
+
+def _own_path(device: torch.device) -> Path:
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    common = _common_path(device)
+    return common.with_name(f"{common.stem}.{rank}.json")
+
+
+def _common_path(device: torch.device) -> Path:
     device_bytes, host_bytes = memory_sizes_bytes(device)
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     parts = (

@@ -152,9 +152,9 @@ def build_problem(
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
-    `rank_shares` are those of all ranks, if they differ. If `disk`, state may go to disk. If the step `accumulates`,
-    gradients of earlier steps stay. `in_force` are all buckets in force of the model with their placements. See
-    `Problem` for the other arguments.
+    `shares` are those of all ranks, if they were chosen, and `rank` is the rank that asks. If `disk`, state may go to
+    disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all buckets in force of the model
+    with their placements. See `Problem` for the other arguments.
     """
     is_alone = cluster.num_ranks == 1
     sums = sums_of(params, options, is_alone=is_alone, accumulates=accumulates)
@@ -210,7 +210,7 @@ def problem_of(
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
         host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
     )
-    problem = build_problem(
+    return build_problem(
         graph,
         cluster,
         options,
@@ -225,7 +225,6 @@ def problem_of(
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
     )
-    return replace(problem, shares=() if ranks is None else ranks.shares)
 
 
 def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:

@@ -137,8 +137,12 @@ def _kept_text(found: PlanAnswer) -> str:
 def _class_text(line: RankClass, rank: int) -> str:
     """Return what the plan of a class of ranks comes to, as a line of the plan of `rank`."""
     who = f"{spans_text(line.ranks)}, this plan" if rank in line.ranks else spans_text(line.ranks)
-    peak = f"peak {format_bytes(line.device_peak_bytes)} of {format_bytes(line.budget_bytes)}"
-    return f"{who} on {line.device}: {peak}, host {format_bytes(line.host_peak_bytes)}, busy {line.busy_share:.0%}"
+    parts = [] if line.num_rows is None else [_count_text(line.num_rows, "row")]
+    parts += [f"{line.micro_batches} micro-batches"] if line.micro_batches > 1 else []
+    parts += [] if line.state is None else [f"{line.state:.1%} of the state"]
+    parts.append(f"peak {format_bytes(line.device_peak_bytes)} of {format_bytes(line.budget_bytes)}")
+    parts += [f"host {format_bytes(line.host_peak_bytes)}", f"busy {line.busy_share:.0%}"]
+    return f"{who} on {line.device}: {', '.join(parts)}"
 
 
 def _update_text(found: PlanAnswer) -> str:

@@ -34,6 +34,7 @@ from elixir_compile.report.sections import (
     decision_details,
     machine,
     measured_section,
+    ranks_section,
     second_section,
 )
 from elixir_compile.simulate import OpSeconds, simulate
@@ -128,6 +129,7 @@ def page(sheet: PlanSheet) -> str:
         "<main>",
         *_step_section(sheet, can_draw=can_draw),
         *([] if sheet.run is None else run_sections(sheet.run, sheet.other_runs, can_draw=can_draw, has_plan=True)),
+        *(ranks_section(sheet.plan) if sheet.plan.classes else ()),
         *_layers_section(sheet),
         *certificate(sheet.plan),
         *(curve_section(sheet.curve, can_draw=can_draw) if sheet.curve else ()),

@@ -5,6 +5,7 @@ from html import escape
 
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.ir.rank_class import RankClass, spans_text
 from elixir_compile.ir.record import Record
 from elixir_compile.report import charts
 from elixir_compile.report.answer import plan_answer
@@ -41,6 +42,30 @@ def certificate(plan: Plan) -> Iterator[str]:
     yield from definitions(lines)
     yield from (decision_details(decision) for decision in found.decisions)
     yield "</section>"
+
+
+def ranks_section(plan: Plan) -> Iterator[str]:
+    """Yield a row for each class of ranks with a plan of its own: its rows, its part of the state, and what its plan
+    comes to if all ranks are simulated together."""
+    heads = ("ranks", "device", "rows", "micro-batches", "state", "peak", "budget", "host", "busy")
+    yield '<section aria-labelledby="ranks"><h2 id="ranks">Ranks</h2>'
+    yield f"<p>All ranks simulated together. The page shows the step of rank {plan.rank}.</p>"
+    yield from table(heads, [_rank_cells(line) for line in plan.classes])
+    yield "</section>"
+
+
+def _rank_cells(line: RankClass) -> list["str | Cell"]:
+    return [
+        spans_text(line.ranks),
+        line.device,
+        "unknown" if line.num_rows is None else Cell(str(line.num_rows), line.num_rows),
+        Cell(str(line.micro_batches), line.micro_batches),
+        "unknown" if line.state is None else Cell(f"{line.state:.1%}", line.state),
+        bytes_cell(line.device_peak_bytes),
+        bytes_cell(line.budget_bytes),
+        bytes_cell(line.host_peak_bytes),
+        Cell(f"{line.busy_share:.0%}", line.busy_share),
+    ]
 
 
 def measured_section(plan: Plan, planned: Record, record: Record) -> Iterator[str]:

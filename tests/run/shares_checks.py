@@ -128,13 +128,21 @@ def weighs_tokens(rank: int, world_size: int, rows: Sequence[int]) -> None:
 
 
 def is_exact_in_whole_numbers(rank: int, world_size: int, rows: Sequence[int]) -> None:
-    """Gradients of whole numbers have no rounding, so each bit is that of one process."""
+    """Gradients of whole numbers have no rounding, so each bit is that of one process.
+
+    A rank divides by its own rows and not by those of all: a fifth is no binary number, so what 5 rows add up to is
+    exact only if 5 divides it, and if the sum never gets smaller on the way. The weights, 15/8, 6/8 and 3/8 of three
+    ranks, are exact, and so is the last division by 3 of what was three times the mean.
+    """
     model, compiled = prepared(Sums(), shares_of(rows))
     double = Sums()
-    data = 8.0 * torch.randint(-9, 9, (BATCH, WIDTH), generator=torch.Generator().manual_seed(3)).float()
+    data = 40.0 * torch.randint(0, 9, (BATCH, WIDTH), generator=torch.Generator().manual_seed(3)).float()
     compiled(data.split(list(rows))[rank]).backward()
     double(data).backward()
-    assert torch.equal(full(dict(model.named_parameters())["weight"].grad), double.weight.grad)
+    grad = full(dict(model.named_parameters())["weight"].grad)
+    assert torch.equal(grad, double.weight.grad)
+    assert torch.equal(grad, grad.round())
+    assert grad.min() > 0
 
 
 def refuses_other_shares(rank: int, world_size: int) -> list[str]:
@@ -156,16 +164,19 @@ def refuses_other_shares(rank: int, world_size: int) -> list[str]:
 
 
 def refuses_other_questions(rank: int, world_size: int) -> list[str]:
-    """Return the errors of `shares` for a mesh of two axes, a fleet of another size, and a batch of one row."""
+    """Return the errors of `shares` for a mesh of two axes, a fleet of another size, a batch of one row, a batch that
+    is another on one rank, and a batch of a large prime number, which ranks cannot share out."""
     found: list[str] = []
     wrong: list[dict[str, Any]] = [
         {"mesh": mesh_of([world_size, 1])},
         {"hardware": "2 x l4-24g"},
         {"hardware": "1 x l4-24g + 1 x p40-24g"},
         {"batch": 1},
+        {"batch": 8 + 2 * (rank == 1)},
+        {"batch": 4099},
     ]
     for asked in wrong:
-        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption)) as caught:
+        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption, elixir.RanksDiffer)) as caught:
             elixir.shares(Rows(), [torch.empty(4, WIDTH)], **{"batch": 8, "mesh": mesh_of([world_size]), **asked})
         found.append(f"{type(caught.value).__name__}: {caught.value}")
     return found

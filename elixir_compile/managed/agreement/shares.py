@@ -1,12 +1,13 @@
-"""The shares of all ranks at `prepare`: every rank must have the same ones; gradients count by their rows."""
+"""The shares of all ranks at `prepare` and later: every rank must have the same ones; gradients count by their rows."""
 
 import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from elixir_compile.errors import ElixirWarning, UnsupportedModel
-from elixir_compile.ir.share import Share, batch_of, check_shares, shares_to_json
+from elixir_compile.errors import ElixirWarning, InvalidOption, UnsupportedModel
+from elixir_compile.ir.share import STATE_TOLERANCE, Share, batch_of, check_shares, equal_shares, shares_to_json
 from elixir_compile.runtime.distributed.errors import RanksDiffer
 from elixir_compile.runtime.distributed.ranks import Ranks
 
@@ -19,21 +20,65 @@ def share_out(ranks: Ranks, shares: Sequence[Share]) -> None:
     Raises RanksDiffer if ranks have different shares, InvalidOption if the shares do not fit the ranks, and
     UnsupportedModel for a mesh of two axes.
     """
-    own = hashlib.sha256(shares_to_json(shares).encode()).hexdigest()[:16] if shares else _NONE
-    said = ranks.control.exchange(own, "shares of the ranks", "prepares its model")
+    _require_same(ranks, _digest(shares) if shares else _NONE, "prepares its model with")
+    if not shares:
+        return
+    check_shares(shares, ranks.num_ranks)
+    _require_one_axis(ranks)
+    ranks.shares = tuple(shares)
+    ranks.weigh_by([share.num_rows for share in shares])
+
+
+def require_same_shares(ranks: Ranks, shares: Sequence[Share], when: str) -> None:
+    """Raise RanksDiffer on all ranks unless all of `ranks` are about to take `shares`, and `when`, in words, is equal.
+    Every rank must call this together."""
+    _require_same(ranks, f"{_digest(shares)} {when}", "takes")
+
+
+def take_rows(ranks: Ranks, shares: Sequence[Share]) -> None:
+    """Let `ranks` have the rows of `shares` from the next step on, and weight the gradients of each by them.
+
+    All ranks must have been found to take the same. Raises InvalidOption if the shares do not fit the ranks, or have
+    other parts of the state than the ranks own, and UnsupportedModel for a mesh of two axes.
+    """
+    check_shares(shares, ranks.num_ranks)
+    own = ranks.state or (1 / ranks.num_ranks,) * ranks.num_ranks
+    if any(abs(share.state - part) > STATE_TOLERANCE for share, part in zip(shares, own, strict=True)):
+        expected = f"the parts of the state that the ranks own, {list(own)}: only rows change while a model trains"
+        raise InvalidOption("shares", [share.state for share in shares], expected)
+    _require_one_axis(ranks)
+    ranks.shares, ranks.suggested_rows = tuple(shares), ()
+    ranks.weigh_by([share.num_rows for share in shares])
+
+
+def suggested_shares(ranks: Ranks) -> tuple[Share, ...]:
+    """Return the shares of `ranks` with the rows that were suggested; empty if none were."""
+    rows = ranks.suggested_rows
+    own = ranks.shares or equal_shares(ranks.num_ranks, sum(rows)) if rows else ()
+    return tuple(
+        replace(share, num_rows=count, micro_batches=share.micro_batches if count % share.micro_batches == 0 else 1)
+        for share, count in zip(own, rows, strict=True)
+    )
+
+
+def _require_one_axis(ranks: Ranks) -> None:
+    if ranks.num_copies > 1:
+        raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
+
+
+def _digest(shares: Sequence[Share]) -> str:
+    return hashlib.sha256(shares_to_json(tuple(shares)).encode()).hexdigest()[:16]
+
+
+def _require_same(ranks: Ranks, own: str, doing: str) -> None:
+    """Raise RanksDiffer unless `own` is equal on all ranks; `doing` says what this rank does with its shares."""
+    said = ranks.control.exchange(own, "shares of the ranks", f"{doing} shares")
     if len(set(said)) > 1:
         usual, _ = Counter(said).most_common(1)[0]
         others = [rank for rank, text in zip(ranks.control.ranks, said, strict=True) if text != usual]
         names = {text: f"shares {text}" if text != _NONE else "no shares" for text in said}
         pairs = zip(ranks.control.ranks, said, strict=True)
-        raise RanksDiffer(others, [f"rank {rank} prepares its model with {names[text]}" for rank, text in pairs])
-    if not shares:
-        return
-    check_shares(shares, ranks.num_ranks)
-    if ranks.num_copies > 1:
-        raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
-    ranks.shares = tuple(shares)
-    ranks.weigh_by([share.num_rows for share in shares])
+        raise RanksDiffer(others, [f"rank {rank} {doing} {names[text]}" for rank, text in pairs])
 
 
 def warn_of_other_rows(ranks: Ranks, num_rows: int) -> None:

@@ -133,7 +133,9 @@ class Ranks:
         """The weight of this rank's gradients in the mean."""
         self._is_weighed = False
         self.shares: tuple[Share, ...] = ()
-        """The share of each rank, if the model was prepared with shares, in the order of the mesh."""
+        """The share of each rank, if the model has shares, in the order of the mesh."""
+        self.suggested_rows: tuple[int, ...] = ()
+        """The rows of each rank with which the measured steps would have been shorter; empty if none are known."""
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.unfinished = UnfinishedCollectives(self.control)

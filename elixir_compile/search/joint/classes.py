@@ -13,10 +13,11 @@ from dataclasses import replace
 
 from elixir_compile.analysis.collectives import Collective
 from elixir_compile.analysis.formula import peak_formula
+from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import BucketId, Placement, Plan, RankClass, Tier, Update
+from elixir_compile.ir import BucketId, Placement, Plan, Prediction, RankClass, Record, Tier, Update
 from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.skeleton import Use, common_sequence, following, released_by
@@ -124,6 +125,23 @@ def _followed(
     )
 
 
+def _class_of(ranks: Sequence[int], problem: Problem, plan: Plan, prediction: Prediction, record: Record) -> RankClass:
+    """Return what the `plan` of `ranks` comes to, of which `problem` is that of one."""
+    share = problem.shares[ranks[0]] if problem.shares else None
+    return RankClass(
+        ranks=tuple(ranks),
+        device=problem.cluster.device.name,
+        budget_bytes=plan.budget_bytes,
+        device_peak_bytes=prediction.device_peak_bytes,
+        host_peak_bytes=prediction.host_peak_bytes,
+        busy_share=busy_share(record),
+        is_pressed=is_pressed(plan),
+        num_rows=problem.graph.batch if share is None else share.num_rows,
+        micro_batches=micro_batches_of(plan),
+        state=1 / problem.num_shards if share is None else share.state,
+    )
+
+
 def _as_predicted(
     asked: Sequence[Problem], members: Sequence[Sequence[int]], plans: Sequence[Plan]
 ) -> tuple[Plan, ...]:
@@ -136,18 +154,8 @@ def _as_predicted(
     )
     peaks = [plan_timeline(problem.graph, plan).peak for problem, plan in zip(asked, plans, strict=True)]
     predictions = [prediction_of(record, peak.nbytes, peak.op) for record, peak in zip(records, peaks, strict=True)]
-    classes = tuple(
-        RankClass(
-            ranks=tuple(ranks),
-            device=problem.cluster.device.name,
-            budget_bytes=plan.budget_bytes,
-            device_peak_bytes=prediction.device_peak_bytes,
-            host_peak_bytes=prediction.host_peak_bytes,
-            busy_share=busy_share(record),
-            is_pressed=is_pressed(plan),
-        )
-        for ranks, problem, plan, prediction, record in zip(members, asked, plans, predictions, records, strict=True)
-    )
+    lines = zip(members, asked, plans, predictions, records, strict=True)
+    classes = tuple(_class_of(*line) for line in lines)
     bounds_s = [plan.bound_s for plan in plans if plan.bound_s is not None]
     found: list[Plan] = []
     for problem, plan, prediction in zip(asked, plans, predictions, strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.rows import graph_of_rows
+from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidOption, NoFeasibleShares
 from elixir_compile.hardware import Fleet
 from elixir_compile.ir import Saving, StepGraph
@@ -77,7 +78,8 @@ class ShareSearch:
             for rank in ranks:
                 self.class_of[rank] = number
         self._firsts = [ranks[0] for ranks in classes]
-        self.ways = mixed_ways(ways_of(ask.graph, treatments_of(ask.graph, ask.savings), ask.batch))
+        with collector_off():
+            self.ways = mixed_ways(ways_of(ask.graph, treatments_of(ask.graph, ask.savings), ask.batch))
         self.offers = [self._with_zero_apart(offers) for offers in self._offers(self._rows())]
 
     def best(self) -> Choice:
@@ -135,6 +137,18 @@ class ShareSearch:
         return tuple(
             fixed_share(graph_of_rows(graph, max(rows, LEAST_ROWS)), fleet.seen_by(rank).device)
             for rank, rows in enumerate(choice.rows)
+        )
+
+    def least_s(self, rows: Sequence[int]) -> float:
+        """Return the seconds in which the slowest rank computes its `rows` on the whole batch, in the fastest of the
+        ways that treat all layers alike, with memory for any of them."""
+        ways = {id(way.treated): way.treated for way in self.ways if way.micro_batches == 1}.values()
+        return max(
+            min(
+                float(way.lap_s([count or LEAST_ROWS], self.ask.fleet.seen_by(self._firsts[number])).sum())
+                for way in ways
+            )
+            for number, count in set(zip(self.class_of, rows, strict=True))
         )
 
     def _rows(self) -> list[int]:

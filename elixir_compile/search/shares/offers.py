@@ -114,7 +114,8 @@ def offers_of(
     shape = (len(rows), len(ways))
     step_s, busy_s = np.full(shape, np.inf), np.full(shape, np.inf)
     room_bytes = np.full(shape, -1, dtype=np.int64)
-    figures = {id(way): _figures(way, counts, cluster) for mixed in ways for way in (mixed.kept, mixed.treated)}
+    pure = {id(way): way for mixed in ways for way in (mixed.kept, mixed.treated)}
+    figures = {name: _figures(way, counts, cluster) for name, way in pure.items()}
     for column, way in enumerate(ways):
         kept, treated = figures[id(way.kept)], figures[id(way.treated)]
         lap_s, laps_s, peak_bytes = (way.mixed(*pair) for pair in zip(kept, treated, strict=True))

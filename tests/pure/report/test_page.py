@@ -1,5 +1,6 @@
 """`page`: one file that says everything without a script, fetches nothing, and takes no name for markup."""
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -8,13 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from elixir_compile.ir import Lane, Origin, Record, Span
+from elixir_compile.ir import Lane, Origin, RankClass, Record, Span
 from elixir_compile.report import charts, figures
 from elixir_compile.report.diff import change_rows, plan_diff
 from elixir_compile.report.page import PlanSheet, page, page_data, plan_sheet
 from elixir_compile.report.work_table import work_rows
 from elixir_compile.search import plan
-from elixir_compile.units import format_bytes
+from elixir_compile.units import GIB, format_bytes
 from tests.pure.report.pages import EVIL, evil, sheet_of, tight
 
 
@@ -213,3 +214,36 @@ def test_with_charts_the_picture_is_there_before_any_script(sheet: PlanSheet) ->
     assert page(sheet) == text
     assert len(text) < 1_300_000
     assert text.count("</script>") == found.tags.count("script") == 4
+
+
+def test_ranks_that_differ_have_a_row_for_each_class() -> None:
+    made, problem = tight()
+    fast = RankClass(
+        ranks=(0, 1),
+        device=EVIL,
+        budget_bytes=8 * GIB,
+        device_peak_bytes=7 * GIB,
+        host_peak_bytes=GIB,
+        busy_share=0.98,
+        is_pressed=False,
+        num_rows=17,
+        micro_batches=4,
+        state=0.25,
+    )
+    slow = replace(fast, ranks=(2,), device="p40-24g", num_rows=None, micro_batches=1, state=None, busy_share=0.5)
+    assert "Ranks" not in Reader(page(sheet_of(made, problem))).text
+    text = page(sheet_of(replace(made, classes=(fast, slow)), problem))
+    section = text.partition('aria-labelledby="ranks"')[2].partition("</section>")[0]
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
+    assert [html.unescape(cell) for cell in cells[0]] == [
+        "0-1",
+        EVIL,
+        "17",
+        "4",
+        "25.0%",
+        "7.0 GiB",
+        "8.0 GiB",
+        "1.0 GiB",
+        "98%",
+    ]
+    assert [cells[1][place] for place in (0, 1, 2, 3, 4, 8)] == ["2", "p40-24g", "unknown", "1", "unknown", "50%"]

@@ -135,7 +135,12 @@ def test_the_rank_with_room_keeps_its_state_and_its_activations() -> None:
     assert rich.bound_s == poor_plan.bound_s
     lines = [line.strip() for line in explain(poor_plan).splitlines() if "busy" in line]
     assert lines[0].startswith("ranks")
-    assert lines[1].startswith("1, this plan on cuda: peak")
+    rows = problem.graph.batch
+    assert lines[1].startswith(f"1, this plan on cuda: {rows} row")
+    assert ", 50.0% of the state, peak " in lines[1]
+    told = [(line.num_rows, line.micro_batches, line.state) for line in rich.classes]
+    assert told == [(rows, micro_batches_of(made), 0.5) for made in (rich, poor_plan)]
+    assert plan_from_json(plan_to_json(rich)).classes == rich.classes
     assert "busy" not in explain(greedy(problem))
 
 

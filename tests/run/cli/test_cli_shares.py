@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from runpy import run_path
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import elixir_compile as elixir
 from elixir_compile.analysis import verify
 from elixir_compile.cli.main import app
 from elixir_compile.ir.share import shares_from_json
@@ -61,6 +64,20 @@ def test_a_fleet_gets_shares_that_are_never_longer_than_those_of_rules(net: str,
     assert all(own_s <= other_s for other_s in others.values())
     assert others["equal rows"] > 1.3 * own_s
     shares = shares_from_json(file.read_text(encoding="utf-8"))
+    # The function finds the same by the same path, as it has time for all of it; without time, it says so.
+    model, inputs = run_path(str(tmp_path / "net.py"))["make"]()
+    asked_of_python: dict[str, Any] = {"batch": 64, "hardware": FLEET}
+    found = elixir.shares(model, inputs, **asked_of_python)
+    assert isinstance(shares, elixir.Shares)
+    assert (found, str(found.outcome)) == (shares, str(shares.outcome))
+    assert found.outcome.num_simulated >= 2
+    assert str(found.outcome) in done.output
+    assert found.outcome.step_s == pytest.approx(own_s, rel=0.01)
+    quick = elixir.shares(model, inputs, simulate_s=0, **asked_of_python)
+    assert quick.outcome.num_simulated == 0
+    assert "by the formula of the search" in str(quick.outcome)
+    with pytest.raises(elixir.InvalidOption, match=r"option simulate_s: got -1, expected seconds, 0 or more"):
+        elixir.shares(model, inputs, simulate_s=-1, **asked_of_python)
     assert sum(share.num_rows for share in shares) == 64
     assert shares[2].num_rows > shares[0].num_rows > 2
     # A plan of each class, which answers its own question: `explain`, `verify` and `report` need no model.

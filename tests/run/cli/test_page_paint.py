@@ -79,6 +79,10 @@ class Browser:
         """Return what the tooltip at the peak of the page that is open says, by name."""
         return dict(self._ask("POST", "/execute/async", {"script": HOVER, "args": []}))
 
+    def ask(self, script: str) -> Any:
+        """Return what `script` gives to its first argument, a function, in the page that is open."""
+        return self._ask("POST", "/execute/async", {"script": script, "args": []})
+
     def close(self) -> None:
         self._ask("DELETE", "")
 

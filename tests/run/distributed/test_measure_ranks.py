@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elixir_compile.cli.main import app
-from elixir_compile.hardware import fleet_from_json
+from elixir_compile.hardware import cluster_from_json, fleet_from_json
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -64,6 +64,11 @@ def test_ranks_that_measure_other_rates_are_two_classes_and_get_other_rows(tmp_p
     assert fleet.classes() == ((0,), (1,))
     first, second = (fleet.seats[rank].cluster.device.flops_per_s["float32"] for rank in (0, 1))
     assert 1.5 < first / second < 12  # 4, but the ranks share the cores with whatever else runs
+    # Both devices have one name, and each rank keeps what it measured in a file of its own.
+    kept = sorted((tmp_path / "cache" / "machines").iterdir())
+    assert [path.name.split(".")[1:] for path in kept] == [["0", "json"], ["1", "json"]]
+    for rank, path in enumerate(kept):
+        assert cluster_from_json(path.read_text(encoding="utf-8")) == fleet.seen_by(rank)
     assert fleet.collective is not None
     assert fleet.collective.bytes_per_s > 1e6
     asked = ["plan", f"{net}:make", "--batch", "32", "--dtype", "float32", "--hardware", str(file), "--json"]

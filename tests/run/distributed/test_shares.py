@@ -1,5 +1,6 @@
 """Three real ranks with unequal rows train what one process trains on the whole batch."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
 
 def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
     trains = ["trains", [5, 2, 1], "float64", 1e-12]
-    for _, off, refused, warned in on_three(
-        tmp_path, trains, ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"], ["warns_of_other_rows"]
+    exact = ["is_exact_in_whole_numbers", [5, 2, 1]]
+    for _, _, off, refused, warned in on_three(
+        tmp_path, trains, exact, ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"], ["warns_of_other_rows"]
     ):
         assert off > 1e-2
         given, other, few, much = refused
@@ -32,12 +34,15 @@ def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
 
 
 def test_questions_that_no_shares_answer_are_named(tmp_path: Path) -> None:
-    for [(axes, few, mixed, row)] in on_three(tmp_path, ["refuses_other_questions"]):
+    for [(axes, few, mixed, row, other, prime)] in on_three(tmp_path, ["refuses_other_questions"]):
         assert axes.startswith("UnsupportedModel")
         assert "shares are for one axis" in axes
         assert "expected a fleet of 3 devices" in few
         assert "expected a fleet of 3 devices" in mixed
         assert "option batch: got 1, expected a whole number of rows, 2 or more" in row
+        assert other.startswith("RanksDiffer")
+        assert re.search("rank 1 asks for shares of 10 rows on ", other)
+        assert "option batch: got 4099, expected a multiple of a number of rows that ranks can share out" in prime
 
 
 @pytest.mark.slow

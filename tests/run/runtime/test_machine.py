@@ -41,6 +41,7 @@ from elixir_compile.measure.machine.links import copies_of, fitted_line
 from elixir_compile.measure.machine.update_threads import UpdateThreads
 from elixir_compile.problem.machine import (
     cached_machine,
+    forget_own_machine,
     machine,
     machine_path,
     named_fleet,
@@ -201,6 +202,39 @@ def test_the_cache_gives_back_what_was_stored() -> None:
     path = store_machine(remembered(), CPU)
     assert cached_machine(CPU) == remembered()
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_ranks_that_differ_keep_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices of one host may have equal names: what one rank measured must not be taken for the other."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    def as_rank(rank: int) -> None:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+
+    machines = [remembered(), slower(remembered(), 2.0)]
+    for rank, own in enumerate(machines):
+        as_rank(rank)
+        store_machine(own, CPU, is_own=True)
+    for rank, own in enumerate(machines):
+        as_rank(rank)
+        assert cached_machine(CPU) == own
+    # Measured again, they are equal: the first rank writes the file of all, the others forget theirs.
+    as_rank(0)
+    path = store_machine(machines[1], CPU)
+    as_rank(1)
+    assert machine_path(CPU) != path
+    forget_own_machine(CPU)
+    for rank in (0, 1):
+        as_rank(rank)
+        assert (machine_path(CPU), cached_machine(CPU)) == (path, machines[1])
+
+
+def slower(cluster: Cluster, times: float) -> Cluster:
+    """Return `cluster` with a device that takes so many times as long to launch."""
+    node = cluster.nodes[0]
+    device = replace(node.device, launch_s=times * node.device.launch_s)
+    return replace(cluster, nodes=(replace(node, device=device),))
 
 
 def test_another_number_of_threads_is_another_machine() -> None:
