@@ -82,6 +82,15 @@ class GraphPlanner:
         self.correction = other.correction or self.correction
         self.excess_bytes = max(self.excess_bytes, other.excess_bytes)
 
+    def has_grown(self, active: ActivePlan, args: Sequence[Any]) -> bool:
+        """Return whether a size in `args` exceeds its planned value. If the rows of the batch are not those of the
+        share of this rank, warn of them, once for each number of rows."""
+        ranks, graph = self._executor.ranks, active.graph
+        if ranks is not None and ranks.shares and active.captured.backward is not None:
+            rows = self.sizes.of(graph.batch_size, active.captured, args) if graph.batch_size else graph.batch
+            warn_of_other_rows(ranks, rows)
+        return bool(self.sizes.grown(active.captured, args))
+
     @contextmanager
     def growing(self, captured: Captured, args: Sequence[Any]) -> Iterator[None]:
         """Plan for the sizes in `args`, if they are larger, from the context on; if it fails, as before."""
@@ -107,9 +116,6 @@ class GraphPlanner:
 
         If the graph `is_new`, its regions are measured first under the option `profile_regions`.
         """
-        ranks = self._executor.ranks
-        if is_new and ranks is not None and captured.backward is not None:
-            warn_of_other_rows(ranks, graph.batch)
         problem = problem_of(captured, graph, self._executor, self._options, external)
         if self.correction is not None:
             return self._with_workspaces(self.correction.applied_to(problem), captured)

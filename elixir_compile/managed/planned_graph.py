@@ -321,7 +321,7 @@ class PlannedGraph:
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
         is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
-        has_grown = bool(self.planner.sizes.grown(active.captured, args))
+        has_grown = self.planner.has_grown(active, args)
         return has_grown or is_crowded or is_short or is_back or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:

@@ -58,6 +58,11 @@ class PlannedSizes:
         """Return whether a symbol has a value in `args` other than the planned value."""
         return any(value != self._planned(name, example) for name, example, value in _sizes_of(captured, args))
 
+    def of(self, name: str, captured: Captured, args: Sequence[Any]) -> int:
+        """Return the value in `args` of the symbol `name`, or its planned value if no input has it."""
+        found = (value for own, _, value in _sizes_of(captured, args) if own == name)
+        return next(found, self.values.get(name, 1))
+
     def _planned(self, name: str, example: torch.SymInt) -> int:
         return self.values.get(name, compat.evaluate_size(example, {}))
 

@@ -146,7 +146,8 @@ def is_exact_in_whole_numbers(rank: int, world_size: int, rows: Sequence[int]) -
 
 
 def refuses_other_shares(rank: int, world_size: int) -> list[str]:
-    """Return the errors of ranks with different shares, and of shares that do not fit the ranks."""
+    """Return the errors of ranks with different shares, of shares that do not fit the ranks, and of a mesh of two
+    axes."""
     found: list[str] = []
     equal = shares_of([2] * world_size)
     other = shares_of([3] * world_size) if rank == 1 else equal
@@ -156,16 +157,18 @@ def refuses_other_shares(rank: int, world_size: int) -> list[str]:
         equal[:-1],
         tuple(elixir.Share(rank=number, num_rows=2, state=0.5) for number in range(world_size)),
     )
-    for shares in wrong:
-        with pytest.raises((elixir.RanksDiffer, elixir.InvalidOption)) as caught:
-            elixir.prepare(Rows(), mesh=mesh_of([world_size]), shares=shares)
+    meshes = [mesh_of([world_size])] * len(wrong) + [mesh_of([world_size, 1])]
+    for shares, mesh in zip([*wrong, equal], meshes, strict=True):
+        with pytest.raises((elixir.RanksDiffer, elixir.InvalidOption, elixir.UnsupportedModel)) as caught:
+            elixir.prepare(Rows(), mesh=mesh, shares=shares)
         found.append(f"{type(caught.value).__name__}: {caught.value}")
     return found
 
 
 def refuses_other_questions(rank: int, world_size: int) -> list[str]:
     """Return the errors of `shares` for a mesh of two axes, a fleet of another size, a batch of one row, a batch that
-    is another on one rank, and a batch of a large prime number, which ranks cannot share out."""
+    is another on one rank, a batch of a large prime number, which ranks cannot share out, half a row, and a batch for
+    which no rank has memory."""
     found: list[str] = []
     wrong: list[dict[str, Any]] = [
         {"mesh": mesh_of([world_size, 1])},
@@ -174,21 +177,27 @@ def refuses_other_questions(rank: int, world_size: int) -> list[str]:
         {"batch": 1},
         {"batch": 8 + 2 * (rank == 1)},
         {"batch": 4099},
+        {"batch": 7.5},
+        {"options": {"device_memory": "1MiB", "host_memory": "1MiB"}, "batch": 1 << 20},
     ]
     for asked in wrong:
-        with pytest.raises((elixir.UnsupportedModel, elixir.InvalidOption, elixir.RanksDiffer)) as caught:
+        with pytest.raises(elixir.ElixirError) as caught:
             elixir.shares(Rows(), [torch.empty(4, WIDTH)], **{"batch": 8, "mesh": mesh_of([world_size]), **asked})
         found.append(f"{type(caught.value).__name__}: {caught.value}")
     return found
 
 
 def warns_of_other_rows(rank: int, world_size: int) -> list[str]:
-    """Return the warnings of a batch whose rows are not those of the share, on the first rank alone."""
+    """Return the warnings of batches whose rows are not those of the share, on the first rank alone, in a run that
+    trains larger batches than any before."""
     _, compiled = prepared(Rows(), shares_of([2] * world_size))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled(torch.randn(3 if rank == 0 else 2, WIDTH)).backward()
-    return [str(each.message) for each in caught if issubclass(each.category, elixir.ElixirWarning)]
+    found: list[str] = []
+    for rows in (2, 3, 3, 5, 9):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled(torch.randn(rows if rank == 0 else 2, WIDTH)).backward()
+        found += [str(each.message) for each in caught if issubclass(each.category, elixir.ElixirWarning)]
+    return found
 
 
 def all_of(rank: int, world_size: int, checks: Sequence[Sequence[Any]]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier
+from elixir_compile.managed import graph_planner
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], torch.Tensor]
 
@@ -95,11 +96,12 @@ _least_bytes: dict[object, int] = {}
 """What `least_bytes` found for equal models, batches and options: each takes a capture to know."""
 
 
-def least_bytes(model: nn.Module, batch: Any, **options: object) -> int:
+def least_bytes(model: nn.Module, batch: Any, *, planned_by: object = None, **options: object) -> int:
     """Return the smallest budget under which a step of `model` trains its whole batch, as the error names it.
 
-    Found once in each process for models that differ in their values alone."""
-    key = _plan_key(model, batch, options)
+    Found once in each process for models that differ in their values alone. A test that changes how plans are made
+    names the change by `planned_by`; if it does not, nothing is found for its function before."""
+    key = planned_by or graph_planner.plan_for, _plan_key(model, batch, options)
     if key not in _least_bytes:
         _least_bytes[key] = _captured_least_bytes(model, batch, options)
     return _least_bytes[key]

@@ -48,6 +48,7 @@ def take_rows(ranks: Ranks, shares: Sequence[Share]) -> None:
         raise InvalidOption("shares", [share.state for share in shares], expected)
     _require_one_axis(ranks)
     ranks.shares, ranks.suggested_rows = tuple(shares), ()
+    ranks.warned_rows.clear()
     ranks.weigh_by([share.num_rows for share in shares])
 
 
@@ -82,19 +83,19 @@ def _require_same(ranks: Ranks, own: str, doing: str) -> None:
 
 
 def warn_of_other_rows(ranks: Ranks, num_rows: int) -> None:
-    """Warn if a step of this rank has `num_rows` rows, and its share has another number; a share of no rows may have
-    any, because they count 0.
+    """Warn, once for each number, if a step of this rank has `num_rows` rows, and its share has another number; a share
+    of no rows may have any, because they count 0.
 
     The gradients count by the rows of the share until `weigh` is called.
     """
-    if not ranks.shares or num_rows <= 1:
-        return
     share = ranks.shares[ranks.control.rank]
-    if share.num_rows not in (0, num_rows):
-        warnings.warn(
-            f"a batch of {num_rows} rows on rank {share.rank}, whose share is {share.num_rows} of "
-            f"{batch_of(ranks.shares)}. Its gradients count as those of {share.num_rows} rows: call "
-            f"`elixir_compile.weigh(model, {num_rows})` on every rank, each with its rows, before such a backward.",
-            ElixirWarning,
-            stacklevel=2,
-        )
+    if num_rows <= 1 or share.num_rows in (0, num_rows) or num_rows in ranks.warned_rows:
+        return
+    ranks.warned_rows.add(num_rows)
+    warnings.warn(
+        f"a batch of {num_rows} rows on rank {share.rank}, whose share is {share.num_rows} of "
+        f"{batch_of(ranks.shares)}. Its gradients count as those of {share.num_rows} rows: call "
+        f"`elixir_compile.weigh(model, {num_rows})` on every rank, each with its rows, before such a backward.",
+        ElixirWarning,
+        stacklevel=2,
+    )

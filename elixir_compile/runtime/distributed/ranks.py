@@ -136,6 +136,8 @@ class Ranks:
         """The share of each rank, if the model has shares, in the order of the mesh."""
         self.suggested_rows: tuple[int, ...] = ()
         """The rows of each rank with which the measured steps would have been shorter; empty if none are known."""
+        self.warned_rows: set[int] = set()
+        """The numbers of rows that a batch of this rank had against its share, of which it was warned."""
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.unfinished = UnfinishedCollectives(self.control)

@@ -213,9 +213,9 @@ def quantum_of(batch: int) -> int:
     """Return the rows in which a batch is shared out: the smallest power of two that gives at most 256 quanta, or the
     smallest divisor of the batch that does; so a row for a batch of at most 256.
 
-    Raises InvalidOption if `batch` is less than 2, or has no such divisor.
+    Raises InvalidOption if `batch` is no whole number, less than 2, or has no such divisor.
     """
-    if batch < LEAST_ROWS:
+    if not isinstance(batch, int) or batch < LEAST_ROWS:
         raise InvalidOption("batch", batch, f"a whole number of rows, {LEAST_ROWS} or more")
     quantum = 1
     while batch > quantum * _MOST_QUANTA:

@@ -67,7 +67,7 @@ class Decorated(Stack):
 
 
 @habit("A step under `torch.autocast` with a budget close to the smallest possible budget", area=AREA)
-@pytest.mark.parametrize("share", [1.0, 1.2, 1.5])
+@pytest.mark.parametrize("share", [1.0, 1.2, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> None:
     model, batches = seeded(Stack), vectors(rows=64)
     with bf16():

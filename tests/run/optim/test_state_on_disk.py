@@ -20,6 +20,7 @@ from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, Invali
 from elixir_compile.ir import Tier, Update
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.optim.disk.state import DiskState
+from tests.covering import covering
 from tests.pure.problems import disk_staging
 from tests.run import updating
 from tests.run.processes import start_program
@@ -61,8 +62,7 @@ def fail_calls(patch: pytest.MonkeyPatch, name: str, is_bad: Callable[[int], boo
     patch.setattr(os, name, call)
 
 
-@pytest.mark.parametrize("update", list(Update))
-@pytest.mark.parametrize("home", ["split disk", "host disk"])
+@pytest.mark.parametrize(("home", "update"), covering(["split disk", "host disk"], list(Update)))
 def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, tmp_path: Path) -> None:
     model, batches = ladder(), rows(20)
     expected = eager_run(model).train(batches)
