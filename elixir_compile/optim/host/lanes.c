@@ -284,8 +284,9 @@ INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t s
 
 /* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. A block is encoded after
    the update of the next one, which runs while the scales of the first are found. */
-INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k, const int form,
-                     const int is_split, const int is_stochastic) {
+INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *given,
+                     const int form, const int is_split, const int is_stochastic) {
+    const Coefficients own = *given, *k = &own; /* no store may change them, so they stay in registers */
     const Float8Table table = {float8_bytes(0, 24), float8_bytes(64, 24), float8_bytes(0, 16), float8_bytes(64, 16)};
     const __m512i key = ALL(moments->key);
     Updated updated[2];
