@@ -242,51 +242,70 @@ INLINE void step_bf16_group(Group group, uint16_t *exp_avg, uint16_t *exp_avg_sq
     store_words(exp_avg, first, high_words), store_words(exp_avg_sq, second, high_words);
 }
 
-/* Step a whole block of 128 elements whose group is the first. */
-INLINE void step_block_lanes(Group group, uint8_t *codes, uint8_t *root_codes, float *scales, float *root_scales,
-                             const Coefficients *k, uint32_t key, const Float8Table *table, const int form,
-                             const int is_split, const int is_stochastic) {
-    float first_tile[BLOCK] __attribute__((aligned(64))), root_tile[BLOCK] __attribute__((aligned(64)));
-    const __m512i keys = ALL(key);
-    __m512i most_lanes = _mm512_setzero_si512(), most_roots = _mm512_setzero_si512();
+/* A block that is updated and not yet encoded. */
+typedef struct {
+    float first[BLOCK] __attribute__((aligned(64))), root[BLOCK] __attribute__((aligned(64)));
+    uint32_t most, most_root;
+    Scale scale, root_scale;
+} Updated;
+
+/* Step a whole block of 128 elements whose group is the first, but for its codes and scales. */
+INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const uint8_t *root_codes, float scale,
+                         float root_scale, const Coefficients *k, __m512i key, const Float8Table *table,
+                         const int form, const int is_split, const int is_stochastic) {
+    __m512i most = _mm512_setzero_si512(), most_root = _mm512_setzero_si512();
     for (int at = 0; at < BLOCK; at += GROUP) {
         Four first, second;
-        decode_lanes(first, codes + at, *scales, table, form, 0);
-        decode_lanes(second, root_codes + at, *root_scales, table, form, 1);
+        decode_lanes(first, codes + at, scale, table, form, 0);
+        decode_lanes(second, root_codes + at, root_scale, table, form, 1);
         EACH second[j] = _mm512_mul_ps(second[j], second[j]);
         const Group here = {group.param + at, is_split ? group.low + at : NULL, group.grad ? group.grad + at : NULL,
                             group.slope + at};
-        step_group(here, first, second, k, keys, 1, is_split, is_stochastic);
+        step_group(here, first, second, k, key, 1, is_split, is_stochastic);
         EACH {
-            most_lanes = _mm512_max_epu32(most_lanes, _mm512_and_si512(BITS(first[j]), ALL(0x7fffffff)));
-            most_roots = _mm512_max_epu32(most_roots, _mm512_and_si512(BITS(second[j]), ALL(0x7fffffff)));
-            _mm512_store_ps(first_tile + at + 16 * j, first[j]), _mm512_store_ps(root_tile + at + 16 * j, second[j]);
+            most = _mm512_max_epu32(most, _mm512_and_si512(BITS(first[j]), ALL(0x7fffffff)));
+            most_root = _mm512_max_epu32(most_root, _mm512_and_si512(BITS(second[j]), ALL(0x7fffffff)));
+            _mm512_store_ps(to->first + at + 16 * j, first[j]), _mm512_store_ps(to->root + at + 16 * j, second[j]);
         }
     }
-    const uint32_t most = _mm512_reduce_max_epu32(most_lanes), most_root = _mm512_reduce_max_epu32(most_roots);
-    const Scale scale = scale_of(most, form, 0), root_scale = scale_of(most_root, form, 1);
-    for (int at = 0; at < BLOCK; at += GROUP)
-        encode_lanes(codes + at, root_codes + at, first_tile + at, root_tile + at, scale.inverse, root_scale.inverse,
-                     keys, form, is_stochastic);
-    finish(codes, scales, scale, most, BLOCK, form);
-    finish(root_codes, root_scales, root_scale, most_root, BLOCK, form);
+    to->most = _mm512_reduce_max_epu32(most), to->most_root = _mm512_reduce_max_epu32(most_root);
+    to->scale = scale_of(to->most, form, 0), to->root_scale = scale_of(to->most_root, form, 1);
 }
 
-/* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. */
-INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k, const int form,
-                     const int is_split, const int is_stochastic) {
+INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t start, __m512i key, const int form,
+                           const int is_stochastic) {
+    uint8_t *codes = (uint8_t *)moments->exp_avg + start, *root_codes = (uint8_t *)moments->exp_avg_sq + start;
+    for (int at = 0; at < BLOCK; at += GROUP)
+        encode_lanes(codes + at, root_codes + at, from->first + at, from->root + at, from->scale.inverse,
+                     from->root_scale.inverse, key, form, is_stochastic);
+    finish(codes, moments->exp_avg_scale + start / BLOCK, from->scale, from->most, BLOCK, form);
+    finish(root_codes, moments->exp_avg_sq_scale + start / BLOCK, from->root_scale, from->most_root, BLOCK, form);
+}
+
+/* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. A block is encoded after
+   the update of the next one, which runs while the scales of the first are found. */
+INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *given,
+                     const int form, const int is_split, const int is_stochastic) {
+    const Coefficients own = *given, *k = &own; /* no store may change them, so they stay in registers */
     const Float8Table table = {float8_bytes(0, 24), float8_bytes(64, 24), float8_bytes(0, 16), float8_bytes(64, 16)};
-    for (size_t at = start; at < start + n; at += form == BFLOAT16 ? GROUP : BLOCK) {
+    const __m512i key = ALL(moments->key);
+    Updated updated[2];
+    size_t at = start, index = 0;
+    for (; at < start + n; at += form == BFLOAT16 ? GROUP : BLOCK, ++index) {
         const Group group = {all.param + at, is_split ? all.low + at : NULL, all.grad ? all.grad + at : NULL,
                              all.slope + (at - start)};
-        if (form == BFLOAT16)
-            step_bf16_group(group, (uint16_t *)moments->exp_avg + at, (uint16_t *)moments->exp_avg_sq + at, k,
-                            ALL(moments->key), is_split, is_stochastic);
-        else
-            step_block_lanes(group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
-                             moments->exp_avg_scale + at / BLOCK, moments->exp_avg_sq_scale + at / BLOCK, k,
-                             moments->key, &table, form, is_split, is_stochastic);
+        if (form == BFLOAT16) {
+            step_bf16_group(group, (uint16_t *)moments->exp_avg + at, (uint16_t *)moments->exp_avg_sq + at, k, key,
+                            is_split, is_stochastic);
+            continue;
+        }
+        update_block(&updated[index & 1], group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
+                     moments->exp_avg_scale[at / BLOCK], moments->exp_avg_sq_scale[at / BLOCK], k, key, &table, form,
+                     is_split, is_stochastic);
+        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form, is_stochastic);
     }
+    if (form != BFLOAT16 && index)
+        encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form, is_stochastic);
 }
 
 static void step_lanes(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k) {
