@@ -160,7 +160,8 @@ static void add(float *restrict to, const float *restrict from, size_t n) {
 
 /* -- the update ---------------------------------------------------------------------------------------------------- */
 
-/* The weight after a step, as in torch's fused AdamW; `root` is the root of the second moment. Decay and step are added before they change the weight, so the
+/* The weight after a step, as in torch's fused AdamW; `root` is the root of the second moment. Decay and step are added
+   before they change the weight, so the
    weight is rounded once per step: weight * rounded(1 - lr * weight_decay) drifts by up to 3e-8 of itself per step. */
 INLINE float stepped(float weight, float first, float root, Coefficients k) {
     float denominator = multiply_add(root, k.inverse_correction2, k.eps);

@@ -1,5 +1,5 @@
-/* The step of split masters and of bf16 weights without a master in AVX-512, with the bits of `update`, `encode_block`
-   and `encode_bf16`, which gcc 12 leaves at a half to a third of this rate. Compiled behind `moments.c`.
+/* The step of split masters and of bf16 weights without a master, rounded with noise, in AVX-512, with the bits of
+   `update`, `encode_block` and `encode_bf16`, which gcc 12 leaves at a half to a third of this rate. Compiled behind `moments.c`.
 
    64 elements are four vectors of fp32. Unpacking the low and the high words of 16-bit arrays sets their order, which
    all arrays then share:
@@ -101,28 +101,20 @@ INLINE __m512i noise_lanes(__m512 first, __m512 second, __m512i key) {
     return _mm512_mullo_epi32(mixed, ALL(0x9e3779b1u));
 }
 
-/* What to add to the bits so that the upper half is the bf16. */
-INLINE __m512i bf16_up(__m512 value, __m512i noise, const int is_stochastic) {
-    if (is_stochastic) return noise;
-    return _mm512_add_epi32(ALL(0x7fff), _mm512_and_si512(_mm512_srli_epi32(BITS(value), 16), ALL(1)));
-}
-
-INLINE __m512 bf16_lanes(__m512 value, __m512i noise, int has_nan, const int is_stochastic) {
-    const __m512 rounded = FLOATS(_mm512_add_epi32(BITS(value), bf16_up(value, noise, is_stochastic)));
+INLINE __m512 bf16_lanes(__m512 value, __m512i noise, int has_nan) {
+    const __m512 rounded = FLOATS(_mm512_add_epi32(BITS(value), noise));
     if (!has_nan) return rounded;
     return _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), FLOATS(ALL(0x7fc00000)));
 }
 
 /* Codes in bits 20 to 27, less 960. */
-INLINE __m512 float8_lanes(__m512 magnitude, __m512i noise, const int is_stochastic) {
+INLINE __m512 float8_lanes(__m512 magnitude, __m512i noise) {
     const __m512i bits = BITS(magnitude);
     const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(bits, ALL(121u << 23));
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), ALL(1));
-    __m512i code = _mm512_add_epi32(bits, is_stochastic ? noise : _mm512_add_epi32(odd, ALL(0x7ffff)));
+    __m512i code = _mm512_add_epi32(bits, noise);
     if (__builtin_expect(is_tiny != 0, 0)) {
         const __m512i base = _mm512_or_si512(_mm512_srli_epi32(noise, 1), ALL(0x3d000000));
-        __m512i tiny = _mm512_slli_epi32(_mm512_sub_epi32(BITS(_mm512_add_ps(magnitude, FLOATS(base))), ALL(0x3d000000)), 1);
-        if (!is_stochastic) tiny = _mm512_slli_epi32(BITS(_mm512_add_ps(magnitude, _mm512_set1_ps(0x1p14f))), 20);
+        const __m512i tiny = _mm512_slli_epi32(_mm512_sub_epi32(BITS(_mm512_add_ps(magnitude, FLOATS(base))), ALL(0x3d000000)), 1);
         code = _mm512_mask_add_epi32(code, is_tiny, tiny, ALL(960u << 20));
     }
     return FLOATS(code);
@@ -130,7 +122,7 @@ INLINE __m512 float8_lanes(__m512 magnitude, __m512i noise, const int is_stochas
 
 /* Encode the 64 values of a block's half; `first` and `root` are the tiles. */
 INLINE void encode_lanes(uint8_t *codes, uint8_t *root_codes, const float *first, const float *root, float inverse,
-                         float root_inverse, __m512i key, const int form, const int is_stochastic) {
+                         float root_inverse, __m512i key, const int form) {
     Four code, root_code, least;
     __m512i signs = _mm512_setzero_si512();
     if (form == FLOAT8) {
@@ -139,29 +131,26 @@ INLINE void encode_lanes(uint8_t *codes, uint8_t *root_codes, const float *first
     }
     EACH {
         const __m512 value = _mm512_load_ps(first + 16 * j), root_value = _mm512_load_ps(root + 16 * j);
-        const __m512i noise = is_stochastic ? noise_lanes(value, root_value, key) : _mm512_setzero_si512();
+        const __m512i noise = noise_lanes(value, root_value, key);
         const __m512 scaled = _mm512_mul_ps(value, _mm512_set1_ps(inverse));
         const __m512 root_scaled = _mm512_mul_ps(root_value, _mm512_set1_ps(root_inverse));
         if (form == FLOAT8) {
-            code[j] = float8_lanes(_mm512_abs_ps(scaled), _mm512_and_si512(noise, ALL(0xfffff)), is_stochastic);
-            root_code[j] = float8_lanes(root_scaled, _mm512_srli_epi32(noise, 12), is_stochastic);
-        } else if (is_stochastic) { /* (noise & mask) | base */
+            code[j] = float8_lanes(_mm512_abs_ps(scaled), _mm512_and_si512(noise, ALL(0xfffff)));
+            root_code[j] = float8_lanes(root_scaled, _mm512_srli_epi32(noise, 12));
+        } else { /* (noise & mask) | base */
             const __m512i up = _mm512_ternarylogic_epi32(noise, ALL(0x7fff), ALL(0x43c00000), 0xea);
             const __m512i root_noise = _mm512_srli_epi32(noise, 17);
             const __m512i root_up = _mm512_ternarylogic_epi32(root_noise, ALL(0x7ffe), ALL(0x43800000), 0xea);
             code[j] = _mm512_add_ps(scaled, FLOATS(up)), root_code[j] = _mm512_add_ps(root_scaled, FLOATS(root_up));
-        } else {
-            code[j] = _mm512_add_ps(scaled, _mm512_set1_ps(0x1.8p23f));
-            root_code[j] = _mm512_add_ps(root_scaled, _mm512_set1_ps(0x1.8p23f));
         }
     }
-    const int at = form == FLOAT8 ? 20 : is_stochastic ? 15 : 0;
+    const int at = form == FLOAT8 ? 20 : 15;
     __m512i bytes = packed(code, at), root_bytes = packed(root_code, at);
     if (form == FLOAT8) {
         const __m512i excess = _mm512_set1_epi8((char)(960 & 0xff));
         bytes = _mm512_or_si512(_mm512_sub_epi8(bytes, excess), signs);
         root_bytes = _mm512_sub_epi8(root_bytes, excess);
-    } else if (is_stochastic) bytes = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
+    } else bytes = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
     if (__builtin_expect(_mm512_testn_epi8_mask(root_bytes, root_bytes) != 0, 0)) {
         EACH least[j] = FLOATS(_mm512_min_epu32(_mm512_load_si512(root + 16 * j), ALL(1)));
         root_bytes = _mm512_max_epu8(root_bytes, packed(least, 0));
@@ -181,7 +170,7 @@ typedef struct {
 /* Step the weights of `group` with `second` (its root if `keeps_root`) and `first`, which become the new moments. Return
    whether a weight, and so maybe a moment, is NaN. */
 INLINE int step_group(Group group, Four first, Four second, const Coefficients *k, __m512i key, const int keeps_root,
-                      const int is_split, const int is_stochastic) {
+                      const int is_split) {
     Four weight, grad;
     const __m512i flip = _mm512_set1_epi16((short)0x8000);
     if (group.grad) load_bf16(grad, group.grad);
@@ -222,22 +211,22 @@ INLINE int step_group(Group group, Four first, Four second, const Coefficients *
         EACH {
             const __m512i noise = _mm512_xor_si512(noise_lanes(first[j], second[j], key), BITS(weight[j]));
             const __m512i up = _mm512_srli_epi32(_mm512_mullo_epi32(noise, ALL(0x85ebca77u)), 16);
-            weight[j] = bf16_lanes(weight[j], up, has_nan, is_stochastic);
+            weight[j] = bf16_lanes(weight[j], up, has_nan);
         }
     store_words(group.param, weight, _mm512_add_epi16(low_words, _mm512_set1_epi16(1)));
     return has_nan;
 }
 
 INLINE void step_bf16_group(Group group, uint16_t *exp_avg, uint16_t *exp_avg_sq, const Coefficients *k, __m512i key,
-                            const int is_split, const int is_stochastic) {
+                            const int is_split) {
     Four first, second;
     const __m512i high_words = _mm512_add_epi16(_mm512_load_si512(LOW_WORDS), _mm512_set1_epi16(1));
     load_bf16(first, exp_avg), load_bf16(second, exp_avg_sq);
-    const int has_nan = step_group(group, first, second, k, key, 0, is_split, is_stochastic);
+    const int has_nan = step_group(group, first, second, k, key, 0, is_split);
     EACH {
         const __m512i noise = noise_lanes(first[j], second[j], key);
-        first[j] = bf16_lanes(first[j], _mm512_and_si512(noise, ALL(0xffff)), has_nan, is_stochastic);
-        second[j] = bf16_lanes(second[j], _mm512_srli_epi32(noise, 16), has_nan, is_stochastic);
+        first[j] = bf16_lanes(first[j], _mm512_and_si512(noise, ALL(0xffff)), has_nan);
+        second[j] = bf16_lanes(second[j], _mm512_srli_epi32(noise, 16), has_nan);
     }
     store_words(exp_avg, first, high_words), store_words(exp_avg_sq, second, high_words);
 }
@@ -252,7 +241,7 @@ typedef struct {
 /* Step a whole block of 128 elements whose group is the first, but for its codes and scales. */
 INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const uint8_t *root_codes, float scale,
                          float root_scale, const Coefficients *k, __m512i key, const Float8Table *table,
-                         const int form, const int is_split, const int is_stochastic) {
+                         const int form, const int is_split) {
     __m512i most = _mm512_setzero_si512(), most_root = _mm512_setzero_si512();
     for (int at = 0; at < BLOCK; at += GROUP) {
         Four first, second;
@@ -261,7 +250,7 @@ INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const u
         EACH second[j] = _mm512_mul_ps(second[j], second[j]);
         const Group here = {group.param + at, is_split ? group.low + at : NULL, group.grad ? group.grad + at : NULL,
                             group.slope + at};
-        step_group(here, first, second, k, key, 1, is_split, is_stochastic);
+        step_group(here, first, second, k, key, 1, is_split);
         EACH {
             most = _mm512_max_epu32(most, _mm512_and_si512(BITS(first[j]), ALL(0x7fffffff)));
             most_root = _mm512_max_epu32(most_root, _mm512_and_si512(BITS(second[j]), ALL(0x7fffffff)));
@@ -272,12 +261,11 @@ INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const u
     to->scale = scale_of(to->most, form, 0), to->root_scale = scale_of(to->most_root, form, 1);
 }
 
-INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t start, __m512i key, const int form,
-                           const int is_stochastic) {
+INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t start, __m512i key, const int form) {
     uint8_t *codes = (uint8_t *)moments->exp_avg + start, *root_codes = (uint8_t *)moments->exp_avg_sq + start;
     for (int at = 0; at < BLOCK; at += GROUP)
         encode_lanes(codes + at, root_codes + at, from->first + at, from->root + at, from->scale.inverse,
-                     from->root_scale.inverse, key, form, is_stochastic);
+                     from->root_scale.inverse, key, form);
     finish(codes, moments->exp_avg_scale + start / BLOCK, from->scale, from->most, BLOCK, form);
     finish(root_codes, moments->exp_avg_sq_scale + start / BLOCK, from->root_scale, from->most_root, BLOCK, form);
 }
@@ -285,7 +273,7 @@ INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t s
 /* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. A block is encoded after
    the update of the next one, which runs while the scales of the first are found. */
 INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *given,
-                     const int form, const int is_split, const int is_stochastic) {
+                     const int form, const int is_split) {
     const Coefficients own = *given, *k = &own; /* no store may change them, so they stay in registers */
     const Float8Table table = {float8_bytes(0, 24), float8_bytes(64, 24), float8_bytes(0, 16), float8_bytes(64, 16)};
     const __m512i key = ALL(moments->key);
@@ -296,26 +284,25 @@ INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, 
                              all.slope + (at - start)};
         if (form == BFLOAT16) {
             step_bf16_group(group, (uint16_t *)moments->exp_avg + at, (uint16_t *)moments->exp_avg_sq + at, k, key,
-                            is_split, is_stochastic);
+                            is_split);
             continue;
         }
         update_block(&updated[index & 1], group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
                      moments->exp_avg_scale[at / BLOCK], moments->exp_avg_sq_scale[at / BLOCK], k, key, &table, form,
-                     is_split, is_stochastic);
-        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form, is_stochastic);
+                     is_split);
+        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form);
     }
     if (form != BFLOAT16 && index)
-        encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form, is_stochastic);
+        encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form);
 }
 
 static void step_lanes(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k) {
-    const int is_split = all.low != NULL, is_stochastic = moments->is_stochastic, form = moments->form;
-#define STEP(FORM, SPLIT_OR_NOT, NOISE)                                         \
-    if (form == FORM && is_split == SPLIT_OR_NOT && is_stochastic == NOISE)     \
-        step_all(all, moments, start, n, k, FORM, SPLIT_OR_NOT, NOISE);
-    STEP(BFLOAT16, 1, 1) STEP(BFLOAT16, 1, 0) STEP(BFLOAT16, 0, 1) STEP(BFLOAT16, 0, 0)
-    STEP(FLOAT8, 1, 1) STEP(FLOAT8, 1, 0) STEP(FLOAT8, 0, 1) STEP(FLOAT8, 0, 0)
-    STEP(INT8, 1, 1) STEP(INT8, 1, 0) STEP(INT8, 0, 1) STEP(INT8, 0, 0)
-#undef STEP
+    const int is_split = all.low != NULL, form = moments->form;
+    if (form == BFLOAT16 && is_split) step_all(all, moments, start, n, k, BFLOAT16, 1);
+    if (form == BFLOAT16 && !is_split) step_all(all, moments, start, n, k, BFLOAT16, 0);
+    if (form == FLOAT8 && is_split) step_all(all, moments, start, n, k, FLOAT8, 1);
+    if (form == FLOAT8 && !is_split) step_all(all, moments, start, n, k, FLOAT8, 0);
+    if (form == INT8 && is_split) step_all(all, moments, start, n, k, INT8, 1);
+    if (form == INT8 && !is_split) step_all(all, moments, start, n, k, INT8, 0);
 }
 #endif
