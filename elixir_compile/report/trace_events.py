@@ -13,6 +13,7 @@ within it goes to a second track of the lane.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -75,8 +76,9 @@ def _spans(spans: Iterable[Span], pid: int, at_s: float) -> Iterator[Event]:
         args: dict[str, Any] = {"graph": span.graph} if span.graph else {}
         if span.nbytes:
             args["bytes"] = span.nbytes
-            if span.end_s > span.start_s:
-                args["bytes_per_s"] = round(span.nbytes / (span.end_s - span.start_s))
+            took_s = span.end_s - span.start_s
+            if took_s > 0 and math.isfinite(rate := span.nbytes / took_s):  # a span of 1e-311 s has no finite rate
+                args["bytes_per_s"] = round(rate)
         if span.issued_s is not None:
             args["issued_us"] = _us(at_s, span.issued_s)
         yield _x(span.label, pid, tid, at_s, (span.start_s, span.end_s), args)

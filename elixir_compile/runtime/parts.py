@@ -47,11 +47,13 @@ def kept_part(part: torch.Tensor, layout: Layout, of_memory: torch.Tensor | None
     """Return `part`, a result of the body, in `layout`.
 
     `of_memory` is another result of the same micro-batch that is a view of the same memory, None if there is none yet.
+    The dtype is that of `part`: torch 2.11 captures attention in fp64 on a CPU as if it made logarithms of sums in
+    fp32. They are in fp64, and its backward refuses fp32.
     """
     if _has_layout(part, layout) and (of_memory is None or _share_memory(part, of_memory)):
         return part
     if of_memory is None:
-        memory = torch.empty(layout.nbytes // layout.dtype.itemsize, dtype=layout.dtype, device=part.device)
+        memory = torch.empty(layout.nbytes // layout.dtype.itemsize, dtype=part.dtype, device=part.device)
         own = memory.as_strided(layout.shape, layout.stride, layout.offset)
     else:
         own = _view_of(of_memory, layout)

@@ -19,6 +19,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, Phase, Region, RegionId, Saving, StepGraph, StorageId, fingerprint
 from elixir_compile.rewrite.recompute import RECOMPUTED, partition_of
 from elixir_compile.rewrite.regions import split_regions
+from tests.covering import covering
 from tests.fx.handmade import CHOICES, activations, from_host, to_depth
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
@@ -65,8 +66,7 @@ def spared(name: str, inner: str = "aot_eager") -> tuple[Captured, StepGraph]:
     return captured, step_graph(captured, {})
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "inner"), covering(list(MODELS), ["aot_eager", "inductor"]))
 def test_extra_saved_values_do_not_change_the_step(name: str, inner: str) -> None:
     captured = traced(name, inner)
     before = step_graph(captured, {})
@@ -88,8 +88,7 @@ def test_both_halves_list_saved_values_in_the_same_order() -> None:
     assert placeholders[0] == TICKET
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "inner"), covering(list(MODELS), ["inductor", "aot_eager"]))
 def test_the_program_equals_the_recomputed_step(name: str, inner: str) -> None:
     """Op for op: ids, reads, writes and bytes of the rewritten halves are those of `as_run`."""
     captured, graph = spared(name, inner)

@@ -39,9 +39,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.compiler.reset()
 
 
-SLOW = {"quickstart.md": 19, "optimizer.md": 12, "how-the-planner-chooses.md": 9, "reading-a-plan.md": 8}
+SLOW = {
+    "quickstart.md": 19,
+    "optimizer.md": 12,
+    "mixed-precision.md": 10,
+    "how-the-planner-chooses.md": 9,
+    "reading-a-plan.md": 8,
+}
 """Seconds of the pages that run with the slow tests: the README makes the calls of the first, and tests of plans, of
-optimizers and of `explain` those of the others."""
+optimizers, of masters and of `explain` those of the others."""
 
 
 def pages_with_code() -> Iterator[Any]:

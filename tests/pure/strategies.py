@@ -11,11 +11,18 @@ Each layer is a matmul with its parameters and an elementwise op whose result it
 
 from dataclasses import dataclass, field, replace
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def examples(count: int) -> settings:
+    """Return settings for `count` examples in `make test`, the same in each run, and four times as many in
+    `make fuzz`."""
+    return settings(max_examples=count if settings.default.derandomize else 4 * count)
 
 
 @dataclass

@@ -4,6 +4,7 @@
   def adds(rank: int, world_size: int, number: int) -> int: ...      # a function of the module, not a closure
   assert spawn(adds, 2, 5, folder=tmp_path) == [5, 6]                # arguments and results as JSON can hold them
   assert apart(measured_bytes, "gpt2") < budget_bytes                # one process without a group
+  assert program("print(6 * 7)", folder=tmp_path) == "42\n"          # a program in a process of its own
 ```
 
 The processes are forked from a server that has loaded torch, so a few of them take a fraction of a second. Warnings
@@ -18,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ _LOADED = [
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
+    # "tests.run.warmed",
 ]
 """What the server loads once, if it is there; nothing of it may start threads or a process group."""
 
@@ -81,6 +83,54 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=_forks(), initializer=gc.freeze) as pool:
         return pool.submit(function, *args).result()
+
+
+def programs(text: str, *arguments: object, folder: Path, environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return what the Python program `text` prints in a process for each of `environments`, all at once.
+
+    AssertionError with the output of all if one of them fails.
+    """
+    outputs = [folder / f"program-{number}.txt" for number in range(len(environments))]
+    started = [
+        start_program(text, *arguments, output=output, environment=environment)
+        for output, environment in zip(outputs, environments, strict=True)
+    ]
+    is_late = _wait(started, 120.0)
+    for process in started:
+        process.kill()
+        process.join()
+    said = [output.read_text(encoding="utf-8") for output in outputs]
+    assert not is_late, said
+    assert not any(process.exitcode for process in started), "\n---\n".join(said)
+    return said
+
+
+def program(text: str, *arguments: object, folder: Path) -> str:
+    """Return what the Python program `text` prints in a process of its own; see `start_program`."""
+    return programs(text, *arguments, folder=folder, environments=[{}])[0]
+
+
+def start_program(text: str, *arguments: object, output: Path, environment: Mapping[str, str] | None = None) -> Any:
+    """Start a process that runs the Python program `text` and prints to `output`; return the process.
+
+    It is forked from the server, so it takes none of the 5 s in which a new interpreter loads torch, and it ends as
+    forks do: without exit handlers.
+    """
+    argv = ["program", *map(str, arguments)]
+    output.touch()
+    process = _forks().Process(target=_program, args=(text, argv, dict(environment or {}), str(output)), daemon=True)
+    process.start()
+    return process
+
+
+def _program(text: str, argv: list[str], environment: Mapping[str, str], name: str) -> None:
+    gc.freeze()
+    output = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    sys.argv = argv
+    exec(compile(text, "program", "exec"), {"__name__": "__main__"})
 
 
 def _forks() -> Any:

@@ -98,7 +98,8 @@ def hybrid_run(
     """Yield a run of a copy of `model` under such a plan."""
     with small_buckets(lambda plan: plan):
         optimizer = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
-        budget = tight_bytes(model, batch, **optimizer) if home.startswith("host") else None
+        named = ("small buckets", WIDTH)
+        budget = tight_bytes(model, batch, planned_by=named, **optimizer) if home.startswith("host") else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 

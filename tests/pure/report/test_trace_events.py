@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elixir_compile.ir import Lane, Origin, Phase, Record, Span
@@ -54,7 +54,12 @@ def assert_nested(events: list[dict[str, Any]]) -> None:
             open_ends.append(end)
 
 
+SHORTEST = Span(lane=Lane.COMPUTE, label="run fwd.0", start_s=0.0, end_s=2.3e-311, nbytes=1)
+"""A span so short that its bytes per second are more than the largest float."""
+
+
 @given(SPANS, SPANS)
+@example([], [SHORTEST])
 def test_events_of_a_track_nest_and_all_spans_are_there(spans: list[Span], others: list[Span]) -> None:
     planned = full_step(others).record
     steps = [full_step(spans), full_step(spans, step=9), full_step(others, rank=1)]

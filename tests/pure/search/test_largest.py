@@ -1,7 +1,7 @@
 """The largest batch of any plan: just within the floor, one more is not."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.errors import NoFeasiblePlan
@@ -9,7 +9,7 @@ from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Kind, Plan, StepGraph, graph_at
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.planner import floor_bytes, is_feasible, largest_feasible
-from tests.pure.strategies import Layer, chain, symbolic
+from tests.pure.strategies import Layer, chain, examples, symbolic
 
 CLUSTER = profile_for("cpu", memory_bytes=1 << 30, host_memory_bytes=1 << 30, name="1 x cpu")
 GRAPH = symbolic(
@@ -39,7 +39,7 @@ def planned(problem: Problem) -> Plan | None:
 
 
 @given(st.integers(0, 400_000), st.sampled_from([1 << 30, 60_000, 30_000]))
-@settings(max_examples=25)
+@examples(10)
 def test_the_largest_batch_has_a_plan_and_the_next_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
     def problem_at(batch: int) -> Problem:
         return problem_of(graph_at(GRAPH, {"s0": batch}), budget_bytes, host_budget_bytes)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import verify
@@ -22,7 +22,7 @@ from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
-from tests.pure.strategies import DraftPlan
+from tests.pure.strategies import DraftPlan, examples
 
 
 def cast_chain(numels: list[int], act_numel: int, has_cast: list[bool]) -> StepGraph:
@@ -91,7 +91,7 @@ def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None
 
 
 @given(SEEDS, SHARES)
-@settings(max_examples=25)
+@examples(12)
 def test_every_planner_finds_a_plan_if_levels_depend_on_modes(seed: int, share: float) -> None:
     problem = between(cast_problem(seed), share)
     made = plan(problem, timeout_s=0.1)
@@ -109,7 +109,7 @@ def test_every_planner_finds_a_plan_if_levels_depend_on_modes(seed: int, share: 
 
 
 @given(SEEDS)
-@settings(max_examples=25)
+@examples(12)
 def test_any_candidate_is_a_vector_of_the_milp_and_is_bounded_by_it(seed: int) -> None:
     evaluator = Evaluator(gather_facts(cast_problem(seed)))
     milp = Milp(evaluator, reference_s=1.0)

@@ -176,7 +176,9 @@ def test_bytes_over_rates() -> None:
     assert disk_s(bucket, CLUSTERS["cuda"]) == 2 * bucket.state_nbytes / 1e9
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.1, marks=pytest.mark.slow), 0.5, pytest.param(0.9, marks=pytest.mark.slow)]
+)
 def test_staging_buffers_of_the_disk_take_host_memory(share: float) -> None:
     staging_bytes = int(share * STATE_BYTES)
     with disk_staging(staging_bytes):

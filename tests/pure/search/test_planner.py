@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import keep_everything_timeline, plan_timeline, verify
@@ -33,7 +33,7 @@ from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use, residencies
 from elixir_compile.units import GIB
-from tests.pure.strategies import Layer, chain, step_graphs
+from tests.pure.strategies import Layer, chain, examples, step_graphs
 
 CLUSTERS = {name: profile_for(name, GIB, GIB, name) for name in ("cpu", "cuda")}
 PEER = replace(CLUSTERS["cuda"].h2d, bytes_per_s=1e11)
@@ -101,7 +101,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.7, 0.95])
 
 
 @given(problems(), SHARES)
-@settings(max_examples=60)
+@examples(30)
 def test_a_plan_verifies_fits_and_predicts_its_peaks(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     made = plan(problem, timeout_s=QUICK_S)
@@ -114,7 +114,7 @@ def test_a_plan_verifies_fits_and_predicts_its_peaks(problem: Problem, share: fl
 
 
 @given(problems(clusters=["cpu", "cuda"]))
-@settings(max_examples=40)
+@examples(20)
 def test_nothing_moves_if_everything_fits(problem: Problem) -> None:
     made = plan(problem)
     assert {action.verb for action in made.schedules[0].actions}.isdisjoint(MOVES)
@@ -132,7 +132,7 @@ def test_nothing_moves_if_everything_fits(problem: Problem) -> None:
 
 
 @given(problems())
-@settings(max_examples=60)
+@examples(30)
 def test_the_error_names_the_smallest_budget_with_a_plan(problem: Problem) -> None:
     needed = needed_bytes(problem)
     made = plan(replace(problem, budget_bytes=needed), timeout_s=QUICK_S)
@@ -146,7 +146,7 @@ def test_the_error_names_the_smallest_budget_with_a_plan(problem: Problem) -> No
 
 
 @given(problems(), st.lists(st.integers(0, 5), min_size=40, max_size=40), st.integers(0, 2))
-@settings(max_examples=60)
+@examples(30)
 def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """The search counts segments; `plan_timeline` counts ops from the actions. Any levels, any modes, any distance."""
     assert_counts_agree(problem, picks, ahead)
@@ -172,7 +172,7 @@ def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> N
 
 
 @given(problems(), SHARES)
-@settings(max_examples=30)
+@examples(20)
 def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     evaluator = Evaluator(gather_facts(problem))
@@ -185,7 +185,7 @@ def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> Non
 
 
 @given(problems(), SHARES)
-@settings(max_examples=25)
+@examples(12)
 def test_greedy_is_near_the_best_placement(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     evaluator = Evaluator(gather_facts(problem))
@@ -264,7 +264,7 @@ def outgrown() -> Problem:
 @given(problems(), SHARES, st.sampled_from([0.6, 0.8, 0.95]))
 @example(outgrown(), 0.0, 0.8)
 @example(crowded(), 0.7, 0.6)
-@settings(max_examples=40)
+@examples(20)
 def test_greedy_finds_a_plan_on_a_small_host_whenever_there_is_one(problem: Problem, share: float, host: float) -> None:
     problem = between(problem, share)
     assume(len(gather_facts(problem).buckets) <= 3)

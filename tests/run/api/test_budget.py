@@ -17,12 +17,12 @@ from tests.run.processes import apart
 
 
 class Deep(nn.Module):
-    """58 MB of parameters in twelve layers, and a loss over 2,048 classes."""
+    """12.6 MB of parameters in eight layers, and a loss over 2,048 classes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(12))
-        self.out = nn.Linear(1024, 2048)
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+        self.out = nn.Linear(512, 2048)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -42,7 +42,7 @@ def train(inner: str, num_steps: int, budget_bytes: int | None) -> tuple[elixir.
     options = {"inner": inner, "report": False, "device_memory": budget_bytes}
     compiled = torch.compile(model, backend="elixir", options=options)
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-4)
-    x, y = torch.randn(256, 1024), torch.randint(0, 2048, (256,))
+    x, y = torch.randn(128, 512), torch.randint(0, 2048, (128,))
 
     def step() -> None:
         compiled(x, y).backward()

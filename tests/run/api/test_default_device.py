@@ -32,7 +32,10 @@ def default_device(name: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("how", ["free", "tight", "offload", "sgd", "micro-batches"])
+@pytest.mark.parametrize(
+    "how",
+    ["tight", "micro-batches", *(pytest.param(how, marks=pytest.mark.slow) for how in ("free", "offload", "sgd"))],
+)
 def test_training_under_another_default_device_is_bitwise_the_same(how: str) -> None:
     model, batches = seeded(Stack), vectors(3)
     options: dict[str, object] = {"planner": "greedy", "plan_cache": False}

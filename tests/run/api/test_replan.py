@@ -196,7 +196,7 @@ class Turned(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_replan_from_several_regions_to_one_trains_the_same(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets and their optimizer state come back; the whole backward reads what a whole forward saves."""
     monkeypatch.setattr(graph_planner, "replan", lambda problem, plan, correction, search: _whole(problem, search))

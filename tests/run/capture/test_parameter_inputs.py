@@ -94,9 +94,11 @@ def compiled(model: nn.Module, *, is_prepared: bool = False, **options: object) 
 
 
 def assert_steps_equal(model: nn.Module, *, is_prepared: bool) -> None:
-    """Two training steps and an evaluation give, bit for bit, what torch's `aot_eager` gives."""
+    """Two training steps and an evaluation give the bits of torch, without a compiler where that rounds alike."""
     expected = copy.deepcopy(model)
-    got_of, expected_of = compiled(model, is_prepared=is_prepared), torch.compile(expected, backend="aot_eager")
+    got_of, expected_of = compiled(model, is_prepared=is_prepared), expected
+    if isinstance(model, Autocast):  # eager autocast casts a weight once for several uses, and rounds their sum once
+        expected_of = torch.compile(expected, backend="aot_eager")
     for seed in range(2):
         inputs = [torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_() for _ in range(2)]
         got, wanted = got_of(inputs[0]), expected_of(inputs[1])

@@ -179,7 +179,7 @@ class Broken(Stack):
         return self.head(self.blocks[3](self.blocks[2](x)))
 
 
-@pytest.mark.parametrize("start", [by_elixir, by_elixir_unprepared])
+@pytest.mark.parametrize("start", [by_elixir_unprepared, pytest.param(by_elixir, marks=pytest.mark.slow)])
 def test_a_graph_break_trains_and_is_logged(start: Callable, caplog: pytest.LogCaptureFixture) -> None:
     model, batches = seeded(Broken), vectors()
     expected = by_torch(model).train(batches)

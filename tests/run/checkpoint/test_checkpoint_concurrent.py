@@ -5,8 +5,6 @@ In every checkpoint of these tests all parameters, and what is in `extra`, are t
 
 import fcntl
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint import manifest as manifests
-from tests.run.processes import spawn
+from tests.run.processes import program, spawn
 
 
 def made(step: int = 0) -> nn.Module:
@@ -187,10 +185,8 @@ report("save", True)
 def interleaved(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, int]]:
     """For a load, a load without locks and a save: at how many of its calls another process saved, the steps that were
     seen, and how many failed."""
-    command = [sys.executable, "-c", INTERLEAVED, str(tmp_path_factory.mktemp("interleaved"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(";") for line in done.stdout.splitlines()]
+    saved, output = (tmp_path_factory.mktemp(name) for name in ("interleaved", "output"))
+    lines = [line.split(";") for line in program(INTERLEAVED, saved, folder=output).splitlines()]
     return [(int(num_points), seen, int(num_failed)) for num_points, seen, num_failed in lines]
 
 

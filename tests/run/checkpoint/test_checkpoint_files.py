@@ -4,8 +4,6 @@ import errno
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from elixir_compile.checkpoint.folder import BLOCK_BYTES, BlockSums, open_checkp
 from elixir_compile.checkpoint.manifest import Manifest, read_manifest, write_manifest, write_text
 from elixir_compile.checkpoint.values import Deferred
 from tests.run.checkpointing import Training, eager, everything, other
+from tests.run.processes import program
 from tests.run.training import assert_same_tensors
 from tests.run.updating import ladder, rows
 
@@ -270,9 +269,8 @@ print(steps, max(num_left))
 
 
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    steps, num_left = done.stdout.rsplit("]", 1)
+    (tmp_path / "saved").mkdir()
+    steps, num_left = program(KILLED, tmp_path / "saved", folder=tmp_path).rsplit("]", 1)
     found = [int(step) for step in steps.strip("[").split(",")]
     assert found == sorted(found)
     assert set(found) == {1, 2}

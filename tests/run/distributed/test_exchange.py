@@ -48,7 +48,8 @@ def allocated_bytes(rank: int, world_size: int) -> list[int]:
     rows, own = torch.ones(world_size, NUMEL), torch.ones(NUMEL)
     found = []
     for begin in (lambda: ranks.all_gather(rows, own, "rows"), lambda: ranks.reduce_scatter(own, rows, "rows")):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # Without `acc_events` torch 2.11 warns of events that are dropped between cycles.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             begin().wait()
         found.append(max((event.cpu_memory_usage for event in profiler.events()), default=0))
     return found

@@ -67,7 +67,7 @@ class Decorated(Stack):
 
 
 @habit("A step under `torch.autocast` with a budget close to the smallest possible budget", area=AREA)
-@pytest.mark.parametrize("share", [1.0, 1.2, 1.5])
+@pytest.mark.parametrize("share", [1.0, 1.2, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> None:
     model, batches = seeded(Stack), vectors(rows=64)
     with bf16():
@@ -93,7 +93,8 @@ def test_autocast_inside_the_forward_trains_under_a_tight_budget(make: Callable[
     model, batches = seeded(make), vectors(rows=64)
     budget = int(1.2 * least_bytes(model, batches[0]))
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches)
-    assert_same(by_torch(model).train(batches), run)
+    # Eager autocast casts a weight once for several uses, and so adds up gradients in another order than compiled code.
+    assert_same(by_torch(model, backend="aot_eager").train(batches), run)
 
 
 @habit("`torch.autocast` of float16 with `torch.amp.GradScaler` and a budget", area=AREA)

@@ -20,7 +20,7 @@ def trains_divided(rank: int, world_size: int) -> dict[str, Any]:
     """Train a Llama on two ranks in one micro-batch and in four; return how far it is from its double, and counts."""
     found: dict[str, Any] = {"apart": [], "counts": [], "micro_batches": []}
     for number in (1, 4):
-        pair = pair_of("llama", (world_size,), micro_batches=number)
+        pair = pair_of("llama of one layer", (world_size,), micro_batches=number)
         (batch,) = batches(1, rows=16)
         differences = pair.step(batch)
         found["apart"].append(max(*differences.values(), pair.apart()))

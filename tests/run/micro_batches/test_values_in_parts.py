@@ -190,6 +190,13 @@ def test_parts_whose_graph_was_freed_are_gone(stepped: Stepped, monkeypatch: pyt
         step(*batch_of(ROWS)).backward()
 
 
+def test_a_part_of_another_dtype_than_captured_keeps_its_bits():
+    """As torch 2.11 captures the logarithms of sums of attention in fp64: as fp32."""
+    part = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
+    layout = Layout(memory=0, dtype=torch.float32, dim=0, shape=(2, 3), stride=(3, 1), offset=0, nbytes=24)
+    assert torch.equal(kept_part(part, layout, None), part)
+
+
 class Attention(torch.nn.Module):
     """Residual attention layers whose saved queries, keys and values are transposed views of one memory."""
 

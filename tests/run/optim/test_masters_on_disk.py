@@ -18,6 +18,7 @@ from elixir_compile.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk.state import DiskHome, DiskState
 from elixir_compile.runtime.disk.disk_store import DiskStore
+from tests.covering import covering
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users
 from tests.run.optim.test_hybrid_classes import both
@@ -99,8 +100,7 @@ def in_memory(dtype: torch.dtype, amsgrad: bool = False) -> Recorded:
         return recorded(run, batches_of(dtype))
 
 
-@pytest.mark.parametrize("update", list(Update))
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("dtype", "update"), covering([BF16, FP16], list(Update)))
 def test_masters_on_disk_are_bitwise_those_in_memory(dtype: torch.dtype, update: Update, tmp_path: Path) -> None:
     home = "split disk" if update is Update.AFTER_BACKWARD else "host disk"
     batches = batches_of(dtype)
@@ -152,7 +152,7 @@ def test_disk_space_is_freed_after_the_last_parameter(tmp_path: Path) -> None:
     assert not os.listdir(store.path)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)])
 def test_state_dicts_hold_fp32_masters_and_load_both_ways(dtype: torch.dtype, tmp_path: Path) -> None:
     """From disk to memory and back, in mid-flight. Loading writes the parameters too, as the nearest to their
     masters."""

@@ -21,6 +21,7 @@ from elixir_compile.ops.masters import has_master
 from elixir_compile.optim import device_masters, master_adamw
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.runtime.slab import live_slab_bytes
+from tests.covering import covering
 from tests.run import training
 from tests.run.models import hf_batches, seeded, small_gpt2
 from tests.run.training import Run, assert_same_tensors, loss_of
@@ -134,7 +135,7 @@ def on_device() -> Recorded:
 
 
 COMBINATIONS = [
-    *((home, update, 0.0) for home in ("device", "split", "host") for update in Update),
+    *covering(("device", "split", "host"), list(Update), (0.0,)),
     ("split", Update.ACROSS_STEPS, 0.5),
     ("host", Update.ACROSS_STEPS, 0.5),
     ("host", Update.AFTER_BACKWARD, 1.0),

@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +20,10 @@ from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, Invali
 from elixir_compile.ir import Tier, Update
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.optim.disk.state import DiskState
+from tests.covering import covering
 from tests.pure.problems import disk_staging
 from tests.run import updating
+from tests.run.processes import start_program
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 from tests.run.updating import (
     assert_equal,
@@ -62,8 +62,7 @@ def fail_calls(patch: pytest.MonkeyPatch, name: str, is_bad: Callable[[int], boo
     patch.setattr(os, name, call)
 
 
-@pytest.mark.parametrize("update", list(Update))
-@pytest.mark.parametrize("home", ["split disk", "host disk"])
+@pytest.mark.parametrize(("home", "update"), covering(["split disk", "host disk"], list(Update)))
 def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, tmp_path: Path) -> None:
     model, batches = ladder(), rows(20)
     expected = eager_run(model).train(batches)
@@ -337,13 +336,13 @@ with hybrid_run(ladder(), batches[0], home="host disk", update=Update.ACROSS_STE
 def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updating, "WIDTH", 13)
     (tmp_path / "disk").mkdir()
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
-        assert killed.stdout is not None
-        for line in killed.stdout:
-            if line == "5\n":  # its writes are under way, and the updates behind them
-                killed.send_signal(signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL
+    said = tmp_path / "said.txt"
+    killed = start_program(CHILD, tmp_path, output=said)
+    while killed.is_alive() and "5\n" not in said.read_text(encoding="utf-8"):
+        time.sleep(0.005)
+    killed.kill()  # its writes are under way, and the updates behind them
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
     assert any((tmp_path / "disk").iterdir())
     batches = rows(8)
     expected = eager_run(ladder()).train(batches)

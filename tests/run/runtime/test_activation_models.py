@@ -76,7 +76,7 @@ def assert_close(expected: Run, got: Run) -> None:
     ("name", "share"),
     [
         pytest.param("gpt2_deep", 0.35, marks=pytest.mark.slow),
-        ("gpt2_dropout", 0.5),
+        pytest.param("gpt2_dropout", 0.5, marks=pytest.mark.slow),
         # The least is one layer that the user runs again as a whole, 2.44 MB: 49.6 % with six layers, 57 % with three.
         pytest.param("gpt2_checkpointed", 0.5, marks=pytest.mark.slow),
         pytest.param("gpt2_checkpointed_dropout", 0.8, marks=pytest.mark.slow),

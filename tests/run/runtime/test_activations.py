@@ -22,6 +22,7 @@ from elixir_compile.managed import programs
 from elixir_compile.measure.step import Resident
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import live_slab_bytes
+from tests.covering import covering
 from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
 from tests.run.models import Block, Stack, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, loss_of, plain_step
@@ -43,8 +44,15 @@ def assert_close(expected: Run, got: Run) -> None:
         torch.testing.assert_close(got.weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("waits_late", [False, True], ids=["waits_early", "waits_late"])
-@pytest.mark.parametrize("name", CHOICES)
+LATE = ("offload", "from_host", "mix")
+"""Choices that offload: a plan of the others is the same whether the backward waits late for what leaves or not."""
+
+
+@pytest.mark.parametrize(
+    ("name", "waits_late"),
+    [*((name, False) for name in CHOICES), *((name, True) for name in LATE)],
+    ids=[*(f"{name}-waits_early" for name in CHOICES), *(f"{name}-waits_late" for name in LATE)],
+)
 def test_training_is_bitwise_the_same(name: str, waits_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = hf_batches()
     with planned(monkeypatch, CHOICES[name], waits_late=waits_late) as plans:
@@ -60,9 +68,8 @@ def test_training_is_bitwise_the_same(name: str, waits_late: bool, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "num_regions"),
     [
-        ("mix", 1),
         ("from_host", 3),
-        pytest.param("mix", 3, marks=pytest.mark.slow),
+        *(pytest.param("mix", number, marks=pytest.mark.slow) for number in (1, 3)),
         pytest.param("from_host", 1, marks=pytest.mark.slow),
     ],
 )
@@ -159,8 +166,9 @@ def backward_twice(compiled: Any, optimizer: torch.optim.Optimizer, batch: torch
     return loss
 
 
-@pytest.mark.parametrize("step", [two_forwards, accumulate, backward_twice])
-@pytest.mark.parametrize("name", ["offload", "from_host"])
+@pytest.mark.parametrize(
+    ("name", "step"), covering(["offload", "from_host"], [two_forwards, accumulate, backward_twice])
+)
 def test_forwards_have_their_own_host_memory(
     name: str, step: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +179,7 @@ def test_forwards_have_their_own_host_memory(
     assert_same(expected, got)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second forward is planned anew, because the first still holds activations. In the next step both are
     planned once more, because the second backward found the gradients of the first."""

@@ -12,7 +12,7 @@ from elixir_compile.search.space.facts import gather_facts
 transformers = pytest.importorskip("transformers")
 
 
-def configurations() -> list[object]:
+def configurations() -> list[transformers.PretrainedConfig]:
     """Layers whose neighbours are not alike: embeddings before the first, a norm behind the last."""
     return [
         transformers.GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=512, attn_pdrop=0.0, resid_pdrop=0.0),
@@ -22,7 +22,11 @@ def configurations() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("config", configurations(), ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.model_type == "llama")) for each in configurations()],
+    ids=lambda config: config.model_type,
+)
 def test_no_mode_of_a_layer_says_more_seconds_than_it_adds(config: object) -> None:
     config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue]
     with torch.device("meta"):
