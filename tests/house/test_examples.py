@@ -14,7 +14,7 @@ from tests.run.processes import programs
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--width", "64", "--length", "32"]
 SMALL = {
-    "gpt2": ("train.py", [*TINY, "--steps", "3", "--share", "0.9"]),
+    "gpt2": ("train.py", [*TINY, "--layers", "1", "--steps", "2", "--share", "0.9"]),
     "plan_without_a_gpu": ("plan.py", [*TINY, "--batch", "2", "--budget", "40MiB", "--machines", "4 x a100-40g"]),
 }
 """Each example's script and arguments; each prints two lines that say what was planned."""

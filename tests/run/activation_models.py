@@ -92,9 +92,9 @@ def selective() -> Case:
     return seeded(_Selective), _vectors()
 
 
-def blocks(*, dropout: float = 0.0) -> Case:
+def blocks(*, num_blocks: int = 3, dropout: float = 0.0) -> Case:
     """Return residual blocks with dropout in and behind each."""
-    return seeded(_Blocks, dropout), _vectors()
+    return seeded(_Blocks, dropout, num_blocks), _vectors()
 
 
 def broken() -> Case:
@@ -133,10 +133,10 @@ class _Selective(nn.Module):
 
 
 class _Blocks(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, num_blocks: int = 3) -> None:
         super().__init__()
         self.dropout = dropout
-        self.blocks = nn.ModuleList(_Block(dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(_Block(dropout) for _ in range(num_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -215,6 +215,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "blocks": blocks,
     "broken": broken,
     "blocks_dropout": lambda: blocks(dropout=0.1),
+    "two_blocks_dropout": lambda: blocks(num_blocks=2, dropout=0.1),
     "llama": llama,
     "t5": t5,
     "resnet": resnet,

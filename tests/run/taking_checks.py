@@ -17,8 +17,9 @@ from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of
 from tests.run.shares_checks import WIDTH, Rows, shares_of
 
 STEPS, BATCH = 16, 16
-ROW_S = 0.004
-"""Seconds that a region of the slow rank sleeps for each of its rows; of the others a third."""
+ROW_S = 0.012
+"""Seconds that a region of the slow rank sleeps for each of its rows; of the others a third. A step takes 25 ms
+besides, which would hide what other rows gain if the sleeps were as short."""
 
 
 def sleeping(rank: int, rows: list[int]) -> Any:

@@ -96,7 +96,7 @@ def test_training_is_bitwise_that_of_torch(name: str, share: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "activations"),
-    [("blocks_dropout", "recompute"), pytest.param("gpt2_dropout", "any", marks=pytest.mark.slow)],
+    [("two_blocks_dropout", "recompute"), pytest.param("gpt2_dropout", "any", marks=pytest.mark.slow)],
 )
 def test_dropout_through_inductor_draws_what_torch_draws(name: str, activations: str) -> None:
     """Inductor compiles three programs here; masks are drawn again from their seeds where they are recomputed."""
