@@ -101,9 +101,11 @@ class SharePlans:
     def _plan_of(self, problem: Problem, options: Options) -> Plan:
         """Return the plan for `problem`, that of a class of ranks; other choices may have asked for it already.
 
-        It depends on the rows of the class alone, and where parts of the state are unequal, on the parts of all ranks.
+        It depends on the rows of the class and the dtypes of moments, and where parts of the state are unequal, on the
+        parts of all ranks.
         """
-        key = (problem.rank, problem.graph.batch, problem.state, problem.released)
+        dtypes = tuple(sorted(problem.state_dtypes.items()))
+        key = (problem.rank, problem.graph.batch, problem.state, problem.released, dtypes)
         if key not in self._by_class:
             try:
                 self._by_class[key] = plan_for(problem, options)

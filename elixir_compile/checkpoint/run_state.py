@@ -23,9 +23,10 @@ from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, key_
 from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_adamw import with_joined_master
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_state import STORED_NAMES, form_of, saved_name, saved_value
+from elixir_compile.optim.narrow_state import STORED_NAMES, saved_name, saved_value
 from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"
@@ -160,8 +161,11 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the number of parameters by the form in which their moments are stored; empty if all are exact."""
-    forms = Counter(form_of(state).value for state in optimizer.state.values() if STORED_NAMES.intersection(state))
+    """Return the number of parameters with state by the form of their moments; empty if all moments are exact."""
+    if not isinstance(optimizer, Hybrid):
+        return {}
+    states = optimizer.states_of([param for param, state in optimizer.state.items() if state])
+    forms = Counter(state.dtype or MomentForm.FLOAT32.value for state in states)
     return dict(forms) if forms.keys() - {MomentForm.FLOAT32.value} else {}
 
 
@@ -211,7 +215,10 @@ def optimizer_targets(
 
 
 def _is_shared_out(key: str, form: torch.Tensor, param: torch.Tensor) -> bool:
-    """Return whether each rank with a part of `param` has a part of the saved tensor: a statistic, or its scales."""
+    """Return whether the entry `key` with the shape of `form` has the rows of `param`: a statistic, or its scales.
+
+    Then each rank with a part of `param` has a part of the entry.
+    """
     is_scale = key.endswith("_scale") and key.rpartition(".")[2] in STORED_NAMES
     return form.shape == param.shape or (is_scale and form.shape[:1] == param.shape[:1])
 
@@ -255,7 +262,7 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Itera
     """Yield the names and the values under which a checkpoint holds the entry `kind` of the state of `param`."""
     if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
         form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
-        like = _as_of(form, param)
+        like = _as_of("master", form, param)
         yield "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
         return
     name = saved_name(kind, param)
@@ -265,15 +272,15 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Itera
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         yield name, value
     elif isinstance(state, dict):
-        yield name, _as_of(value, param)
+        yield name, _as_of(name, value, param)
     else:
-        like = _as_of(torch.empty_like(value, device="meta"), param)
+        like = _as_of(name, torch.empty_like(value, device="meta"), param)
         yield name, Deferred(like=like, read=lambda: saved_value(state, kind, param))
 
 
-def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return the statistic `value` of `param`, as a DTensor if `param` is a DTensor and `value` is this rank's part."""
-    is_part = is_dtensor(param) and not is_dtensor(value) and value.shape[:1] == own_part(param).shape[:1]
+def _as_of(key: str, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the entry `key` of the state of `param`, a DTensor if `param` is one and `value` is its own part."""
+    is_part = is_dtensor(param) and not is_dtensor(value) and _is_shared_out(key, value, own_part(param))
     return as_dtensor(value, param) if is_part else value
 
 

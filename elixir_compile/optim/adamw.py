@@ -18,7 +18,7 @@ from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.generic.narrow_class import NarrowClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_adamw import may_be_narrow
+from elixir_compile.optim.narrow_adamw import amsgrad_refused, may_be_narrow
 from elixir_compile.optim.narrow_state import StatePrecision, state_precision
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.optim.state import decoded_entry
@@ -91,6 +91,16 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
             _refuse_inexact(params, self.precision, amsgrad=amsgrad)
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of `torch.optim.AdamW`, and move the state to where the plan wants it.
+
+        Narrower moments are converted to the form that this optimizer stores, rounded to the nearest. Raises
+        ValueError, and loads nothing, if a param group has AMSGrad and this optimizer has narrower moments.
+        """
+        if not self.precision.is_exact and any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError(amsgrad_refused(self.precision.moments.value))
+        super().load_state_dict(state_dict)
+
     def state_dict(self, *, as_float32: bool = False) -> dict[str, Any]:
         """Return the state dict as in `torch.optim.AdamW`, after all queued updates; state on disk is read into memory.
 
@@ -121,10 +131,7 @@ def _refuse_complex(params: Iterable[Any]) -> None:
 def _refuse_inexact(params: Iterable[Any], precision: StatePrecision, *, amsgrad: bool) -> None:
     """Raise the errors of a param group whose state cannot have `precision`."""
     if amsgrad:
-        raise ValueError(
-            f"amsgrad=True with state_dtype={precision.moments.value!r}: the largest second moment so far is stored in "
-            "fp32 only. Use state_dtype='float32' and master_dtype='float32', or amsgrad=False"
-        )
+        raise ValueError(amsgrad_refused(precision.moments.value))
     for each in params:
         name, param = each if isinstance(each, tuple) else ("", each)
         if not isinstance(param, torch.Tensor):

@@ -105,7 +105,7 @@ class Hybrid(torch.optim.Optimizer):
                 ParamState(
                     group=group,
                     nbytes=sum(layout.nbytes(param.numel()) for layout in layouts.values()),
-                    dtype=rule.narrow_dtype(param),
+                    dtype=rule.narrow_dtype(param, hyperparameters),
                     narrower_nbytes=rule.narrower_nbytes(param, hyperparameters),
                 )
             )

@@ -38,10 +38,7 @@ class MixedAdamWRule(AdamWRule):
         """Write the rest of the master of `param` to fresh `state`: from `prepare`, else from the parameter itself."""
         if not has_master(param):
             return
-        # Once, on the training thread: else the worker's first update would inspect the machine and build the kernel.
-        if self._threads is None:
-            kernel()
-            self._threads = host_threads_for(device)
+        self._prepare_passes(device)
         if not is_fresh:
             return
         if REST_NAMES[param.dtype] not in state:  # the state was created before the parameter was cast
@@ -50,6 +47,15 @@ class MixedAdamWRule(AdamWRule):
             rest = torch.empty_like(local.detach(), dtype=REST_DTYPES[param.dtype], device=device)
             state[REST_NAMES[param.dtype]] = rest
         begin_master_rest(param, state)
+
+    def _prepare_passes(self, device: torch.device) -> None:
+        """Build the kernel and choose the host threads for `device`, once; called on the training thread.
+
+        Else the worker's first update would inspect the machine and wait for the compiler.
+        """
+        if self._threads is None:
+            kernel()
+            self._threads = host_threads_for(device)
 
     def update(
         self,
@@ -166,8 +172,8 @@ def load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]
     master = found.pop("master", None)
     if not has_master(param):
         return found
-    home = found["exp_avg"]
-    rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home.device)
+    home = next(value.device for name, value in found.items() if name != "step" and isinstance(value, torch.Tensor))
+    rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home)
     found[REST_NAMES[param.dtype]] = rest
     if master is None:
         begin_master_rest(param, found)

@@ -58,19 +58,21 @@ class NarrowAdamWRule(MixedAdamWRule):
         super().__init__()
         self.precision = precision
 
-    def form(self, param: torch.Tensor) -> MomentForm:
+    def form(self, param: torch.Tensor, group: Mapping[str, Any]) -> MomentForm:
         """Return the form of the moments of `param`."""
         if not may_be_narrow(param):
             return MomentForm.FLOAT32
         if not self.precision.is_exact:
             return self.precision.moments
+        if group["amsgrad"]:  # the plan may be older than the optimizer
+            return MomentForm.FLOAT32
         spec = planned_spec(param)
         planned = None if spec is None else spec.state_dtype
         return MomentForm.FLOAT32 if planned is None else MomentForm(planned)
 
     def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
         """Return the layout of each moment of `param`, and of the rest of the master if `param` has an exact master."""
-        return self._layouts(param, group, self.form(param))
+        return self._layouts(param, group, self.form(param, group))
 
     def _layouts(
         self, param: torch.Tensor, group: Mapping[str, Any], form: MomentForm
@@ -86,9 +88,9 @@ class NarrowAdamWRule(MixedAdamWRule):
     def _is_own_master(self, param: torch.Tensor) -> bool:
         return self.precision.masters is torch.bfloat16 and has_master(param)
 
-    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
         """Return the dtype of the moments of `param` if they are narrower than fp32."""
-        form = self.form(param)
+        form = self.form(param, group)
         return None if form is MomentForm.FLOAT32 else form.value
 
     def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
@@ -100,13 +102,20 @@ class NarrowAdamWRule(MixedAdamWRule):
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Write the rest of the master of `param` to fresh `state`, unless `param` is its own master."""
+        if form_of(state) is not MomentForm.FLOAT32:  # updated by a host pass, also if `param` is in fp32
+            self._prepare_passes(device)
         super().start(param, state, device, is_fresh=is_fresh and not self._is_own_master(param))
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
-        """Return `state` with moments in the form of `param`, rounded to the nearest if they were in another."""
+        """Return `state` with moments in the form of `param`, rounded to the nearest if they were in another.
+
+        The rest of the master is left out if `param` is its own master: `param` has the value nearest to the master.
+        """
         if not may_be_narrow(param):
             return state
-        form = self.form(param)
+        if self._is_own_master(param) and master_rest_of(state) is not None:
+            state = {name: value for name, value in state.items() if name not in REST_NAMES.values()}
+        form = self.form(param, group)
         return state if form_of(state) is form else with_form(state, form, own_part(param).detach())
 
     def update(
@@ -116,7 +125,7 @@ class NarrowAdamWRule(MixedAdamWRule):
         states: Sequence[State],
         group: Mapping[str, Any],
     ) -> None:
-        """Update `weights` and `states` in place."""
+        """Update `weights` and `states` in place. Raises ValueError if AMSGrad was asked of narrower moments."""
         exact, on_host, on_device = [], [], []
         for each in zip(weights, grads, states, strict=True):
             weight, _, state = each
@@ -126,6 +135,8 @@ class NarrowAdamWRule(MixedAdamWRule):
                 state["step"].add_(1)
             else:
                 (on_host if weight.device.type == "cpu" else on_device).append(each)
+        if (on_host or on_device) and group["amsgrad"]:
+            raise ValueError(amsgrad_refused(form_of((on_host or on_device)[0][2]).value))
         if exact:
             exact_weights, exact_grads, exact_states = zip(*exact, strict=True)
             super().update(exact_weights, exact_grads, exact_states, group)
@@ -214,6 +225,14 @@ class NarrowAdamWRule(MixedAdamWRule):
 def may_be_narrow(param: torch.Tensor) -> bool:
     """Return whether the state of `param` may have moments narrower than fp32: if it has moments in fp32."""
     return param.dtype == torch.float32 or has_master(param)
+
+
+def amsgrad_refused(state_dtype: str) -> str:
+    """Return the message of the error of AMSGrad with moments in `state_dtype`."""
+    return (
+        f"amsgrad=True with moments in {state_dtype}: the largest second moment so far is stored in fp32 only. Use "
+        "state_dtype='float32' and master_dtype='float32', or amsgrad=False"
+    )
 
 
 def _row(weight: torch.Tensor, grad: torch.Tensor, state: State) -> list[torch.Tensor]:

@@ -65,7 +65,7 @@ class UpdateRule(Protocol):
         """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""
         ...
 
-    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
         """Return the dtype of the moments of `param` if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
         ...
 
@@ -124,7 +124,7 @@ class AdamWRule:
         """Return `state`: its layouts never change."""
         return state
 
-    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
         """Return None: moments have the dtype of `param`."""
         return None
 

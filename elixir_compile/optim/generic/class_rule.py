@@ -102,7 +102,7 @@ class ClassRule:
         """Return `state`: its layouts are those of the class."""
         return state
 
-    def narrow_dtype(self, param: torch.Tensor) -> str | None:
+    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
         """Return None: the class chooses the dtypes of its statistics."""
         return None
 

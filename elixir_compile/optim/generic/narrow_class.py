@@ -23,6 +23,9 @@ from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 20
 """Elements in fp32 at a time: 4 MiB for each statistic."""
+_NUM_UPDATES = "num_updates"
+"""The entry of a state that counts updates if the class does not, as SGD and Lion. The noise of each update must be its
+own: with the same noise in every update, a statistic that decays slowly is rounded back to its value each time."""
 
 
 class NarrowClassRule(ClassRule):
@@ -39,9 +42,10 @@ class NarrowClassRule(ClassRule):
             for name, layout in super().state_layouts(param, group).items()
         }
 
-    def narrow_dtype(self, param: torch.Tensor) -> str | None:
-        """Return the dtype of the statistics of `param`: bf16 if the class would keep them in fp32."""
-        return "bfloat16" if param.dtype == torch.float32 else None
+    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
+        """Return bfloat16 if the class would keep a statistic of `param` in fp32, else None."""
+        dtypes = self.schema(group, param.dtype).dtypes.values()
+        return "bfloat16" if torch.float32 in dtypes else None
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with its fp32 statistics in bf16, rounded to the nearest."""
@@ -71,9 +75,10 @@ class NarrowClassRule(ClassRule):
         self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any], narrow: set[str]
     ) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in `state`."""
-        key = noise_key(self._precision.seed, int(state.get("step", 0)) + 1)
+        number = int(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
+        key = noise_key(self._precision.seed, number)
         given = {name: flat_order(value, weight) for name, value in state.items() if _is_statistic(value, weight)}
-        others = {name: value for name, value in state.items() if name not in given}
+        others = {name: value for name, value in state.items() if name not in given and name != _NUM_UPDATES}
         kept, left = dict(given), dict[str, Any]()
         slope, high = flat_order(grad, weight), flat(weight)
         for start in range(0, weight.numel(), _BLOCK):
@@ -92,6 +97,8 @@ class NarrowClassRule(ClassRule):
                     kept[name] = torch.empty_like(high, dtype=torch.bfloat16 if name in narrow else value.dtype)
                 kept[name][block] = self._rounded(value, key) if name in narrow else value
         self._store(state, kept, left, weight)
+        if "step" not in state:
+            state[_NUM_UPDATES] = number
 
     def _store(self, state: State, kept: Mapping[str, torch.Tensor], left: State, weight: torch.Tensor) -> None:
         """Put the flat statistics `kept` and the entries `left` into `state`, in its own memory where it has any."""

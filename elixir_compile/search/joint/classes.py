@@ -19,6 +19,7 @@ from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import BucketId, Placement, Plan, Prediction, RankClass, Record, Tier, Update
 from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrower
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.skeleton import Use, common_sequence, following, released_by
 from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
@@ -44,9 +45,23 @@ def plan_classes(
     `members` are the ranks of each class. `each` calls `search`, perhaps on several machines. The predicted seconds are
     those of all ranks simulated together, and the bound is the highest of any class: no rank is faster than the last.
 
+    If a class has no plan, and the problems allow narrower moments, some have them: see `narrower_state`.
+
     Raises NoFeasiblePlan if a class has no plan, and InvalidPlan if the plans cannot follow one sequence of collectives
     within their budgets.
     """
+    return tuple(
+        plans_with_fewest_narrower(problems, lambda variants: _plan_in_one_order(variants, members, search, each))
+    )
+
+
+def _plan_in_one_order(
+    problems: Sequence[Problem],
+    members: Sequence[Sequence[int]],
+    search: Callable[[Problem], Plan],
+    each: Each,
+) -> tuple[Plan, ...]:
+    """Return the plans of `plan_classes` with the moments that `problems` have."""
     asked = [with_buckets_formed(problem) for problem in problems]
     plans = list(each(lambda number: search(asked[number])))
     for _ in range(_MOST_PASSES - 1):

@@ -22,7 +22,7 @@ from elixir_compile.search.clock import Clock, Deadline
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.search.joint.loss import is_pressed
-from elixir_compile.search.joint.narrower_state import plan_with_fewest_narrower
+from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrower
 from elixir_compile.search.limits import leanest
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
@@ -49,7 +49,8 @@ def plan_as_asked(problem: Problem, options: Options) -> Plan:
     If no plan fits, and the problem allows narrower moments, some have them: see `narrower_state`. Raises the errors of
     `plan`.
     """
-    return plan_with_fewest_narrower(problem, lambda variant: _plan_exact(variant, options))
+    [made] = plans_with_fewest_narrower([problem], lambda variants: [_plan_exact(each, options) for each in variants])
+    return made
 
 
 def _plan_exact(problem: Problem, options: Options) -> Plan:

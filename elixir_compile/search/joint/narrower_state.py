@@ -6,7 +6,7 @@
 Disk, recomputation, micro-batches and every other way to fit come first: they change no bit of the result.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from elixir_compile.errors import NoFeasiblePlan
@@ -14,38 +14,55 @@ from elixir_compile.ir import Decision, Plan, StorageId
 from elixir_compile.search.problem import Problem
 from elixir_compile.units import format_bytes
 
-Search = Callable[[Problem], Plan]
-"""Plans a problem. Raises NoFeasiblePlan."""
+Search = Callable[[Sequence[Problem]], Sequence[Plan]]
+"""Plans the problem of a rank of each class of ranks. Raises NoFeasiblePlan if a class has no plan."""
 _MOST_SEARCHES = 5
 """Searches with the narrower moments of some parameters, before all of them get narrower moments."""
 _SPARE = 1.02
 """The bytes to be saved, over those that were missing: buckets are padded, and the planner has other buckets then."""
 
 
-def plan_with_fewest_narrower(problem: Problem, search: Search) -> Plan:
-    """Return the plan of `search` for `problem`, with narrower moments for as few bytes of parameters as fit.
+def plans_with_fewest_narrower(problems: Sequence[Problem], search: Search) -> Sequence[Plan]:
+    """Return the plans of `search` for `problems`, with narrower moments for as few bytes of parameters as fit.
 
-    Raises NoFeasiblePlan if no plan fits even if all moments are narrower; the error names the bytes of that plan.
+    `problems` are those of the classes of ranks of a step, one if all ranks follow one plan. All classes have the same
+    moments. Raises NoFeasiblePlan if no plan fits even if all moments are narrower; the error names the bytes of that
+    plan.
     """
     try:
-        return search(problem)
+        return search(problems)
     except NoFeasiblePlan as error:
         missing = error.with_traceback(None)
-    saved_bytes = _savings(problem)
+    saved_bytes = _savings(problems[0])
     if not saved_bytes:
         raise missing
     order = sorted(saved_bytes, key=lambda param: (-saved_bytes[param], param))
+    share = min(_share(problem) for problem in problems)
     wanted_bytes, exact = 0, missing
     for _ in range(_MOST_SEARCHES):
-        wanted_bytes += int(_SPARE * (missing.needed_bytes - missing.budget_bytes))
+        wanted_bytes += int(_SPARE / share * (missing.needed_bytes - missing.budget_bytes))
         chosen = _fewest(order, saved_bytes, wanted_bytes)
         if len(chosen) == len(order):
             break
         try:
-            return _with_decisions(problem, search(with_narrower(problem, chosen)), exact)
+            return _narrower(problems, chosen, search, exact)
         except NoFeasiblePlan as error:
             missing = error.with_traceback(None)
-    return _with_decisions(problem, search(with_narrower(problem, order)), exact)
+    return _narrower(problems, order, search, exact)
+
+
+def _share(problem: Problem) -> float:
+    """Return the part of all state that the rank of `problem` has; of a rank without state, that of an equal part."""
+    own = problem.state[problem.rank] if problem.state else 0.0
+    return own or 1 / problem.num_shards
+
+
+def _narrower(
+    problems: Sequence[Problem], params: Collection[StorageId], search: Search, exact: NoFeasiblePlan
+) -> Sequence[Plan]:
+    """Return the plans of `search` with narrower moments for `params`; `exact` says why exact ones do not fit."""
+    plans = search([with_narrower(problem, params) for problem in problems])
+    return [_with_decisions(problem, plan, exact) for problem, plan in zip(problems, plans, strict=True)]
 
 
 def with_narrower(problem: Problem, params: Collection[StorageId]) -> Problem:

@@ -19,7 +19,7 @@ from elixir_compile.optim.narrow_state import form_of
 from tests.run.optim.test_narrow_state import NARROW, narrow_adamw, rows, steps
 from tests.run.processes import spawn
 from tests.run.training import Run, assert_same_tensors
-from tests.run.updating import hybrid_run, small_pieces
+from tests.run.updating import eager_run, hybrid_run, small_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
 
@@ -53,6 +53,24 @@ def test_a_run_goes_on_bit_for_bit(state_dtype: str, home: str, tmp_path: Path) 
             assert all(isinstance(state, DiskState) for state in run.optimizer.state.values())
     said = json.loads((tmp_path / "run" / "state.json").read_text())["optimizer"]["moments"]
     assert said == {state_dtype: len(list(run.model.parameters()))}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "moments"),
+    [
+        (torch.bfloat16, elixir.HybridAdamW, {}),
+        (torch.float32, elixir.hybrid(torch.optim.SGD, "bfloat16"), {"bfloat16": 5}),
+        (torch.float32, torch.optim.AdamW, {}),
+    ],
+    ids=["bf16 parameters without masters", "a class", "torch"],
+)
+def test_a_checkpoint_names_narrower_moments_alone(
+    dtype: torch.dtype, optimizer: Any, moments: dict[str, int], tmp_path: Path
+) -> None:
+    own = eager_run(steps().to(dtype), optimizer, lr=1e-2, **({"momentum": 0.9} if moments else {}))
+    own.train(rows(1, dtype))
+    elixir.save(tmp_path / "run", own.model, own.optimizer)
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["optimizer"]["moments"] == moments
 
 
 def test_other_forms_load_a_checkpoint(tmp_path: Path) -> None:

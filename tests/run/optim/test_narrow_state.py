@@ -289,7 +289,7 @@ def test_torch_refuses_codes_instead_of_taking_them_for_moments() -> None:
         ({"state_dtype": "float16"}, "state_dtype='float16': expected one of 'float32', 'bfloat16', 'float8', 'int8'"),
         ({"state_dtype": "int8", "state_rounding": "up"}, "state_rounding='up': expected"),
         ({"master_dtype": "int8"}, "master_dtype='int8': expected"),
-        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad=True with state_dtype='int8'"),
+        ({"state_dtype": "int8", "amsgrad": True}, "amsgrad=True with moments in int8"),
     ],
 )
 def test_errors_of_words(arguments: dict[str, Any], message: str) -> None:
