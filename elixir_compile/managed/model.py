@@ -269,6 +269,7 @@ def prepare_again(old: ManagedModel) -> None:
         new = ManagedModel(roots, before.device, before.ranks)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
+        new.executor.calls.spec = before.calls.spec
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

@@ -139,6 +139,8 @@ class OutstandingForwards:
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
         """Record the graphs of all `outstanding` forwards, if these are more than ever beside `graph`."""
+        if self._executor.calls.spec.num > 1:  # the plan of the graph counts its own
+            outstanding = [other for other in outstanding if other is not graph]
         if len(outstanding) > len(graph.runs.beside):
             graph.runs.beside = tuple(outstanding)
 

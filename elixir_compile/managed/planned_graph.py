@@ -201,12 +201,12 @@ class PlannedGraph:
 
     def run_forward(self, args: list[Any]) -> Any:
         """Run the forward once."""
-        input_storages, programs = storages_of(args), self.programs.last
+        input_storages, programs, executor = storages_of(args), self.programs.last, self._executor
         try:
-            results = self._executor.ledger.run(programs.plan.name, programs.forward.forward, args)
-            self._executor.end()
+            graph = None if self.is_inference else self
+            results = executor.run_forward(graph, programs.plan.name, programs.forward.forward, args)
         except BaseException:
-            self._executor.abandon()
+            executor.abandon()
             raise
         if not self.is_inference:
             self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
@@ -221,7 +221,7 @@ class PlannedGraph:
             self._variants.begin_backward(ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
-            return self._executor.ledger.run(name, program.forward, args)
+            return self._executor.run_backward(self, ticket, name, program.forward, args)
         except BaseException as error:
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)
@@ -314,7 +314,8 @@ class PlannedGraph:
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
         executor, active, plan = self._executor, self.active, self.active.plan
-        is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
+        beside_bytes = active.beside_bytes + self.programs.last.beside_bytes
+        is_crowded = not self.is_inference and executor.saved.held_bytes() > beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)

@@ -53,15 +53,15 @@ class Programs:
         self.graph, self.plan = graph, plan
         self.chooses_strides = may_choose_strides and is_one_region_each(plan) and captured.backward is not None
         """Whether Inductor chose the strides of the activations that the forward saves."""
-        self._executor = executor
-        self._regions = regions
-        self._progress = progress
+        self._executor, self._regions, self._progress = executor, regions, progress
         self._partition = partition_of(captured, graph, plan.activations, is_divided=bool(laps_of(plan)))
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _saved_device_bytes(graph, plan)
         """Device bytes of activations that one forward saves for its backward."""
         self.given_bytes = given_bytes(graph)
         """Bytes of inputs that the backward reads."""
+        self.beside_bytes = (plan.calls.outstanding - 1) * (self.device_bytes + self.given_bytes)
+        """The bytes that the plan counts for other outstanding forwards of the graph."""
         self._states = UNDIVIDED
         """How each value of both halves is made of its values in micro-batches, if a region runs in them."""
         self._sliced = SlicedValues()
@@ -107,6 +107,7 @@ class Programs:
         ticket = results[self._partition.captured.num_outputs]
         activations = self.saved_only(results, input_storages)
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
+        self._executor.calls.note_forward(owner, number_of(ticket))
         return ticket
 
     def saves_as(self, other: "Programs") -> bool:
