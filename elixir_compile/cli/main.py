@@ -189,6 +189,10 @@ _UPDATE = Annotated[
 _ACTIVATIONS = Annotated[
     str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
 ]
+_POLICY = Annotated[
+    str | None, typer.Option(help="auto: the search places; static: it keeps the fractions --shard-param-frac, ...")
+]
+_FRAC = Annotated[float | None, typer.Option(help="With --placement-policy static: a fraction, as in Gemini.")]
 _STATE_BYTES = Annotated[
     list[int] | None,
     typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
@@ -227,6 +231,10 @@ def plan(
     activations: _ACTIVATIONS = None,
     accumulate: _ACCUMULATE = False,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule; for a fleet: cephalo.")] = None,
+    placement_policy: _POLICY = None,
+    shard_param_frac: _FRAC = None,
+    offload_optim_frac: _FRAC = None,
+    offload_param_frac: _FRAC = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: _STATE_BYTES = None,
     largest_batch: _LARGEST_BATCH = False,
@@ -251,7 +259,8 @@ def plan(
         "micro_batches": int(micro_batches) if micro_batches and micro_batches.isdecimal() else micro_batches,
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
         "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
-        "accumulate": accumulate or None,
+        "accumulate": accumulate or None, "placement_policy": placement_policy, "shard_param_frac": shard_param_frac,
+        "offload_optim_frac": offload_optim_frac, "offload_param_frac": offload_param_frac,
     }  # fmt: skip
     request = Request(
         model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
