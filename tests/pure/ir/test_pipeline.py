@@ -50,8 +50,8 @@ def test_each_stage_runs_each_micro_batch_once_in_each_phase_on_its_rank(order: 
 
 
 def test_outstanding_forwards_are_all_micro_batches_or_those_that_later_stages_need() -> None:
-    """1F1B: a stage is ahead by the stages behind it. Interleaved, 2 stages on each of 2 ranks: rank 1 runs 1F0 1F1 and
-    then forward and backward in turn, 3F0 3B0 3F1 3B1 1F2 1B0; so one forward of stage 3 waits, and three of stage 1."""
+    """1F1B: a stage is ahead by the stages behind it. Interleaved, 2 stages on each of 2 ranks: rank 1 runs 1F0 1F1
+    then forward and backward in turn, 3F0 3B0 3F1 3B1 1F2 1B0; so 1 forward of stage 3 waits, and 3 of stage 1."""
     assert [outstanding_forwards(pipeline_order(TorchSchedule.GPIPE, 4, 4, 8), stage) for stage in range(4)] == [8] * 4
     once = pipeline_order(TorchSchedule.ONE_F_ONE_B, 4, 4, 8)
     assert [outstanding_forwards(once, stage) for stage in range(4)] == [4, 3, 2, 1]
