@@ -99,6 +99,7 @@ _ERRORS = (
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",
+    "UnknownSchedule",
     "UnknownSubject",
     "UnsupportedBackward",
     "UnsupportedDevice",
