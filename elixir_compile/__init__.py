@@ -101,6 +101,7 @@ _ERRORS = (
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",
+    "UnknownSchedule",
     "UnknownSubject",
     "UnsupportedBackward",
     "UnsupportedDevice",

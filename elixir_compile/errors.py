@@ -6,7 +6,8 @@ Exception
     ├── _UnknownName       (ValueError)     an unknown name
     │   ├── UnknownOption                   an unknown option
     │   ├── UnknownHardware                 a machine without a built-in profile
-    │   └── UnknownModel                    neither a named shape nor a function nor a configuration
+    │   ├── UnknownModel                    neither a named shape nor a function nor a configuration
+    │   └── UnknownSchedule                 a pipeline schedule that torch or a compiled stage does not have
     ├── _FileError         (ValueError)     text of another form than its file should have
     │   ├── PlanFileError                   a file without a valid plan
     │   │   └── QuestionFileError           a file beside a plan without the question that the plan answers
@@ -257,6 +258,27 @@ class UnknownModel(_UnknownName):
             f"unknown model {self.name!r}{why}. {self._hint()}The named shapes are: {', '.join(self.known)}. Any other "
             f"model: `path.py:function` for a function that returns it, or a Hugging Face config file or folder."
         )
+
+
+class UnknownSchedule(_UnknownName):
+    """No schedule of pipelines that compiled stages can run has the name `name`; `nearest` is the most similar name.
+
+    `splits_backward` is True for a schedule of torch that runs the gradients of inputs and of weights apart.
+    """
+
+    def __init__(self, name: str, known: Sequence[str], splits_backward: bool = False) -> None:
+        super().__init__(name, known, splits_backward)
+        self.splits_backward = splits_backward
+
+    def _near(self) -> Sequence[str]:
+        return difflib.get_close_matches(str(self.name).lower(), self.known, n=1, cutoff=0.4)
+
+    def __str__(self) -> str:
+        known = ", ".join(self.known)
+        if self.splits_backward:
+            because = "computes the gradients of inputs and of weights apart, which compiled stages cannot"
+            return f"schedule {self.name!r} {because}. Use one of {known}."
+        return f"torch has no schedule {self.name!r}. {self._hint()}The schedules are: {known}."
 
 
 class PlanMismatch(ElixirError, ValueError):

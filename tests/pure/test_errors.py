@@ -35,6 +35,8 @@ SAMPLES: list[ElixirError] = [
     errors.TraceFileError("period_s", "a finite number", "long"),
     errors.UnknownHardware("a100-40gb", ["a100-40g", "h100-80g"]),
     errors.UnknownModel("gpt2-124", ["gpt2-124m", "llama-7b"], "there is no such file"),
+    errors.UnknownSchedule("looped", ["gpipe", "looped-bfs"]),
+    errors.UnknownSchedule("DualPipeV", ["gpipe", "looped-bfs"], True),
     errors.UnknownSubject("b9", ["b0", "fwd.0"]),
     errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
