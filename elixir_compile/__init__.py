@@ -69,6 +69,7 @@ _HOME: dict[str, str] = {
 }
 _ERRORS = (
     "ActivationsGone",
+    "ContradictingFractions",
     "DiskCorrupted",
     "DiskFailed",
     "DiskFull",
@@ -95,12 +96,14 @@ _ERRORS = (
     "QuestionFileError",
     "Race",
     "StaleParameters",
+    "StateNotApart",
     "TooManyForwards",
     "TraceFileError",
     "UnforeseenState",
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",
+    "UnknownSchedule",
     "UnknownSubject",
     "UnsupportedBackward",
     "UnsupportedDevice",

@@ -314,8 +314,8 @@ class PlannedGraph:
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
         executor, active, plan = self._executor, self.active, self.active.plan
-        beside_bytes = active.beside_bytes + self.programs.last.beside_bytes
-        is_crowded = not self.is_inference and executor.saved.held_bytes() > beside_bytes
+        more_bytes = executor.saved.held_bytes() - active.beside_bytes - self.programs.last.beside_bytes
+        is_crowded = not self.is_inference and more_bytes > 0
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)

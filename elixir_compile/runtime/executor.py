@@ -31,7 +31,6 @@ from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations, number_of
 from elixir_compile.runtime.slices import LeavingView, Slicing
 
-
 Program = Callable[[list[Any]], Any]
 """A program of a graph: it empties the list of its inputs."""
 

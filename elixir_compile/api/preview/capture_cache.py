@@ -49,6 +49,7 @@ _FORM = Form(
     error=lambda field, expected, got: InvalidPlan(f"{field}: expected {expected}, got {got!r:.80}"),
 )
 Pairs = tuple[tuple[StorageId, int], ...]
+NarrowerPairs = tuple[tuple[StorageId, tuple[tuple[str, int], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class _CaptureFile:
     chunks: Chunks | None
     loss_chunks: int
     batch_symbol: str | None
+    narrower_bytes: NarrowerPairs
 
 
 def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool, chunks: Chunks | None) -> str | None:
@@ -103,6 +105,7 @@ def cached_capture(key: str) -> Capture | None:
         os.utime(path)
     values: dict[str, Any] = {field.name: getattr(cached, field.name) for field in fields(cached)}
     values |= {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
+    values["narrower_bytes"] = {name: dict(sizes) for name, sizes in cached.narrower_bytes}
     values["device"] = torch.device(cached.device)
     return Capture(**values)
 
@@ -112,8 +115,7 @@ def store_capture(key: str, capture: Capture) -> None:
 
     If the folder cannot be written, the log gets a line.
     """
-    values: dict[str, Any] = {field.name: getattr(capture, field.name) for field in fields(capture)}
-    values |= {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
+    values: dict[str, Any] = {field.name: _as_pairs(getattr(capture, field.name)) for field in fields(capture)}
     values["device"] = str(capture.device)
     cached = _CaptureFile(**values)
     path = _path(key)
@@ -122,6 +124,11 @@ def store_capture(key: str, capture: Capture) -> None:
         drop_oldest(path.parent, MOST_CAPTURES)
     except OSError as error:
         log.info("captures cannot be cached in %s: %s", path.parent, error.strerror)
+
+
+def _as_pairs(value: object) -> object:
+    """Return a mapping as a tuple of its pairs, and so the mappings that are its values; any other value as it is."""
+    return tuple((key, _as_pairs(each)) for key, each in value.items()) if isinstance(value, Mapping) else value
 
 
 def _drop(path: Path, error: Exception) -> None:

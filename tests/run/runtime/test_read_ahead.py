@@ -32,7 +32,7 @@ def pieces(tmp_path: Path) -> Iterator[list[Piece]]:
     """Nine pieces of two regions each; piece n of region r holds 10 * r + n."""
     store = DiskStore(tmp_path)
     regions = [store.allocate(f"r{number}", NUM_PIECES * PAGE) for number in range(2)]
-    columns = [(region, 1) for region in regions]
+    columns = [(region, 1, 1) for region in regions]
     made = [Piece(columns, number * PAGE, (number + 1) * PAGE, PAGE) for number in range(NUM_PIECES)]
     reads = ReadAhead(1, 2 * PAGE)
     for number, piece in enumerate(made):
@@ -113,7 +113,7 @@ def test_a_piece_announced_again_is_not_read_between_the_writes_of_its_regions(
 def test_regions_of_two_element_sizes_have_the_same_pieces(tmp_path: Path) -> None:
     """Elements of 2 bytes and of 4; the last piece has 1000 of them."""
     store, numel = DiskStore(tmp_path), 3 * PAGE + 1000
-    columns = [(store.allocate(f"size {size}", numel * size), size) for size in (2, 4)]
+    columns = [(store.allocate(f"size {size}", numel * size), size, 1) for size in (2, 4)]
     made = [Piece(columns, start, min(start + PAGE, numel), PAGE) for start in range(0, numel, PAGE)]
     values = torch.arange(numel, dtype=torch.int32)
     reads = ReadAhead(2, 6 * PAGE)
