@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def scheduled_stages(schedule: object) -> Sequence[ScheduledStage] | None:
     ]
 
 
-def _stage(schedule: object, stage: object, order: str, number: int, *, num_sent: int) -> ScheduledStage:
+def _stage(schedule: Any, stage: Any, order: str, number: int, *, num_sent: int) -> ScheduledStage:
     return ScheduledStage(
         module=stage.submod,
         index=stage.stage_index,
@@ -63,7 +64,7 @@ def _stage(schedule: object, stage: object, order: str, number: int, *, num_sent
     )
 
 
-def _letters(actions: Sequence[object], index: int) -> Sequence[str]:
+def _letters(actions: Sequence[Any], index: int) -> Sequence[str]:
     letters: list[str] = []
     for action in actions:
         for part in action.sub_actions or (action,):

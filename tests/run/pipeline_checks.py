@@ -53,7 +53,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def train_pipeline(
-    rank: int, world_size: int, name: str, options: Mapping[str, Any], dtype: str = "float64"
+    rank: int, world_size: int, name: str, options: Mapping[str, Any], dtype: str = "float64", num_layers: int = 1
 ) -> dict[str, Any]:
     """Train by the schedule `name` and by one process; return how far weights are apart, and what was counted."""
     torch._dynamo.reset()
@@ -61,9 +61,9 @@ def train_pipeline(
     num_stages = world_size * (2 if name in LOOPED else 1)
     own = list(range(rank, num_stages, world_size))
     torch.manual_seed(0)
-    whole = [Stage(2).to(own_dtype) for _ in range(num_stages)]
+    whole = [Stage(num_layers).to(own_dtype) for _ in range(num_stages)]
     torch.manual_seed(0)
-    modules = [Stage(2).to(own_dtype) for _ in range(num_stages)]
+    modules = [Stage(num_layers).to(own_dtype) for _ in range(num_stages)]
     x, y = torch.randn(ROWS, WIDTH, dtype=own_dtype), torch.randn(ROWS, WIDTH, dtype=own_dtype)
     compiled = [
         torch.compile(elixir.prepare(modules[i]), backend="elixir", options={**DEFAULTS, **options}) for i in own
@@ -88,14 +88,14 @@ def train_pipeline(
             optimizer.step()
             optimizer.zero_grad()
         step_whole(whole, double, x, y, reverses=reverses)
-    for optimizer in optimizers:
-        optimizer.synchronize() if hasattr(optimizer, "synchronize") else None
     plans = [elixir.compilations(modules[i])[-1].plan for i in own]
     return {
         "apart": apart([modules[i] for i in own], [whole[i] for i in own]),
         "plans": [str(plan.calls) for plan in plans],
         "planned": [counted(plan) for plan in plans],
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
+        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
     }
 
 
@@ -145,6 +145,46 @@ def train_sharded(
         (p.full_tensor() - q).abs().max().item() for p, q in zip(module.parameters(), double.parameters(), strict=True)
     )
     return {"apart": off, "calls": str(plan.calls), "planned": counted(plan), "executed": counts, "plan": str(plan)}
+
+
+def train_grid(rank: int, world_size: int, name: str, options: Mapping[str, Any], width: int = 64) -> dict[str, Any]:
+    """Train two stages, each sharded over half of the ranks, by the schedule `name`, and one process; return how far
+    weights are apart, and what was counted in the last step."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    index, part = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    torch.manual_seed(0)
+    whole = [Stage(2, width).double() for _ in range(2)]
+    torch.manual_seed(0)
+    module = [Stage(2, width).double() for _ in range(2)][index]
+    x, y = torch.randn(ROWS, width).double(), torch.randn(ROWS, width).double()
+    elixir.prepare(module, mesh=mesh["dp"])
+    compiled = torch.compile(module, backend="elixir", options={**DEFAULTS, **options})
+    stage = PipelineStage(compiled, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = getattr(pipelining, name)(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
+    elixir.prepare(module, outstanding=schedule)
+    optimizer = elixir.HybridAdamW(module.parameters(), lr=1e-3)
+    double = torch.optim.AdamW([p for other in whole for p in other.parameters()], lr=1e-3)
+    own = [rows.chunk(world_size // 2)[part] for rows in (x, y)]
+    before: Mapping[str, int] = {}
+    for _ in range(NUM_STEPS):
+        before = dict(executor_of(module).ledger.counts)
+        schedule.step(own[0]) if index == 0 else schedule.step(target=own[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        step_whole(whole, double, x, y, reverses=False)
+    after, plan = executor_of(module).ledger.counts, elixir.compilations(module)[-1].plan
+    off = [
+        (p.full_tensor() - q).abs().max().item()
+        for p, q in zip(module.parameters(), whole[index].parameters(), strict=True)
+    ]
+    return {
+        "apart": max(off),
+        "planned": counted(plan),
+        "gathered": after["gather"] - before.get("gather", 0),
+        "reduced": after["reduce"] - before.get("reduce", 0),
+        "num_buckets": sum(bucket.is_sharded for bucket in plan.buckets),
+    }
 
 
 def measure_pipeline(
