@@ -64,6 +64,7 @@ def _calls_of(model: nn.Module, schedule: object) -> Calls:
         output_grads=1 if stage.is_last else number,
         input_grads=1 if stage.is_first else min(stage.num_sent + 1, number),
         has_loss=stage.is_last,
+        is_scaled=stage.scales and number > 1,
     )
 
 

@@ -31,6 +31,8 @@ class Calls:
     """The most gradients of inputs, outputs of the backward, that the caller holds at once."""
     has_loss: bool = False
     """Whether the caller computes a loss of the outputs, which keeps as many bytes as them until the backward."""
+    is_scaled: bool = False
+    """Whether the caller divides the gradients after the last backward."""
     sums_in_fp32: bool = False
     """Whether the gradients of the calls are summed in fp32 where parameters are narrower."""
 

@@ -268,7 +268,7 @@ def _counted_bytes(bucket: Bucket) -> int:
 def calls_text(calls: Calls) -> str:
     """Return the printed line of the calls of a step."""
     numbers = f"calls {calls.num}  outstanding {calls.outstanding}  outputs {calls.more_outputs}"
-    sums = "  loss" if calls.has_loss else ""
+    sums = ("  loss" if calls.has_loss else "") + ("  scaled" if calls.is_scaled else "")
     sums += "  sums float32" if calls.sums_in_fp32 else ""
     sums += "  sums stay" if calls.sums_stay else ""
     return f"{numbers}  output grads {calls.output_grads}  input grads {calls.input_grads}{sums}"
