@@ -165,6 +165,7 @@ class ManagedModel:
 
         `graph_break` has file, line and reason of the graph break at which it ends.
         """
+        self._outstanding.has_breaks |= graph_break is not None
         name, number = self.executor.name, len(self.graphs)
         return PlannedGraph(
             f"{name}.{number}" if number else name,

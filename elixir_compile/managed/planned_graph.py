@@ -203,8 +203,8 @@ class PlannedGraph:
         """Run the forward once."""
         input_storages, programs, executor = storages_of(args), self.programs.last, self._executor
         try:
-            graph = None if self.is_inference else self
-            results = executor.run_forward(graph, programs.plan.name, programs.forward.forward, args)
+            counted = None if self.is_inference else self._outstanding.counted_as(self)
+            results = executor.run_forward(counted, programs.plan.name, programs.forward.forward, args)
         except BaseException:
             executor.abandon()
             raise
@@ -221,7 +221,7 @@ class PlannedGraph:
             self._variants.begin_backward(ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
-            return self._executor.run_backward(self, ticket, name, program.forward, args)
+            return self._executor.run_backward(self._outstanding.counted_as(self), ticket, name, program.forward, args)
         except BaseException as error:
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)
@@ -314,8 +314,7 @@ class PlannedGraph:
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
         executor, active, plan = self._executor, self.active, self.active.plan
-        more_bytes = executor.saved.held_bytes() - active.beside_bytes - self.programs.last.beside_bytes
-        is_crowded = not self.is_inference and more_bytes > 0
+        is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)

@@ -65,6 +65,10 @@ class SumsOfCalls:
                 grads.append(total)
         return found, grads
 
+    def holds_any_of(self, bucket: RunningBucket) -> bool:
+        """Return whether there is a sum of a parameter of `bucket`."""
+        return bool(self._sums) and any(slot.key in self._sums for slot in bucket.slots)
+
     def clear(self) -> None:
         """Forget all sums; called after an exception."""
         self._sums.clear()

@@ -42,6 +42,8 @@ class StepCalls:
         self.num_steps = 0
         """Steps of several calls that have ended."""
         self._name = name
+        self._last: _Progress | None = None
+        """The calls to which the forward that ran last belongs."""
         self._progress: weakref.WeakKeyDictionary[object, _Progress] = weakref.WeakKeyDictionary()
 
     @property
@@ -76,16 +78,17 @@ class StepCalls:
             raise TooManyForwards(self._name, *numbers)
         with self._as(is_last=number == self.spec.num, trains=True):
             yield
+        self._last = progress
 
     def waits(self, graph: object, number: int) -> bool:
         """Return whether the forward `number` of `graph` waits for its backward."""
         progress = self._progress.get(graph)
         return progress is not None and number in progress.waiting
 
-    def note_forward(self, graph: object, number: int) -> None:
-        """Note that the forward `number` of `graph` waits for its backward."""
-        if self.spec.num > 1:
-            self._progress.setdefault(graph, _Progress()).waiting.add(number)
+    def note_forward(self, number: int) -> None:
+        """Note that the forward that ran last, number `number` of all, waits for its backward."""
+        if self._last is not None:
+            self._last.waiting.add(number)
 
     @contextlib.contextmanager
     def backward(self, graph: object, number: int, *, trains: bool) -> Iterator[None]:
@@ -108,6 +111,7 @@ class StepCalls:
     def abandon(self) -> None:
         """Begin a new step with the next forward; called after an exception."""
         self._progress.clear()
+        self._last = None
 
     @contextlib.contextmanager
     def _as(self, *, is_last: bool, trains: bool) -> Iterator[None]:

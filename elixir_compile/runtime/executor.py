@@ -98,6 +98,9 @@ class Executor:
     def run_forward(self, graph: object | None, name: str, program: Program, args: list[Any]) -> Any:
         """Return the result of `program`, the forward of `graph` with that name; the graph is None for inference.
 
+        The calls of a step are counted for each `graph`. It is this executor if each call runs one of several graphs,
+        as for micro-batches of other sizes.
+
         Raises TooManyForwards if more forwards of `graph` wait for their backward than `prepare` was told.
         """
         is_call = graph is not None and self.calls.spec.num > 1
@@ -124,7 +127,18 @@ class Executor:
             asked = f"a second backward of a forward in a step of {self.calls.spec}"
             raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
         with self.calls.backward(graph, number, trains=trains):
-            return self.ledger.run(name, program, args)
+            results = self.ledger.run(name, program, args)
+            if self.calls.is_last and trains and graph is self:
+                self._reduce_rest()
+        return results
+
+    def _reduce_rest(self) -> None:
+        """Reduce the sums of buckets for which the last call of a step has no gradient, as a graph for other inputs."""
+        for bucket in self.buckets:
+            if self.gradients.sums.holds_any_of(bucket):
+                self.wait(self.reduce(bucket.spec.id, (), []))
+                if bucket.is_on_host:
+                    self.wait(self.offload(bucket.spec.id))
 
     def require_whole_step(self) -> None:
         """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done."""

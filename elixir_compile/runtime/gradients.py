@@ -71,7 +71,7 @@ class GradientAccumulator:
         self._saved = saved
         self._buckets = buckets
         self._calls = calls
-        self._sums = SumsOfCalls()
+        self.sums = SumsOfCalls()
         """The sums of gradients over the calls of a step, before the last."""
         self._ranks = ranks
         self._backwards: dict[int, BackwardPass] = {}
@@ -133,9 +133,9 @@ class GradientAccumulator:
             return None
         if not self._calls.is_last:
             self._lanes.touches(grads)
-            self._sums.add(bucket, params, grads, in_fp32=self.sums_in_fp32)
+            self.sums.add(bucket, params, grads, in_fp32=self.sums_in_fp32)
             return None
-        params, grads = self._sums.with_sums(bucket, params, grads)
+        params, grads = self.sums.with_sums(bucket, params, grads)
         if isinstance(bucket, ShardedBucket):
             self._ledger.takes_gradients(grads)
             land = functools.partial(self._add, backward)
@@ -322,7 +322,7 @@ class GradientAccumulator:
     def abandon(self) -> None:
         """Drop all unpublished gradients; called after an exception."""
         self._backwards.clear()
-        self._sums.clear()
+        self.sums.clear()
         self.norm_cache.drop()
 
     def _publish(self, backward: BackwardPass, slots: Iterable[Slot]) -> None:

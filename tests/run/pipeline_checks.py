@@ -1,12 +1,13 @@
 """Train stages of a pipeline on real ranks by torch's schedules, and compare with one process on the whole batch."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -78,12 +79,13 @@ def train_pipeline(
     optimizers = [elixir.HybridAdamW(modules[i].parameters(), lr=1e-3) for i in own]
     double = torch.optim.AdamW([p for module in whole for p in module.parameters()], lr=1e-3)
     reverses = name == "ScheduleLoopedBFS"
+    messages: collections.Counter[str] = collections.Counter()
     for _ in range(NUM_STEPS):
         losses: list[torch.Tensor] = []
-        if num_stages - 1 in own:
-            schedule.step(*([x] if rank == 0 else []), target=y, losses=losses)
-        else:
-            schedule.step(*([x] if rank == 0 else []))
+        targets = {"target": y, "losses": losses} if num_stages - 1 in own else {}
+        messages.clear()
+        with counted_messages(messages):
+            schedule.step(*([x] if rank == 0 else []), **targets)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -91,6 +93,7 @@ def train_pipeline(
     plans = [elixir.compilations(modules[i])[-1].plan for i in own]
     return {
         "apart": apart([modules[i] for i in own], [whole[i] for i in own]),
+        "messages": dict(messages),
         "plans": [str(plan.calls) for plan in plans],
         "planned": [counted(plan) for plan in plans],
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
@@ -235,6 +238,22 @@ def measure_pipeline(
         "executed": {verb: after[verb] - before.get(verb, 0) for verb in after},
         "modes": sorted({str(group.saving) for group in plan.activations}),
     }
+
+
+@contextmanager
+def counted_messages(counts: collections.Counter[str]) -> Iterator[None]:
+    """Count in `counts` the sends and receives that the schedules of torch start in the context."""
+    start = distributed.batch_isend_irecv
+
+    def counting(ops: list[distributed.P2POp]) -> list[Any]:
+        counts.update("send" if op.op is distributed.isend else "recv" for op in ops)
+        return start(ops)
+
+    distributed.batch_isend_irecv = counting
+    try:
+        yield
+    finally:
+        distributed.batch_isend_irecv = start
 
 
 def step_whole(whole: Sequence[nn.Module], double: torch.optim.Optimizer, x, y, *, reverses: bool) -> None:

@@ -1,10 +1,13 @@
 """Stages of torch.distributed.pipelining on real ranks train as one process does, within the budget of their plans."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.pipeline import parse_schedule, pipeline_order
 from tests.run.pipeline_checks import (
     NUM_MICRO_BATCHES,
     NUM_STEPS,
@@ -42,11 +45,25 @@ def check(found: dict[str, Any], *, within: float) -> None:
             assert more in (0, planned.get(verb, 0))
 
 
+def messages_of(name: str, rank: int, num_ranks: int) -> dict[str, int]:
+    """Return the sends and the receives of `rank` in a step, by the order of the schedule."""
+    schedule = parse_schedule(name)
+    num_stages = num_ranks * (2 if schedule.is_looped else 1)
+    order = pipeline_order(schedule, num_stages, num_ranks, NUM_MICRO_BATCHES)
+    runs = list(order.runs(rank))
+    first, last = 0, num_stages - 1
+    received = [run for run in runs if run.stage != (first if run.phase is Phase.FORWARD else last)]
+    counts = Counter(action.verb.value for action in order.actions[rank])
+    assert counts["recv"] == len(received)
+    return {"send": counts["send"], "recv": counts["recv"]}
+
+
 def test_each_schedule_trains_stages_as_one_process_does(tmp_path: Path) -> None:
     for rank, found in enumerate(spawn(each_schedule, 2, SCHEDULES, TIGHT, "float64", folder=tmp_path, limit_s=240)):
         for name in SCHEDULES:
             check(found[name], within=1e-12)
             assert found[name]["plans"] == OUTSTANDING[name][rank]
+            assert found[name]["messages"] == messages_of(name, rank, 2)
         for name in ("ScheduleGPipe", "ScheduleLoopedBFS"):
             assert found[name]["saved"] == [["offload", "recompute"]] * len(found[name]["plans"])
 
@@ -74,9 +91,11 @@ def test_sums_of_gradients_in_fp32_are_bitwise_those_of_one_process(tmp_path: Pa
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    for found in spawn(each_schedule, 4, SCHEDULES, TIGHT, "float64", folder=tmp_path, limit_s=400, timeout_s=120):
+    ranks = spawn(each_schedule, 4, SCHEDULES, TIGHT, "float64", folder=tmp_path, limit_s=400, timeout_s=120)
+    for rank, found in enumerate(ranks):
         for name in SCHEDULES:
             check(found[name], within=1e-12)
+            assert found[name]["messages"] == messages_of(name, rank, 4)
 
 
 @pytest.mark.slow

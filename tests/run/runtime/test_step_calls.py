@@ -46,6 +46,12 @@ def loss_of(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module(x).square().mean()
 
 
+def broken(module: Pair, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(module.first(x) + module.more)
+    torch._dynamo.graph_break()
+    return module.second(hidden).square().mean()
+
+
 def assert_same_gradients(module: nn.Module, double: nn.Module) -> None:
     for own, other in zip(module.parameters(), double.parameters(), strict=True):
         assert own.grad is not None
@@ -74,6 +80,32 @@ def test_gradients_appear_after_the_last_backward(order: str) -> None:
         assert executor_of(module).ledger.counts["reduce"] == (step + 1) * len(
             elixir.compilations(module)[-1].plan.buckets
         )
+
+
+def test_micro_batches_of_several_sizes_are_calls_of_one_step() -> None:
+    """Each size is a graph of its own."""
+    module, compiled, double = prepared(outstanding=3)
+    rows = [torch.randn(size, 4) for size in (3, 3, 2)]
+    for _ in range(2):
+        for loss in [loss_of(compiled, x) for x in rows]:
+            assert all(param.grad is None for param in module.parameters())
+            loss.backward()
+        for x in rows:
+            loss_of(double, x).backward()
+        assert_same_gradients(module, double)
+        module.zero_grad()
+        double.zero_grad()
+
+
+def test_calls_on_both_sides_of_a_graph_break_are_counted_apart() -> None:
+    module, _, double = prepared(outstanding=2)
+    compiled = torch.compile(lambda x: broken(module, x), backend="elixir", options=OPTIONS)
+    rows = list(torch.randn(2, 2, 4))
+    for loss in [compiled(x) for x in rows]:
+        loss.backward()
+    for x in rows:
+        broken(double, x).backward()
+    assert_same_gradients(module, double)
 
 
 def test_calls_that_train_nothing_are_no_calls_of_the_step() -> None:
