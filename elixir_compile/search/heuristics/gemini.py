@@ -150,14 +150,16 @@ def gemini_decisions(evaluator: Evaluator, levels: Sequence[Level]) -> Iterator[
     """Yield the decisions about the size of chunks, and about those that leave the device."""
     facts = evaluator.facts
     problem = facts.problem
-    size = chunk_size(new_param_numels(problem), problem.num_shards)
     total = sum(bucket.numel for bucket in facts.buckets)
-    tried = f"of {size.num_tried} sizes from {size.first} to {size.last} elements it leaves the fewest unused"
-    yield Decision(
-        subject="chunks",
-        choice=f"{len(facts.buckets)} of at most {size.numel} elements",
-        because=f"{tried}: {size.unused} beside {total}, which Gemini allocates and this plan does not",
-    )
+    numels = new_param_numels(problem)
+    if numels:
+        size = chunk_size(numels, problem.num_shards)
+        tried = f"of {size.num_tried} sizes from {size.first} to {size.last} elements it leaves the fewest unused"
+        yield Decision(
+            subject="chunks",
+            choice=f"{len(facts.buckets)} of at most {size.numel} elements",
+            because=f"{tried}: {size.unused} beside {total}, which Gemini allocates and this plan does not",
+        )
     if problem.fractions is not None:
         return
     if _stays_gathered(evaluator):
