@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
@@ -243,17 +244,15 @@ def measure_pipeline(
 @contextmanager
 def counted_messages(counts: collections.Counter[str]) -> Iterator[None]:
     """Count in `counts` the sends and receives that the schedules of torch start in the context."""
-    start = distributed.batch_isend_irecv
+    start = schedules._batch_p2p
 
-    def counting(ops: list[distributed.P2POp]) -> list[Any]:
+    def counting(ops: list[distributed.P2POp], desc: str | None = None) -> list[Any]:
         counts.update("send" if op.op is distributed.isend else "recv" for op in ops)
-        return start(ops)
+        return start(ops, desc)
 
-    distributed.batch_isend_irecv = counting
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "_batch_p2p", counting)
         yield
-    finally:
-        distributed.batch_isend_irecv = start
 
 
 def step_whole(whole: Sequence[nn.Module], double: torch.optim.Optimizer, x, y, *, reverses: bool) -> None:
