@@ -29,7 +29,7 @@ from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lo
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.ranks import device_of
+from elixir_compile.runtime.distributed.ranks import Ranks, device_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,22 +86,10 @@ def prepare(
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
         if prepared is not None:
-            here = prepared.executor.device
-            if here != target and device is not None:
-                raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
-            if param_dtype is not None:
-                _require_masters(model, param_dtype)
+            _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
             take_calls(prepared, asked)
             return model
-        if ranks is None:
-            if shares:
-                check_shares(shares, 1)
-            materialize(model)
-        else:
-            share_out(ranks, shares)
-            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
-        if param_dtype is not None:
-            cast(model, param_dtype)
+        _materialize(model, ranks, shares, param_dtype)
         managed = ManagedModel([model], target, ranks)
         take_calls(managed, asked)
         managed.swap_modules()
@@ -199,6 +187,32 @@ def prepared_model(model: nn.Module, name: str) -> ManagedModel:
     if managed is None:
         raise NotPrepared(f"`{name}` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
     return managed
+
+
+def _materialize(
+    model: nn.Module, ranks: Ranks | None, shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> None:
+    """Create the parameters of `model` that are on `meta`, in `param_dtype`, in shards if there are `ranks`."""
+    if ranks is None:
+        if shares:
+            check_shares(shares, 1)
+        materialize(model)
+    else:
+        share_out(ranks, shares)
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
+    if param_dtype is not None:
+        cast(model, param_dtype)
+
+
+def _require_as_prepared(
+    model: nn.Module, prepared: ManagedModel, target: torch.device | None, param_dtype: ParamDtype | None
+) -> None:
+    """Raise UnsupportedModel if `model` was prepared for another device than `target`, or without masters."""
+    here = prepared.executor.device
+    if target not in (None, here):
+        raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
+    if param_dtype is not None:
+        _require_masters(model, param_dtype)
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:
