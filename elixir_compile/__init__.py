@@ -83,6 +83,7 @@ _ERRORS = (
     "NestedMeasurement",
     "NoFeasiblePlan",
     "NoFeasibleShares",
+    "NoFeasibleStages",
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",

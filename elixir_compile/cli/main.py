@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from elixir_compile.cli.plan_arguments import wrong_beside_plan
 from elixir_compile.cli.study_command import study
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import InvalidOption
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -203,6 +203,12 @@ _TOKENS = Annotated[
 _ACCUMULATE = Annotated[
     bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
 ]
+_STAGES = Annotated[
+    int | None, typer.Option(min=1, help="Cut the model into stages of a pipeline; --micro-batches are its own then.")
+]
+_SCHEDULE = Annotated[
+    str | None, typer.Option(help="With --stages, of torch: gpipe, 1f1b, interleaved-1f1b or looped-bfs.")
+]
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
 
@@ -212,7 +218,9 @@ def plan(
     model: Annotated[str, typer.Argument(help=_MODEL)],
     hardware: _HARDWARE = None,
     ranks: _RANKS = 1,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per device and forward; 8 by default.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per device and forward, or step with --stages; 8 by default.")
+    ] = None,
     seq: _SEQ = 1024,
     dtype: _DTYPE = "bfloat16",
     recompute: _RECOMPUTE = False,
@@ -232,6 +240,8 @@ def plan(
     largest_batch: _LARGEST_BATCH = False,
     tune: _TUNE = False,
     tokens_per_step: _TOKENS = None,
+    stages: _STAGES = None,
+    schedule: _SCHEDULE = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
     ] = None,
@@ -243,6 +253,7 @@ def plan(
         from elixir_compile.cli.plan import Request
         from elixir_compile.cli.reports import fail
         from elixir_compile.cli.shares import plan_or_share
+        from elixir_compile.cli.stages import StagesRequest, run_stages
         from elixir_compile.cli.tune import TuneRequest, run_tune
 
         gc.freeze()  # later collections skip the objects of the imports
@@ -258,29 +269,22 @@ def plan(
         options=options,
     )  # fmt: skip
     states = tuple(state_bytes or ())
-    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    wrong = wrong_beside_plan(tokens_per_step, states, stages, schedule, is_tuned=tune, is_largest=largest_batch)
     if wrong is not None:
         code = fail(wrong, as_json=as_json)
     elif tune:
         tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
         code = run_tune(tuned, output=output, as_json=as_json)
+    elif stages is not None:
+        asked = StagesRequest(
+            plan=request, stages=stages, schedule=schedule, batch=batch, ranks=ranks if ranks > 1 else None,
+            state_bytes=next(iter(states), None),
+        )  # fmt: skip
+        code = run_stages(asked, output=output, as_json=as_json)
     else:
         state = next(iter(states), None)
         code = plan_or_share(request, state_bytes=state, is_largest=largest_batch, output=output, as_json=as_json)
     raise typer.Exit(code=code)
-
-
-def _wrong_beside_plan(
-    tokens_per_step: str | None, states: tuple[int, ...], *, is_tuned: bool, is_largest: bool
-) -> InvalidOption | None:
-    """Return the error if an argument of `plan` needs `--tune`, or cannot be given with it; else None."""
-    if is_tuned and is_largest:
-        return InvalidOption("largest_batch", True, "no --largest-batch beside --tune, which finds the fastest batch")
-    if tokens_per_step is not None and not is_tuned:
-        return InvalidOption("tokens_per_step", tokens_per_step, "--tune beside it; without, --batch and --seq count")
-    if len(states) > 1 and not is_tuned:
-        return InvalidOption("state_bytes", states, "a single number; several need --tune")
-    return None
 
 
 @app.command()
