@@ -69,6 +69,7 @@ _HOME: dict[str, str] = {
 }
 _ERRORS = (
     "ActivationsGone",
+    "ContradictingFractions",
     "DiskCorrupted",
     "DiskFailed",
     "DiskFull",
@@ -95,6 +96,7 @@ _ERRORS = (
     "QuestionFileError",
     "Race",
     "StaleParameters",
+    "StateNotApart",
     "TraceFileError",
     "UnforeseenState",
     "UnknownHardware",

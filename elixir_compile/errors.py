@@ -14,6 +14,8 @@ Exception
     │   ├── ProfileFileError                a file without a valid hardware profile
     │   └── TraceFileError                  a file of an observed run without valid figures
     ├── InvalidOption      (ValueError)     a known option with an unusable value
+    ├── ContradictingFractions (ValueError) fractions of placement_policy="static" that exclude each other
+    ├── StateNotApart      (ValueError)     optimizer state to be offloaded without its parameters, which cannot be
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute wrong results
     │   └── InvalidProfile                  a number that no machine can have in a hardware profile
@@ -99,6 +101,42 @@ class InvalidOption(ElixirError, ValueError):
 
     def __str__(self) -> str:
         return f"option {self.name}: got {self.got!r}, expected {self.expected}."
+
+
+class ContradictingFractions(ElixirError, ValueError):
+    """Fractions of `placement_policy="static"` that exclude each other, by Gemini's rule: parameters are offloaded only
+    if all of them are sharded and all optimizer state is offloaded."""
+
+    def __init__(self, shard_param: float, offload_optim: float, offload_param: float) -> None:
+        super().__init__(shard_param, offload_optim, offload_param)
+        self.shard_param = shard_param
+        self.offload_optim = offload_optim
+        self.offload_param = offload_param
+
+    def __str__(self) -> str:
+        return (
+            f"offload_param_frac={self.offload_param} is useful only if shard_param_frac is 1.0 and offload_optim_frac "
+            f"is 1.0, got shard_param_frac={self.shard_param} and offload_optim_frac={self.offload_optim}. Set both to "
+            "1.0, or offload_param_frac=0.0."
+        )
+
+
+class StateNotApart(ElixirError, ValueError):
+    """The fraction `offload_optim` of optimizer state is to be on the host without its parameters, but no HybridAdamW
+    owns the `num_elements` trained elements of `graph`, and other optimizers keep state beside the parameter."""
+
+    def __init__(self, graph: str, offload_optim: float, num_elements: int) -> None:
+        super().__init__(graph, offload_optim, num_elements)
+        self.graph = graph
+        self.offload_optim = offload_optim
+        self.num_elements = num_elements
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graph}: offload_optim_frac={self.offload_optim} moves optimizer state without its parameters, "
+            f"which only HybridAdamW can do, but it does not own all of the {self.num_elements} trained elements. "
+            "Create HybridAdamW(model.parameters()) before the first forward, or set offload_optim_frac=0.0."
+        )
 
 
 class InvalidPlan(ElixirError, ValueError):

@@ -31,7 +31,7 @@ from elixir_compile.search.stages.costs import TrainedBytes
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_UNUSED = ("planner", "search_timeout", "update", "disk_path", "accumulate", "plan")
+_UNUSED = ("planner", "search_timeout", "update", "disk_path", "accumulate", "plan", "micro_batches", "state_dtype")
 """Options of the search for a plan, which the search for stages does not have."""
 
 

@@ -18,6 +18,8 @@ SAMPLES: list[ElixirError] = [
     errors.PlanFileError("placements[3].param", "device or host", "gpu"),
     errors.PlanMismatch("graph", "7f3a91", "0b1c2d"),
     errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
+    errors.ContradictingFractions(0.5, 1.0, 0.25),
+    errors.StateNotApart("gpt2-124m", 0.5, 124_439_808),
     errors.NotPrepared("Its parameters are on meta."),
     errors.OptimizerTooEarly("AdamW"),
     errors.WrongDtype("transformer.wte.weight", "torch.float32", "bfloat16"),
