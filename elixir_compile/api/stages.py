@@ -25,13 +25,17 @@ from elixir_compile.ir.pipeline_plan import PipelinePlan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.machine import machine, named_fleet
 from elixir_compile.problem.planning import savings_of
+from elixir_compile.search.shares.offers import Budget
 from elixir_compile.search.stages.choose import StageAsk, StageSearch
 from elixir_compile.search.stages.costs import TrainedBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_UNUSED = ("planner", "search_timeout", "update", "disk_path", "accumulate", "plan", "micro_batches", "state_dtype")
+_UNUSED = (
+    "planner", "search_timeout", "update", "disk_path", "accumulate", "plan", "micro_batches", "state_dtype",
+    "placement_policy", "shard_param_frac", "offload_optim_frac", "offload_param_frac",
+)  # fmt: skip
 """Options of the search for a plan, which the search for stages does not have."""
 
 
@@ -77,13 +81,13 @@ def plan_stages(
     pipeline_order(order, stages, fleet.num_ranks, micro_batches)  # what torch refuses needs no capture
     capture = capture_model(find_described(model, example_inputs), example_inputs, options=chosen)
     rows = capture.graph.batch
-    graph = _of_micro_batch(capture.graph, micro_batches)
-    search = stage_search(replace(capture, graph=graph), fleet, chosen, rows, micro_batches, state_bytes_per_element)
+    own = replace(capture, graph=of_micro_batch(capture.graph, micro_batches))
+    search = stage_search(own, fleet, chosen, rows, micro_batches, state_bytes_per_element)
     made = search.best(order, stages)
     return replace(made, compared=search.compared(stages))
 
 
-def _of_micro_batch(graph: StepGraph, micro_batches: int) -> StepGraph:
+def of_micro_batch(graph: StepGraph, micro_batches: int) -> StepGraph:
     """Return `graph` with the rows of one of `micro_batches`. Raises InvalidOption if they do not divide its rows, and
     UnsupportedModel if the graph does not say what belongs to its rows."""
     if graph.batch % micro_batches:
@@ -142,15 +146,13 @@ def stage_search(
     for name in _UNUSED:
         if getattr(options, name) != getattr(default, name):
             raise InvalidOption(name, getattr(options, name), "nothing beside stages: the plan of each stage has it")
-    budgets = budgets_of(fleet, capture, options)
-    if options.device_memory is None:
+    budgets: list[Budget] = []
+    for rank, budget in enumerate(budgets_of(fleet, capture, options)):
+        seen, device_bytes = fleet.seen_by(rank), budget.device_bytes + capture.base_bytes
         # On a CPU the ranks of a host share one memory.
-        budgets = tuple(
-            budget
-            if (seen := fleet.seen_by(rank)).h2d.overlaps_compute
-            else replace(budget, device_bytes=budget.device_bytes // seen.num_local_ranks)
-            for rank, budget in enumerate(budgets)
-        )
+        shares_memory = options.device_memory is None and not seen.h2d.overlaps_compute
+        device_bytes = device_bytes // seen.num_local_ranks if shares_memory else device_bytes
+        budgets.append(replace(budget, device_bytes=device_bytes))
     trained = TrainedBytes(
         numels=capture.numels,
         grad_bytes=capture.grad_bytes(options),
@@ -161,7 +163,8 @@ def stage_search(
         rows=rows,
         micro_batches=micro_batches,
         fleet=fleet,
-        budgets=budgets,
+        budgets=tuple(budgets),
+        base_bytes=capture.base_bytes,
         trained=trained,
         savings=savings_of(options),
     )

@@ -51,11 +51,14 @@ class StagesRequest:
         return rows
 
     def of_torch(self) -> TorchSchedule:
-        """Return the schedule: by default 1F1B, or breadth-first for more stages than ranks. Raises
-        UnknownSchedule."""
+        """Return the schedule: by default 1F1B with a stage per rank, else breadth-first.
+
+        Raises UnknownSchedule, and the errors of `fleet_of_ranks`.
+        """
         if self.schedule is not None:
             return parse_schedule(self.schedule)
-        is_single = self.ranks in (None, self.stages)
+        fleet = fleet_of_ranks(self.plan.hardware, self.stages, TorchSchedule.ONE_F_ONE_B, self.ranks)
+        is_single = fleet.num_ranks == self.stages
         return TorchSchedule.ONE_F_ONE_B if is_single else TorchSchedule.LOOPED_BFS
 
 

@@ -47,6 +47,8 @@ class StageAsk:
     fleet: Fleet
     budgets: tuple[Budget, ...]
     """The memory of each rank."""
+    base_bytes: int = 0
+    """Device bytes of each rank outside of its stages, as of libraries."""
     trained: TrainedBytes
     savings: frozenset[Saving] = frozenset(Saving)
 
@@ -126,7 +128,9 @@ class _Chosen:
         self._outstanding = [outstanding_forwards(order, stage) for stage in range(order.num_stages)]
         shares = _SHARES if len(costs.treatments) > 1 else _SHARES[:1]
         self._ways = [_Way(share, level) for share in shares for level in LEVELS]
-        self._rooms = [Room(device_bytes=each.device_bytes, host_bytes=each.host_bytes) for each in ask.budgets]
+        self._rooms = [
+            Room(device_bytes=each.device_bytes - ask.base_bytes, host_bytes=each.host_bytes) for each in ask.budgets
+        ]
 
     def _cluster(self, stage: int) -> Cluster:
         return self._costs.clusters[self._class_of[stage % self._order.num_ranks]]
@@ -174,7 +178,7 @@ class _Chosen:
                 device=ask.fleet.seats[rank].cluster.device.name,
                 busy_s=own.busy_s,
                 bubble=played.bubble(rank),
-                peak_bytes=peaks[rank],
+                peak_bytes=peaks[rank] + ask.base_bytes,
                 budget_bytes=ask.budgets[rank].device_bytes,
                 host_bytes=sum(cut.option.host_bytes for cut in cuts[rank :: order.num_ranks]),
                 sent_bytes=own.sent_bytes,
@@ -278,11 +282,12 @@ class _Chosen:
         rank = max(range(order.num_ranks), key=lambda rank: needed[rank] - rooms[rank])
         stage = max(range(rank, order.num_stages, order.num_ranks), key=lambda stage: cuts[stage].option.seconds)
         layers = self._costs.step.layers[cuts[stage].first : cuts[stage].end]
+        base_bytes = 0 if is_short_of_host else self._ask.base_bytes
         return NoFeasibleStages(
             order.schedule,
             layers_text([layer.name for layer in layers]),
-            max(needed[rank], rooms[rank] + 1),
-            rooms[rank],
+            max(needed[rank], rooms[rank] + 1) + base_bytes,
+            rooms[rank] + base_bytes,
             "host" if is_short_of_host else "device",
             self._outstanding[stage],
         )

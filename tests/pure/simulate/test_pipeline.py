@@ -138,8 +138,8 @@ def test_peaks_count_outstanding_forwards_and_what_runs() -> None:
 
 
 def test_gathered_parameters_count_from_the_first_to_the_last_run_of_a_phase() -> None:
-    """Breadth-first, a rank has one of its stages at a time, and four forwards are outstanding. Interleaved, it has both,
-    and two forwards: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1."""
+    """Breadth-first, a rank has one of its stages at a time, and four forwards are outstanding. Interleaved, it has
+    both, and two forwards: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1."""
     stage = StageBytes(held_bytes=0, gathered_bytes=1000, saved_bytes=1, forward_bytes=1, backward_bytes=1)
     alone = pipeline_peaks(pipeline_order(TorchSchedule.LOOPED_BFS, 2, 1, 2), [stage, stage])
     both = pipeline_peaks(pipeline_order(TorchSchedule.INTERLEAVED, 2, 1, 2), [stage, stage])
