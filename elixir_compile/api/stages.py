@@ -6,7 +6,6 @@ and torch's schedule runs them.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +69,8 @@ def plan_stages(
     stages that are no multiple of the ranks, and micro-batches that do not divide the rows.
 
     Example:
+        from torch.distributed.pipelining import SplitPoint
+
         made = elixir.plan_stages(model, batch, stages=2, schedule="1f1b", micro_batches=2, hardware="2 x a100-40g")
         spec = {name: SplitPoint.BEGINNING for name in made.split_points}
     """
@@ -124,8 +125,7 @@ def fleet_of_ranks(
         return fleet
     has_two = schedule.is_looped and num_stages > 2 and num_stages % 2 == 0
     num_ranks = (num_stages // 2 if has_two else num_stages) if ranks is None else ranks
-    is_name = isinstance(hardware, str) and Path(hardware).suffix != ".json"
-    if is_name and not hardware.lstrip()[:1].isdecimal():
+    if isinstance(hardware, str) and not (hardware.lstrip()[:1].isdecimal() or hardware.endswith(".json")):
         return fleet_of(preset_of_ranks(hardware, num_ranks))
     return fleet_of(with_devices(cluster.alone(), num_ranks))
 
