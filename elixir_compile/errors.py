@@ -338,7 +338,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
     come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
     equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
-    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`.
+    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static` says that the user
+    fixed fractions of the placement.
     """
 
     def __init__(
@@ -354,11 +355,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         returned: str = "",
         staying_bytes: int = 0,
         micro_batches: int = 1,
+        is_static: bool = False,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
         found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, micro_batches, is_prepared)
+        super().__init__(*found, micro_batches, is_static, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -371,6 +373,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.staying_bytes = staying_bytes
         self.micro_batches = micro_batches
         self.is_prepared = is_prepared
+        self.is_static = is_static
 
     def __str__(self) -> str:
         where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
@@ -381,6 +384,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
         if self.staying_bytes:
             other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
+        if self.is_static:
+            other = f'other fractions or placement_policy="auto", or {other}'
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (

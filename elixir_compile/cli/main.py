@@ -206,11 +206,8 @@ def plan(
     typed = locals()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
+        from elixir_compile.cli.asked import run_asked
         from elixir_compile.cli.plan import Request
-        from elixir_compile.cli.reports import fail
-        from elixir_compile.cli.shares import plan_or_share
-        from elixir_compile.cli.stages import StagesRequest, run_stages
-        from elixir_compile.cli.tune import TuneRequest, run_tune
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -221,25 +218,7 @@ def plan(
         model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
         options=options,
     )  # fmt: skip
-    states = tuple(state_bytes or ())
-    wrong = arguments.wrong_beside_plan(
-        tokens_per_step, states, stages, schedule, is_tuned=tune, is_largest=largest_batch
-    )
-    if wrong is not None:
-        code = fail(wrong, as_json=as_json)
-    elif tune:
-        tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
-        code = run_tune(tuned, output=output, as_json=as_json)
-    elif stages is not None:
-        asked = StagesRequest(
-            plan=request, stages=stages, schedule=schedule, batch=batch, ranks=ranks if ranks > 1 else None,
-            state_bytes=next(iter(states), None),
-        )  # fmt: skip
-        code = run_stages(asked, output=output, as_json=as_json)
-    else:
-        state = next(iter(states), None)
-        code = plan_or_share(request, state_bytes=state, is_largest=largest_batch, output=output, as_json=as_json)
-    raise typer.Exit(code=code)
+    raise typer.Exit(code=run_asked(request, typed))
 
 
 @app.command()
