@@ -22,7 +22,8 @@ Exception
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
-    │   └── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
+    │   ├── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
+    │   └── NoFeasibleStages                no stages of a pipeline fit its ranks
     ├── OutOfDeviceMemory  (MemoryError)    the device is full although the plan fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
     │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
@@ -427,6 +428,34 @@ class NoFeasibleShares(NoFeasiblePlan):
         else:
             found = f"state {state}, room {format_bytes(self.budget_bytes)} beside {self.batch} rows: {self.rooms}"
         return f"{found}. Try a smaller batch, a larger host_memory, or more devices."
+
+
+class NoFeasibleStages(NoFeasiblePlan):
+    """No stages of a pipeline fit the memory of its ranks.
+
+    In the leanest cut, the stage of `layers` leaves its rank the least room: the rank needs `needed_bytes`, and has
+    `budget_bytes`. `outstanding` is the number of forwards of the stage that wait for their backward.
+    """
+
+    def __init__(
+        self, schedule: str, layers: str, needed_bytes: int, budget_bytes: int, memory: str, outstanding: int
+    ) -> None:
+        super().__init__("", "", budget_bytes, needed_bytes, {}, memory=memory)
+        self.args = (schedule, layers, needed_bytes, budget_bytes, memory, outstanding)
+        self.schedule = schedule
+        self.layers = layers
+        self.outstanding = outstanding
+
+    def __str__(self) -> str:
+        need = f"{format_bytes(self.needed_bytes)} of {self.memory} memory"
+        short = format_bytes(self.needed_bytes - self.budget_bytes)
+        fewer = ", a schedule with fewer outstanding forwards such as 1f1b" if self.schedule != "1f1b" else ""
+        waiting = f"{self.outstanding} outstanding forward{'s' if self.outstanding > 1 else ''}"
+        return (
+            f"no stages fit under {self.schedule}: the rank with the stage of {self.layers} needs {need} with "
+            f"{waiting}, budget {format_bytes(self.budget_bytes)}, short by {short}. Try "
+            f"{self.memory}_memory={self.needed_bytes}, fewer rows per micro-batch, or more ranks{fewer}."
+        )
 
 
 class OutOfDeviceMemory(ElixirError, MemoryError):
