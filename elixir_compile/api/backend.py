@@ -132,7 +132,7 @@ def _compile_gathers(
 ) -> Callable[..., Any]:
     """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     model.use(options)
-    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.ranks is not None)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.peers is not None)
 
     def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
         return _compile_attempt(gm, inputs, options, model, attempt)
@@ -150,7 +150,7 @@ def _compile_gathers(
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
     """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
     is_inference = not torch.is_grad_enabled()
-    others = model.compilations if model.executor.ranks is not None else ()
+    others = model.compilations if model.executor.peers is not None else ()
     alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
     return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 

@@ -25,9 +25,11 @@ from elixir_compile.managed.cast_and_shard import (
 )
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
+from elixir_compile.managed.tensor_axis import tensor_axis_of
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import device_of
 
 if TYPE_CHECKING:
@@ -70,7 +72,6 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
@@ -81,16 +82,20 @@ def prepare(
             if param_dtype is not None:
                 _require_masters(model, param_dtype)
             return model
-        if ranks is None:
-            if shares:
-                check_shares(shares, 1)
+        axis = tensor_axis_of(model, mesh)
+        ranks = ranks_of(mesh, axis)
+        if ranks is not None:
+            share_out(ranks, shares)
+        elif shares:
+            check_shares(shares, 1)
+        if ranks is None and axis is None:
             materialize(model)
         else:
-            share_out(ranks, shares)
-            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
+            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
         if param_dtype is not None:
             cast(model, param_dtype)
-        managed = ManagedModel([model], target, ranks)
+        peers = Peers(axis.ranks) if ranks is None and axis is not None else None
+        managed = ManagedModel([model], target, ranks, tensor_axis=axis, peers=peers)
         managed.swap_modules()
         managed.move_rest()
     return model

@@ -65,7 +65,7 @@ class GraphPlanner:
     @property
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
-        return self._options.replan and self._options.plan is None and self._executor.ranks is None
+        return self._options.replan and self._options.plan is None and self._executor.peers is None
 
     @property
     def is_budget_given(self) -> bool:
@@ -139,7 +139,7 @@ class GraphPlanner:
     def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
         """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
         executor = self._executor
-        may_move = executor.ranks is None and not executor.saved.outstanding_owners()
+        may_move = executor.peers is None and not executor.saved.outstanding_owners()
         return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
 
     def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
