@@ -14,6 +14,9 @@ from torch import distributed
 from elixir_compile import compat
 from elixir_compile.ops.portion import Portion, rows_of, with_rows
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
 if TYPE_CHECKING or distributed.is_available():
     from torch.distributed.tensor import DTensor
 else:  # a build of torch without it has no DTensors
@@ -28,7 +31,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a sharded DTensor."""
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(map(cuts, tensor.placements))
+
+
+def cuts(placement: "Placement") -> bool:
+    """Return whether `placement` cuts a tensor. `is_shard()` is False for parts that an inner axis has cut before."""
+    return not (placement.is_replicate() or placement.is_partial())
 
 
 def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -79,7 +87,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     mesh = param.device_mesh
     # The last axis first: a tensor axis cuts before the data axis does. See `ops.tensor_axis`.
     for axis, placement in reversed(list(enumerate(param.placements))):
-        if placement.is_shard():
+        if cuts(placement):
             value = value.tensor_split(*_cuts(value, placement, mesh.size(axis)))[mesh.get_local_rank(axis)]
     return value.clone()
 
@@ -152,7 +160,7 @@ def cut_axes(param: torch.Tensor) -> tuple[int, ...]:
     """Return the axes of the mesh of `param` along which it is sharded; empty if it is no DTensor."""
     if not isinstance(param, DTensor):
         return ()
-    return tuple(axis for axis, placement in enumerate(param.placements) if placement.is_shard())
+    return tuple(axis for axis, placement in enumerate(param.placements) if cuts(placement))
 
 
 def sum_over_parts(number: float, param: torch.Tensor, axes: Sequence[int]) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
-from elixir_compile.ops.shards import DTensor, own_part
+from elixir_compile.ops.shards import DTensor, cuts, own_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ class TensorAxis:
         shape = list(param.shape)
         if placement.is_shard():
             shape[placement.dim] //= self.num_ranks  # pyright: ignore[reportAttributeAccessIssue]  only shards have it
-        is_cut = any(each.is_shard() for each in over_data)
+        is_cut = any(map(cuts, over_data))
         size = torch.Size(shape)
         stride = _contiguous(size) if is_cut else own_part(param).stride()
         return TensorPart(placement=placement, shape=size, stride=stride, is_plain=param in self._plain)
@@ -104,7 +104,7 @@ class TensorAxis:
         assert self.data is not None, "without data axes no part is sharded again"
         from torch.distributed.tensor import Shard
 
-        placements = tuple(Shard(0) if each.is_shard() else each for each in param.placements[:-1])
+        placements = tuple(Shard(0) if cuts(each) else each for each in param.placements[:-1])
         return compat.dtensor_of(own, self.data, placements, part.shape, part.stride).full_tensor()
 
 
@@ -121,7 +121,7 @@ class TensorAxis:
 def is_over_data(param: torch.Tensor) -> bool:
     """Return whether `param`, which has the tensor axis in its mesh, is sharded over the data axes too."""
     assert isinstance(param, DTensor)
-    return any(placement.is_shard() for placement in param.placements[:-1])
+    return any(map(cuts, param.placements[:-1]))
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -92,15 +92,17 @@ def vocabulary_plan() -> dict[str, ParallelStyle]:
 def sequence_plan() -> dict[str, ParallelStyle]:
     """Return the plan in which activations between the linear layers are cut along the sequence."""
     return {
-        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "layers.*.first": SequenceParallel(use_local_output=False),
+        "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "places": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "layers.*.first": SequenceParallel(),
         "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         **{f"layers.*.attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
-        "layers.*.attention.out": RowwiseParallel(),
-        "layers.*.second": SequenceParallel(use_local_output=False),
+        "layers.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.second": SequenceParallel(),
         "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
-        "layers.*.down": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Replicate()),
+        "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "last": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
 
 
