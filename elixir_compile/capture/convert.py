@@ -36,6 +36,7 @@ from elixir_compile.capture.node_facts import (
     storage_keys_of,
     tensor_of,
 )
+from elixir_compile.capture.rings import ring_of
 from elixir_compile.capture.views import ops_of, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import Batched, Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
@@ -327,6 +328,7 @@ class _Builder:
             kernel=kernel_of(node) if self.captured.fused else Kernel.OPAQUE,
             once=bool(mutated) or runs_once(node),
             mixes=walked.mixes.get(node, ""),
+            ring=ring_of(node, self._count),
         )
 
 

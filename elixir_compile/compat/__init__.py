@@ -36,6 +36,7 @@ from elixir_compile.compat.distributed import default_timeout as default_timeout
 from elixir_compile.compat.distributed import dtensor_like as dtensor_like
 from elixir_compile.compat.distributed import dtensor_of as dtensor_of
 from elixir_compile.compat.distributed import flat_collectives as flat_collectives
+from elixir_compile.compat.distributed import group_size as group_size
 from elixir_compile.compat.distributed import joined_mesh as joined_mesh
 from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum

@@ -154,6 +154,17 @@ def _local_tensor_descriptor() -> Any:
     return vars(DTensor)["_local_tensor"]
 
 
+def group_size(group: Any) -> int:
+    """Return the number of ranks of the process group that a collective in a graph names.
+
+    `torch.distributed.distributed_c10d._resolve_process_group`, which finds a group by its name: torch 2.11 to 2.13.
+    Gone: ImportError at the first capture of a tensor-parallel model.
+    """
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return (_resolve_process_group(group) if isinstance(group, str) else group).size()
+
+
 def default_timeout() -> timedelta:
     """Return the timeout of the default process group.
 

@@ -10,7 +10,7 @@ from elixir_compile.ir.codec import (
     record_from_json,
     record_to_json,
 )
-from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
+from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
     Batched,
@@ -29,7 +29,7 @@ from elixir_compile.ir.kinds import (
     Update,
     Verb,
 )
-from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
@@ -78,6 +78,7 @@ __all__ = [
     "Region",
     "RegionId",
     "RegionRef",
+    "Ring",
     "Saving",
     "Schedule",
     "Span",
@@ -85,6 +86,7 @@ __all__ = [
     "StepGraph",
     "Storage",
     "StorageId",
+    "TensorTraffic",
     "Tally",
     "Target",
     "Tier",
