@@ -25,7 +25,14 @@ from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
+from elixir_compile.errors import (
+    ElixirError,
+    ElixirWarning,
+    InvalidOption,
+    NoFeasiblePlan,
+    NotPrepared,
+    ParameterReplaced,
+)
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
 from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
@@ -34,6 +41,7 @@ from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
+from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
@@ -92,6 +100,12 @@ def _compile_graph(
     if keys:
         return _compile_gathers(gm, inputs, options, _models_of(keys[:1])[0])
     params = _parameters(inputs)
+    if any(map(is_dtensor, params)):
+        raise NotPrepared(
+            "parameters of the model are DTensors, as `parallelize_module` makes them: call "
+            "`elixir_compile.prepare(model)`, or `elixir_compile.prepare(model, mesh=mesh['data'])`, before the model is "
+            "compiled."
+        )
     roots = find_roots(params)
     prepared = [model for root in roots if (model := managed_model(root)) is not None]
     if prepared:

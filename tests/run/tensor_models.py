@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-NUM_WORDS, WIDTH, LENGTH = 96, 48, 8
+NUM_WORDS, WIDTH, LENGTH = 96, 96, 8
 
 
 class Attention(nn.Module):
@@ -106,7 +106,7 @@ def sequence_plan() -> dict[str, ParallelStyle]:
     }
 
 
-PLANS = {"linear": linear_plan, "vocabulary": vocabulary_plan, "sequence": sequence_plan}
+PLANS = {"none": dict, "linear": linear_plan, "vocabulary": vocabulary_plan, "sequence": sequence_plan}
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh, plan: str = "linear") -> nn.Module:
