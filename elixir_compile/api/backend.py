@@ -103,8 +103,8 @@ def _compile_graph(
     if any(map(is_dtensor, params)):
         raise NotPrepared(
             "parameters of the model are DTensors, as `parallelize_module` makes them: call "
-            "`elixir_compile.prepare(model)`, or `elixir_compile.prepare(model, mesh=mesh['data'])`, before the model is "
-            "compiled."
+            "`elixir_compile.prepare(model)`, or `elixir_compile.prepare(model, mesh=mesh['data'])`, before the model "
+            "is compiled."
         )
     roots = find_roots(params)
     prepared = [model for root in roots if (model := managed_model(root)) is not None]

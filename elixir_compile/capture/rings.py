@@ -11,7 +11,6 @@ Collectives are never recomputed, because `node_facts.runs_once` says so of ever
 all ranks of the axis run the same ones in the same order.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -58,7 +57,6 @@ def _nbytes(value: torch.Tensor) -> Any:
     return math.prod(value.shape) * value.element_size()
 
 
-@functools.cache
 def _group_place(target: Any) -> int | None:
     """Return the place of the group among the arguments of `target`; None if it is no collective."""
     if target.namespace not in _NAMESPACES or is_wait(target):

@@ -114,8 +114,8 @@ def dtensor_of(
 def joined_mesh(outer: "DeviceMesh", inner: "DeviceMesh") -> "DeviceMesh":
     """Return the mesh with the axes of `outer`, then those of `inner`, both of which are axes of one mesh.
 
-    `DeviceMesh._concatenate`, as in FSDP2: checked on torch 2.13. Gone: AttributeError in `prepare` of a tensor-parallel
-    model over a data axis.
+    `DeviceMesh._concatenate`, as in FSDP2: checked on torch 2.13. Gone: AttributeError in `prepare` of a
+    tensor-parallel model over a data axis.
     """
     return type(outer)._concatenate([outer, inner])
 
@@ -158,11 +158,12 @@ def group_size(group: Any) -> int:
     """Return the number of ranks of the process group that a collective in a graph names.
 
     `torch.distributed.distributed_c10d._resolve_process_group`, which finds a group by its name: torch 2.11 to 2.13.
-    Gone: ImportError at the first capture of a tensor-parallel model.
+    Gone: KeyError at the first capture of a tensor-parallel model.
     """
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    import torch.distributed.distributed_c10d as found
 
-    return (_resolve_process_group(group) if isinstance(group, str) else group).size()
+    named: Any = vars(found)["_resolve_process_group"]
+    return (named(group) if isinstance(group, str) else group).size()
 
 
 def default_timeout() -> timedelta:

@@ -25,7 +25,9 @@ def along_data(cluster: Cluster, num_tensor: int) -> Cluster:
     """
     num_local = cluster.num_local_ranks
     if cluster.num_elsewhere or cluster.num_ranks % num_tensor:
-        raise InvalidPlan(f"{cluster.name} has no tensor axis of {num_tensor} ranks: expected equal nodes, divided by it.")
+        raise InvalidPlan(
+            f"{cluster.name} has no tensor axis of {num_tensor} ranks: expected equal nodes, divided by it."
+        )
     if num_tensor == 1:
         return cluster
     is_within = num_local % num_tensor == 0

@@ -83,7 +83,8 @@ class Ring:
             )
 
     def __str__(self) -> str:
-        return f"{self.nbytes}{f' {word(self.size)}' if self.size else ''} x {self.passes} round {self.num_ranks} ranks"
+        size = f" {word(self.size)}" if self.size else ""
+        return f"{self.nbytes}{size} x {self.passes} round {self.num_ranks} ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,24 +82,6 @@ class TensorTraffic:
 
     def __str__(self) -> str:
         line = f"tensor {self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
-        return commented(f"{line}  seconds {real(self.run_s)}", f"{format_bytes(self.nbytes)} in {format_s(self.run_s)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorTraffic:
-    """The collectives over the tensor axis that a rank runs in a step, inside of its regions."""
-
-    num_ranks: int
-    """Ranks along the axis."""
-    num_collectives: int
-    """Counted once for each micro-batch."""
-    nbytes: int
-    """Bytes of their whole tensors."""
-    run_s: float
-    """The seconds of their messages, which are a part of the seconds of compute."""
-
-    def __str__(self) -> str:
-        line = f"tensor {self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
         return f"{line}  seconds {real(self.run_s)}"
 
 
@@ -140,8 +122,6 @@ class Plan:
     """The schedule of each rank, or a single one for all ranks."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
-    tensor: TensorTraffic | None = field(default=None, metadata=LEFT_OUT)
-    """What the step sends along the tensor axis; None if the model has no such axis."""
     tensor: TensorTraffic | None = field(default=None, metadata=LEFT_OUT)
     """What the step sends along the tensor axis; None if the model has no such axis."""
     planner: str = "greedy"
@@ -257,7 +237,6 @@ class Plan:
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
-        lines += [] if self.tensor is None else [f"  {self.tensor}"]
         lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []

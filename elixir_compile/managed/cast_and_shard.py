@@ -29,12 +29,12 @@ from elixir_compile.capture.modules import unmanaged_reason
 from elixir_compile.errors import PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.ir import Plan
 from elixir_compile.ir.share import largest_remainder
+from elixir_compile.managed.tensor_axis import part_along
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.optimizers import note_replaced
 from elixir_compile.ops.portion import Portion, new_portion
 from elixir_compile.ops.registry import Slot
-from elixir_compile.managed.tensor_axis import part_along
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.optim.host.flat_step import split
@@ -252,7 +252,8 @@ def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis:
     """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
     whole = param.detach().contiguous() if axis is None else part_along(axis, param, original)
     if ranks is None:
-        assert axis is not None and isinstance(original, DTensor)
+        assert axis is not None
+        assert isinstance(original, DTensor)
         return axis.with_axis(whole, (), original.placements[0], original)
     is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
     over_data = ranks.placements(is_sharded=is_sharded)

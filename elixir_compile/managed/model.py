@@ -271,9 +271,7 @@ def prepare_again(old: ManagedModel) -> None:
                 undo_swap(module)
         if not before.saved.outstanding_owners():
             old.forget_parameters()
-        new = ManagedModel(
-            roots, before.device, before.ranks, tensor_axis=before.tensor_axis, peers=before.peers
-        )
+        new = ManagedModel(roots, before.device, before.ranks, tensor_axis=before.tensor_axis, peers=before.peers)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
         new.executor.gradients.stay = before.gradients.stay

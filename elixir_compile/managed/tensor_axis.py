@@ -21,15 +21,15 @@ def tensor_axis_of(model: nn.Module, data: "DeviceMesh | None") -> TensorAxis | 
     mesh of other axes.
     """
     cut = [(name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)]
-    if not cut or data is not None and all(param.device_mesh == data for _, param in cut):
+    if not cut or (data is not None and all(param.device_mesh == data for _, param in cut)):
         return None  # `data` itself cuts them: a copy of a prepared model
     meshes = list(dict.fromkeys(param.device_mesh for _, param in cut))
     if len(meshes) > 1 or meshes[0].ndim > 1:
         axes = ", ".join(str(mesh.mesh_dim_names or f"{mesh.ndim} without names") for mesh in meshes)
         raise UnsupportedModel(
             "the model",
-            f"its parameters are cut along the axes {axes}; one tensor axis is supported. Give `parallelize_module` the "
-            "same axis of one mesh each time, as in `mesh['tensor']`, and prepare a model once",
+            f"its parameters are cut along the axes {axes}; one tensor axis is supported. Give `parallelize_module` "
+            "the same axis of one mesh each time, as in `mesh['tensor']`, and prepare a model once",
         )
     (mesh,) = meshes
     for name, param in cut:
@@ -54,9 +54,9 @@ def _check_placement(name: str, param: DTensor) -> None:
         dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  only shards have it
         raise UnsupportedModel(
             name,
-            f"dimension {dim} of {tuple(param.shape)} is cut over {num_ranks} ranks of the tensor axis in unequal parts, "
-            "and then the ranks would have other plans. Choose a size that the ranks divide, or leave its module out of "
-            "the plan of `parallelize_module`",
+            f"dimension {dim} of {tuple(param.shape)} is cut over {num_ranks} ranks of the tensor axis in unequal "
+            "parts, and then the ranks would have other plans. Choose a size that the ranks divide, or leave its "
+            "module out of the plan of `parallelize_module`",
         )
 
 
@@ -81,8 +81,8 @@ def _check_axes(data: "DeviceMesh", tensor: "DeviceMesh") -> None:
     if len(here & there) != 1:
         raise UnsupportedModel(
             "the mesh",
-            f"its ranks {sorted(here)} and those of the tensor axis, {sorted(there)}, are not two axes of one mesh. Make "
-            "one mesh, and give an axis of it to `parallelize_module` and another to `prepare`",
+            f"its ranks {sorted(here)} and those of the tensor axis, {sorted(there)}, are not two axes of one mesh. "
+            "Make one mesh, and give an axis of it to `parallelize_module` and another to `prepare`",
         )
 
 

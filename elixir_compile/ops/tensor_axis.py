@@ -107,7 +107,6 @@ class TensorAxis:
         placements = tuple(Shard(0) if cuts(each) else each for each in param.placements[:-1])
         return compat.dtensor_of(own, self.data, placements, part.shape, part.stride).full_tensor()
 
-
     def shard_of(self, gathered: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """Return what this rank owns of `gathered`, values for the part of `param` along this axis."""
         if not is_over_data(param):

@@ -11,7 +11,7 @@ import torch
 
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import along_data, Cluster, with_devices
+from elixir_compile.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master

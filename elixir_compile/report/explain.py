@@ -137,8 +137,8 @@ def _kept_text(found: PlanAnswer) -> str:
 
 def _tensor_text(found: TensorTraffic) -> str:
     return (
-        f"{found.num_ranks} ranks: {_count_text(found.num_collectives, 'collective')} of {format_bytes(found.nbytes)} in "
-        f"all, {format_s(found.run_s)} of compute"
+        f"{found.num_ranks} ranks: {_count_text(found.num_collectives, 'collective')} of {format_bytes(found.nbytes)} "
+        f"in all, {format_s(found.run_s)} of compute"
     )
 
 

@@ -97,7 +97,9 @@ def trains(rank: int, world_size: int, how: dict[str, Any]) -> dict[str, Any]:
         "moved": expected["moved"],
         "executed": executed,
         "collectives": 0 if made.tensor is None else made.tensor.num_collectives,
-        "all": peaks_bytes, "measured": min(peaks_bytes) - before_bytes, "planned": made.prediction.device_peak_bytes, "budget": made.budget_bytes,
+        "measured": min(peaks_bytes) - before_bytes,
+        "planned": made.prediction.device_peak_bytes,
+        "budget": made.budget_bytes,
         "optim": sorted({placement.optim.value for placement in made.placements}),
         "at": made.prediction.device_peak_at, "saving": sorted({group.saving.value for group in made.activations}),
     }  # fmt: skip

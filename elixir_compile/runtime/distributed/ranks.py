@@ -167,7 +167,11 @@ class Ranks:
         part = None if self.tensor_axis is None else self.tensor_axis.part_of(param)
         if part is None:
             return part_numels(param, self.num_shards)
-        return shard_numels(part.shape, self.num_shards) if is_over_data(param) else (part.shape.numel(),) * self.num_shards
+        return (
+            shard_numels(part.shape, self.num_shards)
+            if is_over_data(param)
+            else (part.shape.numel(),) * self.num_shards
+        )
 
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the gradient of `param` is averaged."""

@@ -9,6 +9,14 @@ from tests.run import tensor_checks
 from tests.run.processes import spawn
 
 LIMIT_S = 150.0
+REFUSED = {
+    "whole mesh": ("UnsupportedModel: the mesh", "mesh=mesh['data']"),
+    "no names": ("UnsupportedModel: the mesh", "mesh_dim_names="),
+    "wrong name": ("KeyError", "'data'"),
+    "uneven": ("UnsupportedModel: up.weight", "a size that the ranks divide"),
+    "not prepared": ("NotPrepared", "elixir_compile.prepare"),
+}
+"""The error of each misuse, and its fix."""
 
 
 def all_of(world_size: int, folder: Path, *checks: list[Any]) -> list[list[Any]]:
@@ -36,11 +44,9 @@ def test_two_ranks_of_a_tensor_axis(tmp_path: Path) -> None:
     assert "host" in trained[0]["optim"]
     assert all(all(own.values()) for own in same)
     for said in refused:
-        assert said["whole mesh"].startswith("UnsupportedModel") and "mesh=mesh['data']" in said["whole mesh"]
-        assert said["no names"].startswith("UnsupportedModel") and "mesh_dim_names=" in said["no names"]
-        assert said["wrong name"].startswith("KeyError") and "'data'" in said["wrong name"]
-        assert said["uneven"].startswith("UnsupportedModel: up.weight") and "the ranks divide" in said["uneven"]
-        assert said["not prepared"].startswith("NotPrepared") and "elixir_compile.prepare" in said["not prepared"]
+        for name, (error, fix) in REFUSED.items():
+            assert said[name].startswith(error)
+            assert fix in said[name]
 
 
 def test_two_by_two_ranks(tmp_path: Path) -> None:
