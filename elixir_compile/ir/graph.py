@@ -78,8 +78,8 @@ class Ring:
     def __post_init__(self) -> None:
         if min(self.num_ranks, self.passes) < 1 or self.nbytes < 0:
             raise InvalidPlan(
-                f"a collective of {self.nbytes} bytes goes {self.passes} times round {self.num_ranks} ranks; expected 0 "
-                "bytes or more, and 1 or more of both."
+                f"a collective of {self.nbytes} bytes goes {self.passes} times round {self.num_ranks} ranks; expected "
+                "0 bytes or more, and 1 or more of both."
             )
 
     def __str__(self) -> str:

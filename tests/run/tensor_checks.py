@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +68,21 @@ def trains(rank: int, world_size: int, how: dict[str, Any]) -> dict[str, Any]:
     losses, norms = [], []
     executed: dict[str, int] = {}
 
-    def step(number: int) -> None:
-        loss = own(own_rows(steps[number], mesh))
-        loss.backward()
+    def step(number: int, watch: Any = nullcontext()) -> None:
+        with watch:
+            loss = own(own_rows(steps[number], mesh))
+            loss.backward()
         losses.append(float(elixir.mean_loss(model, loss)))
         norms.append(float(full(_clip(model, optimizer, how.get("clip", "elixir")))))
         optimizer.step()
         optimizer.zero_grad()
 
     step(0)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-        step(1)
+    profiler = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+    step(1, profiler)
     for event in profiler.key_averages():
         name = event.key.removeprefix("_c10d_functional::").removesuffix("_")
-        if event.key.startswith("_c10d_functional::") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if event.key.startswith("_c10d_functional::") and name != "wait_tensor":
             executed[name] = executed.get(name, 0) + event.count
     # A thread of gloo may hold the tensor of a collective for a moment after its wait, longer than an op of this size
     # takes, so the least of a few steps counts.

@@ -57,5 +57,5 @@ def test_two_by_two_ranks(tmp_path: Path) -> None:
         ["trains", {"shape": shape, "plan": "sequence", "tightness": 1.1, "clip": "torch"}],
         ["saves", shape, "vocabulary", str(tmp_path)],
     )
-    assert_trained(trained)
+    assert_trained(trained, is_tight=False)
     assert all(all(own.values()) for own in saved)
