@@ -27,10 +27,11 @@ from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
 from elixir_compile.managed.tensor_axis import tensor_axis_of
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.peers import Peers
-from elixir_compile.runtime.distributed.ranks import device_of
+from elixir_compile.runtime.distributed.ranks import Ranks, device_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +58,17 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
+    A model that `torch.distributed.tensor.parallel.parallelize_module` has cut along an axis of a mesh is found by its
+    DTensors: give this function another axis of the same mesh, or no `mesh` if all ranks are along that axis. The parts
+    of parameters along the tensor axis are then what is placed, gathered and sharded again.
+
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
     anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
     of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
     Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
-    shares and a mesh of two axes; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
+    shares and a mesh of two axes, or is cut along a tensor axis in unequal parts; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
     RanksDiffer if ranks have different shares.
 
     Example:
@@ -82,23 +87,32 @@ def prepare(
             if param_dtype is not None:
                 _require_masters(model, param_dtype)
             return model
-        axis = tensor_axis_of(model, mesh)
-        ranks = ranks_of(mesh, axis)
-        if ranks is not None:
-            share_out(ranks, shares)
-        elif shares:
-            check_shares(shares, 1)
-        if ranks is None and axis is None:
-            materialize(model)
-        else:
-            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
-        if param_dtype is not None:
-            cast(model, param_dtype)
+        ranks, axis = _share(model, mesh, shares, param_dtype)
         peers = Peers(axis.ranks) if ranks is None and axis is not None else None
         managed = ManagedModel([model], target, ranks, tensor_axis=axis, peers=peers)
         managed.swap_modules()
         managed.move_rest()
     return model
+
+
+def _share(
+    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> tuple[Ranks | None, TensorAxis | None]:
+    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
+    axis, each None if there is none."""
+    axis = tensor_axis_of(model, mesh)
+    ranks = ranks_of(mesh, axis)
+    if ranks is not None:
+        share_out(ranks, shares)
+    elif shares:
+        check_shares(shares, 1)
+    if ranks is None and axis is None:
+        materialize(model)
+    else:
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
+    if param_dtype is not None:
+        cast(model, param_dtype)
+    return ranks, axis
 
 
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:

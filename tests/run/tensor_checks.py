@@ -68,8 +68,8 @@ def trains(rank: int, world_size: int, how: dict[str, Any]) -> dict[str, Any]:
     losses, norms = [], []
     executed: dict[str, int] = {}
 
-    def step(number: int, watch: Any = nullcontext()) -> None:
-        with watch:
+    def step(number: int, watch: Any = None) -> None:
+        with watch or nullcontext():
             loss = own(own_rows(steps[number], mesh))
             loss.backward()
         losses.append(float(elixir.mean_loss(model, loss)))
