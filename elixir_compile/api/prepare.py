@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.api.stage import calls_asked, take_calls
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
 from elixir_compile.ir.share import Share, check_shares
 from elixir_compile.managed.agreement.shares import share_out
@@ -30,7 +31,6 @@ from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks, device_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def prepare(
     param_dtype: ParamDtype | None = None,
     mesh: "DeviceMesh | None" = None,
     shares: "Sequence[Share]" = (),
+    outstanding: "int | object | None" = None,
+    calls: int | None = None,
 ) -> nn.Module:
     """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
 
@@ -58,18 +60,24 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
-    A model that `torch.distributed.tensor.parallel.parallelize_module` has cut along an axis of a mesh is found by its
-    DTensors: give this function another axis of the same mesh, or no `mesh` if all ranks are along that axis. The parts
-    of parameters along the tensor axis are then what is placed, gathered and sharded again.
+    A model that `parallelize_module` of torch has cut along an axis of a mesh is found by its DTensors: `mesh` is then
+    another axis of the same mesh, or None. The parts of its parameters are what is placed and sharded again.
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
     anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
     of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
-    Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
-    shares and a mesh of two axes, or is cut along a tensor axis in unequal parts; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
-    RanksDiffer if ranks have different shares.
+    `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
+    schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
+    `calls` are the forwards of a step, by default as many. The plan counts what all of them hold. Each bucket is
+    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
+    last backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages.
+
+    Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
+    backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
+    parts; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
+    if ranks have different shares.
 
     Example:
         layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
@@ -77,42 +85,20 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
+    asked = calls_asked(model, outstanding, calls)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
         if prepared is not None:
-            here = prepared.executor.device
-            if here != target and device is not None:
-                raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
-            if param_dtype is not None:
-                _require_masters(model, param_dtype)
+            _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
+            take_calls(prepared, asked)
             return model
         ranks, axis = _share(model, mesh, shares, param_dtype)
-        peers = Peers(axis.ranks) if ranks is None and axis is not None else None
-        managed = ManagedModel([model], target, ranks, tensor_axis=axis, peers=peers)
+        managed = ManagedModel([model], target, ranks, tensor_axis=axis)
+        take_calls(managed, asked)
         managed.swap_modules()
         managed.move_rest()
     return model
-
-
-def _share(
-    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
-) -> tuple[Ranks | None, TensorAxis | None]:
-    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
-    axis, each None if there is none."""
-    axis = tensor_axis_of(model, mesh)
-    ranks = ranks_of(mesh, axis)
-    if ranks is not None:
-        share_out(ranks, shares)
-    elif shares:
-        check_shares(shares, 1)
-    if ranks is None and axis is None:
-        materialize(model)
-    else:
-        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
-    if param_dtype is not None:
-        cast(model, param_dtype)
-    return ranks, axis
 
 
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
@@ -205,6 +191,37 @@ def prepared_model(model: nn.Module, name: str) -> ManagedModel:
     if managed is None:
         raise NotPrepared(f"`{name}` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
     return managed
+
+
+def _share(
+    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> tuple[Ranks | None, TensorAxis | None]:
+    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
+    axis, each None if there is none."""
+    axis = tensor_axis_of(model, mesh)
+    ranks = ranks_of(mesh, axis)
+    if ranks is not None:
+        share_out(ranks, shares)
+    elif shares:
+        check_shares(shares, 1)
+    if ranks is None and axis is None:
+        materialize(model)
+    else:
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
+    if param_dtype is not None:
+        cast(model, param_dtype)
+    return ranks, axis
+
+
+def _require_as_prepared(
+    model: nn.Module, prepared: ManagedModel, target: torch.device | None, param_dtype: ParamDtype | None
+) -> None:
+    """Raise UnsupportedModel if `model` was prepared for another device than `target`, or without masters."""
+    here = prepared.executor.device
+    if target not in (None, here):
+        raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
+    if param_dtype is not None:
+        _require_masters(model, param_dtype)
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:

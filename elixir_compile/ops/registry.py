@@ -66,6 +66,10 @@ class SlotOwner(Protocol):
         """The tensor axis of the model; None if no parameter is cut along one."""
         ...
 
+    def require_whole_step(self) -> None:
+        """Raise IncompleteStep if the model is called several times in each step, and the last backward is not done."""
+        ...
+
     def check_same_op(self, slot: "Slot") -> None:
         """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
         ...

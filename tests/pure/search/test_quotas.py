@@ -165,7 +165,7 @@ def test_state_cannot_leave_its_parameters_without_the_hybrid_optimizer() -> Non
 
 
 def test_a_rule_planner_keeps_no_fractions() -> None:
-    with pytest.raises(InvalidOption, match='"milp", "greedy" or "exhaustive"'):
+    with pytest.raises(InvalidOption, match='"exhaustive" or "gemini", which keep fractions'):
         plan(problem_of(chain_of(2), fractions=Fractions()), "zero_offload")
 
 
@@ -199,3 +199,12 @@ def test_a_plan_says_what_the_policy_fixed() -> None:
         assert "one of the 2 of 4 buckets with their state on the host" in reason
     whole = plan(problem_of(chain_of(4), fractions=Fractions(offload_optim=1.0)))
     assert "by placement_policy static: offload_optim_frac 1.0, offload_param_frac 0.0" in explain(whole, "b0")
+
+
+def test_a_budget_too_small_for_the_fractions_names_the_policy() -> None:
+    problem = problem_of(chain_of(4), fractions=Fractions())
+    kept_bytes = plan(problem).prediction.device_peak_bytes
+    with pytest.raises(NoFeasiblePlan, match='or other fractions or placement_policy="auto"') as caught:
+        plan(replace(problem, budget_bytes=kept_bytes - 1))
+    assert caught.value.needed_bytes == kept_bytes
+    assert plan(replace(problem, budget_bytes=kept_bytes - 1, fractions=None)).prediction.device_peak_bytes < kept_bytes
