@@ -60,8 +60,7 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
-    A model that `parallelize_module` of torch has cut along an axis of a mesh is found by its DTensors: `mesh` is then
-    another axis of the same mesh, or None. The parts of its parameters are what is placed and sharded again.
+    If `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
@@ -93,8 +92,7 @@ def prepare(
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
             take_calls(prepared, asked)
             return model
-        ranks, axis = _share(model, mesh, shares, param_dtype)
-        managed = ManagedModel([model], target, ranks, tensor_axis=axis)
+        managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
         take_calls(managed, asked)
         managed.swap_modules()
         managed.move_rest()

@@ -53,8 +53,8 @@ class ManagedModel:
         roots: Sequence[nn.Module],
         device: torch.device,
         ranks: Ranks | None = None,
-        *,
         tensor_axis: TensorAxis | None = None,
+        *,
         peers: Peers | None = None,
         originals: Sequence[nn.Module] = (),
     ) -> None:
