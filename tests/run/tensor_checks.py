@@ -36,7 +36,7 @@ def axes(world_size: int, shape: list[int] | None) -> tuple[DeviceMesh, DeviceMe
 
 def prepared(
     world_size: int, shape: list[int] | None, plan: str, dtype: torch.dtype = torch.float64, **how: Any
-) -> nn.Module:
+) -> Any:
     """Return a decoder, parallel by `plan` and prepared on a mesh of `shape`; each rank makes other weights first."""
     tensor, data = axes(world_size, shape)
     model = parallel(decoder(dtype, seed=distributed.get_rank()), tensor, plan)
