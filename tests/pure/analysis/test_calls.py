@@ -37,6 +37,28 @@ def test_the_planned_peak_is_that_of_all_calls_carried_out(
     assert plan_timeline(problem.graph, made).peak.nbytes == peak_of_calls(problem.graph, made)
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 9), st.booleans(), st.booleans(), st.sampled_from([0.9, 0.75, 0.65]))
+def test_a_plan_fits_whatever_the_caller_holds(
+    num: int, outstanding: int, keeps: bool, loss: bool, share: float
+) -> None:
+    held = num if keeps else 1
+    calls = Calls(
+        num=num,
+        outstanding=min(num, outstanding),
+        more_outputs=held - 1,
+        output_grads=held,
+        input_grads=held,
+        has_loss=loss,
+    )
+    problem = problem_of_calls(calls, share=share)
+    try:
+        made = plan(problem, "greedy")
+    except NoFeasiblePlan:
+        return
+    assert plan_timeline(problem.graph, made).peak.nbytes <= problem.budget_bytes
+
+
 def test_more_outstanding_forwards_need_more_bytes() -> None:
     peaks = [
         plan(problem_of_calls(Calls(num=8, outstanding=k), share=2.0), "keep_all").prediction.device_peak_bytes
