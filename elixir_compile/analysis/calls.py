@@ -214,7 +214,8 @@ def gradients_at_most(
         sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
     )
     left = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
-    yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
+    if left < ops.num_run - 1:
+        yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
 
 
 def storages_of_calls(

@@ -11,6 +11,9 @@ from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.space.facts import Facts, gather_facts
+from elixir_compile.search.space.memory import MemoryModel
+from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.calls_walk import peak_of_calls
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -56,7 +59,17 @@ def test_a_plan_fits_whatever_the_caller_holds(
         made = plan(problem, "greedy")
     except NoFeasiblePlan:
         return
+    facts = gather_facts(problem)
+    at_most = MemoryModel(facts).live_bytes(facts.start_levels, moves_at_use(facts, facts.start_levels))
+    kept = plan(replace(problem, budget_bytes=1 << 40), "keep_all")
+    exact = plan_timeline(problem.graph, kept).live_bytes
+    assert all(nbytes <= at_most[segment] for nbytes, segment in zip(exact, segments_of(facts), strict=True))
     assert plan_timeline(problem.graph, made).peak.nbytes <= problem.budget_bytes
+
+
+def segments_of(facts: Facts) -> list[int]:
+    """Return the segment of each op."""
+    return [MemoryModel(facts).segment_of(op) for op in range(len(facts.graph.ops))]
 
 
 def test_more_outstanding_forwards_need_more_bytes() -> None:
