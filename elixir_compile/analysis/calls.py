@@ -233,7 +233,7 @@ def storages_of_calls(
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
-        if storage.kind is Kind.INPUT:
+        if storage.kind is Kind.INPUT and storage.id not in calls.shared:
             yield storage, Held(Kind.INPUT, (calls.num - 1) * storage.nbytes, 0, ops.num - 1)
             given_bytes = call.input_grads * storage.nbytes
             yield storage, Held(Kind.INPUT, given_bytes, 0 if call.alternate else ops.num_forward, ops.num_run - 1)
