@@ -218,10 +218,7 @@ def _choices(
             gathered_as(levels, is_released=bucket.id in released) if bucket.is_sharded else levels
             for bucket, levels in zip(buckets, choices, strict=True)
         ]
-    fractions = problem.fractions
-    if fractions is not None:
-        choices = [limited(levels, bucket, fractions) for bucket, levels in zip(buckets, choices, strict=True)]
-    return tuple(choices)
+    return tuple(limited(problem, bucket, levels) for bucket, levels in zip(buckets, choices, strict=True))
 
 
 def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:
