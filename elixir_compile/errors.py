@@ -32,6 +32,8 @@ Exception
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── ParameterReplaced  (RuntimeError)   a parameter was replaced after the step was captured
     ├── UnsupportedBackward (RuntimeError)  gradients of gradients, or of many outputs at once
+    ├── TooManyForwards    (RuntimeError)   more forwards wait for their backward than `prepare` was told
+    ├── IncompleteStep     (RuntimeError)   an optimizer's step before the last backward of a step of several calls
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
     ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
@@ -285,9 +287,9 @@ class UnknownSchedule(_UnknownName):
 class PlanMismatch(ElixirError, ValueError):
     """A plan was made for `expected`, and is to be used for `got`.
 
-    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies` or `reduce dtype`. For a
-    graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and `difference` is a
-    sentence with the first difference between them.
+    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies`, `number of calls in a step`
+    or `reduce dtype`. For a graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and
+    `difference` is a sentence with the first difference between them.
     """
 
     def __init__(
@@ -607,6 +609,47 @@ class UnsupportedBackward(ElixirError, RuntimeError):
         return (
             f"{self.asked}: neither compiled code nor gathered parameters support it, so {self.model} does not. "
             f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
+        )
+
+
+class TooManyForwards(ElixirError, RuntimeError):
+    """A forward of `model` while `num_waiting` earlier ones wait for their backward and `num_done` have had it, in a
+    step of `num_calls` with `num_outstanding` outstanding forwards."""
+
+    def __init__(self, model: str, num_waiting: int, num_done: int, num_calls: int, num_outstanding: int) -> None:
+        super().__init__(model, num_waiting, num_done, num_calls, num_outstanding)
+        self.model = model
+        self.num_waiting = num_waiting
+        self.num_done = num_done
+        self.num_calls = num_calls
+        self.num_outstanding = num_outstanding
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} was prepared for steps of {self.num_calls} calls with at most {self.num_outstanding} "
+            f"outstanding forwards, but a forward began while {self.num_waiting} waited for their backward and "
+            f"{self.num_done} backward passes of the step were done. Give the schedule itself, "
+            f"`elixir_compile.prepare(module, outstanding=schedule)`, or larger numbers: `outstanding="
+            f"{self.num_waiting + 1}, calls={max(self.num_calls, self.num_waiting + self.num_done + 1)}`."
+        )
+
+
+class IncompleteStep(ElixirError, RuntimeError):
+    """A step of an optimizer after `num_done` of the `num_calls` calls of `model`, whose gradients are incomplete."""
+
+    def __init__(self, model: str, num_done: int, num_waiting: int, num_calls: int) -> None:
+        super().__init__(model, num_done, num_waiting, num_calls)
+        self.model = model
+        self.num_done = num_done
+        self.num_waiting = num_waiting
+        self.num_calls = num_calls
+
+    def __str__(self) -> str:
+        return (
+            f"an optimizer began to update {self.model} after {self.num_done} of {self.num_calls} backward passes of "
+            f"the step, with {self.num_waiting} forwards still waiting for theirs. The gradients are complete after "
+            f"the last one. Run all {self.num_calls} calls before `optimizer.step()`, or prepare the module with the "
+            "number of calls that a step has: `elixir_compile.prepare(module, outstanding=..., calls=...)`."
         )
 
 

@@ -1,6 +1,7 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import ONCE, Calls
 from elixir_compile.ir.codec import (
     fingerprint,
     graph_from_json,
@@ -50,6 +51,7 @@ from elixir_compile.ir.schedule import (
 
 __all__ = [
     "ITEM_BYTES",
+    "ONCE",
     "PLAN_FORMAT",
     "Action",
     "Activations",
@@ -57,6 +59,7 @@ __all__ = [
     "Bucket",
     "BucketId",
     "BucketRef",
+    "Calls",
     "Decision",
     "GradientRef",
     "GroupId",

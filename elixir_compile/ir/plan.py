@@ -8,6 +8,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import ONCE, Calls
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
 from elixir_compile.ir.rank_class import RankClass
@@ -95,6 +96,8 @@ class Plan:
     """The placement of each bucket, in the order of `buckets`."""
     activations: tuple[Activations, ...] = ()
     """Groups of activations with their treatment; activations in no group are kept."""
+    calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
+    """How often a step calls the graph, and how many of its forwards are outstanding at once."""
     loss_chunks: int = 1
     """Number of chunks over tokens in which the graph computes its loss; 1 if the loss is not chunked."""
     update: Update = Update.AFTER_BACKWARD
@@ -216,6 +219,7 @@ class Plan:
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
+        lines += [f"  {calls_text(self.calls)}"] if self.calls.num > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
@@ -259,6 +263,15 @@ class Plan:
 def _counted_bytes(bucket: Bucket) -> int:
     """Return an upper limit of the bytes of a bucket: parameters, gradients, state and flat buffers of all ranks."""
     return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
+
+
+def calls_text(calls: Calls) -> str:
+    """Return the printed line of the calls of a step."""
+    numbers = f"calls {calls.num}  outstanding {calls.outstanding}  outputs {calls.more_outputs}"
+    sums = ("  loss" if calls.has_loss else "") + ("  scaled" if calls.is_scaled else "")
+    sums += "  sums float32" if calls.sums_in_fp32 else ""
+    sums += "  sums stay" if calls.sums_stay else ""
+    return f"{numbers}  output grads {calls.output_grads}  input grads {calls.input_grads}{sums}"
 
 
 def share_text(share: Share) -> str:

@@ -64,8 +64,10 @@ class GraphPlanner:
 
     @property
     def may_replan(self) -> bool:
-        """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
-        return self._options.replan and self._options.plan is None and self._executor.ranks is None
+        """Whether the first steps may change the plan: it is neither the user's, nor a plan of several ranks, nor of
+        several calls in a step, whose seconds include waiting for other stages."""
+        may = self._options.replan and self._options.plan is None and self._executor.ranks is None
+        return may and self._executor.calls.spec.num == 1
 
     @property
     def is_budget_given(self) -> bool:
@@ -169,7 +171,7 @@ class GraphPlanner:
         path = None if captured.backward is None else self._options.plan
         if path is None:
             return self.search
-        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies)
+        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies, problem.calls)
 
     def whole_first(self, make: Callable[[], Made], *, keeps_whole: bool = False) -> Made:
         """Return the result of `make`, which plans the graph.

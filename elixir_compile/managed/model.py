@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from elixir_compile.capture.modules import is_swapped, model_of, swap, undo_swap, unmanaged_reason
-from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.errors import InvalidOption, NotPrepared, UnsupportedModel
 from elixir_compile.managed.cast_and_shard import check_masters, check_reduces
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.outstanding import OutstandingForwards
@@ -139,10 +139,13 @@ class ManagedModel:
     def use(self, options: Options) -> None:
         """Apply the `options` that hold for all graphs of the model.
 
-        Raises WrongDtype if a parameter was prepared without the master that the options ask for, and PlanMismatch if
-        the user's plan reduces gradients in another dtype.
+        Raises WrongDtype if a parameter was prepared without the master that the options ask for, PlanMismatch if the
+        user's plan reduces gradients in another dtype, and InvalidOption if a schedule changes gradients after updates.
         """
         executor = self.executor
+        if options.update == "in_backward" and executor.calls.spec.is_scaled:
+            expected = '"across_steps" or "after_backward", or a schedule made with `scale_grads=False`'
+            raise InvalidOption("update", options.update, expected)
         if options.param_dtype is not None:
             check_masters(executor.slots.values(), options.param_dtype)
         executor.gradients.stay |= bool(options.accumulate)
@@ -162,6 +165,7 @@ class ManagedModel:
 
         `graph_break` has file, line and reason of the graph break at which it ends.
         """
+        self._outstanding.has_breaks |= graph_break is not None
         name, number = self.executor.name, len(self.graphs)
         return PlannedGraph(
             f"{name}.{number}" if number else name,
@@ -269,6 +273,7 @@ def prepare_again(old: ManagedModel) -> None:
         new = ManagedModel(roots, before.device, before.ranks)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
+        new.executor.calls.spec = before.calls.spec
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

@@ -60,6 +60,10 @@ class SlotOwner(Protocol):
         """Takes the gradients of the executor's parameters."""
         ...
 
+    def require_whole_step(self) -> None:
+        """Raise IncompleteStep if the model is called several times in each step, and the last backward is not done."""
+        ...
+
     def check_same_op(self, slot: "Slot") -> None:
         """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
         ...

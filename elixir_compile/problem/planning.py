@@ -12,7 +12,7 @@ import torch
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir import ONCE, Bucket, Calls, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
@@ -153,6 +153,7 @@ def build_problem(
     rank: int = 0,
     num_copies: int = 1,
     in_force: Collection[tuple[Bucket, Placement]] = (),
+    calls: Calls = ONCE,
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
@@ -189,6 +190,7 @@ def build_problem(
         least_alike=least_alike_of(options),
         micro_batches=micro_batches_asked(graph, options),
         base_bytes=memory.base_bytes,
+        calls=calls,
         buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
@@ -231,7 +233,13 @@ def problem_of(
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
+        calls=_calls_of(executor, stay=accumulates) if is_training else ONCE,
     )
+
+
+def _calls_of(executor: Executor, *, stay: bool) -> Calls:
+    spec, gradients = executor.calls.spec, executor.gradients
+    return spec if spec.num == 1 else replace(spec, sums_in_fp32=gradients.sums_in_fp32, sums_stay=stay)
 
 
 def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import Calls
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
 from elixir_compile.ir.rank_class import RankClass
@@ -85,6 +86,8 @@ class PlanAnswer:
     """The time at which buckets are updated."""
     disk_bytes: int
     """Bytes of optimizer state on disk."""
+    calls: Calls
+    """How often a step calls the graph."""
     staying_gradient_bytes: Mapping[str, int]
     """Bytes of gradients of earlier backward passes that stay through the step, by home; empty if none stay."""
     num_streamed: int
@@ -141,6 +144,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
+        calls=plan.calls,
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
         activations=saving_answers(plan),

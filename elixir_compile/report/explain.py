@@ -105,6 +105,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
             ("host", [format_bytes(made.host_peak_bytes)]),
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
+            ("calls", [str(found.calls)] if found.calls.num > 1 else []),
             ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("ranks", [_class_text(line, found.rank) for line in found.classes]),

@@ -9,7 +9,19 @@ from elixir_compile.codec import LEFT_OUT
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import (
+    ONCE,
+    Activations,
+    Bucket,
+    BucketId,
+    Calls,
+    Placement,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+)
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.options import Fractions
 from elixir_compile.units import MIB
@@ -104,6 +116,8 @@ class Problem:
     every other sharded bucket stays gathered. None if the planner may choose."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
+    calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
+    """How often a step calls the graph, and how many of its forwards are outstanding at once."""
     common_rows: int | None = None
     """The greatest common divisor of the batches of all ranks, in rows: a number of micro-batches that the search
     chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""

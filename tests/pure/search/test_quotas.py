@@ -111,11 +111,11 @@ def test_the_nearest_and_the_furthest_levels_meet_all_quotas(problem: Problem, a
 
 @pytest.mark.parametrize("cluster", ["cuda", "2 x cuda"])
 def test_auto_is_never_slower_than_fixed_fractions_and_the_solver_never_than_trying_all(cluster: str) -> None:
-    """At four budgets from all that training takes down to half of it, for every legal combination that fits."""
+    """At three budgets from all that training takes down to half of it, for every legal combination that fits."""
     problem = problem_of(chain_of(3), CLUSTERS[cluster], moves_what_fits=True)
     whole_bytes = plan(problem, "keep_all").prediction.device_peak_bytes
     num_compared = 0
-    for share in (1.0, 0.85, 0.7, 0.5):
+    for share in (1.0, 0.7, 0.5):
         tight = replace(problem, budget_bytes=int(share * whole_bytes))
         auto = plan(tight, timeout_s=1.0)
         for asked in legal():
@@ -129,7 +129,7 @@ def test_auto_is_never_slower_than_fixed_fractions_and_the_solver_never_than_try
             assert auto.prediction.step_s <= best.prediction.step_s, (share, asked)
             assert made.prediction.step_s <= best.prediction.step_s * (1 + TOLERANCE), (share, asked)
             assert (made.bound_s or math.inf) <= best.prediction.step_s * (1 + 1e-9), (share, asked)
-    assert num_compared >= 24
+    assert num_compared >= 18
 
 
 def test_the_legal_combinations_are_eleven_and_all_others_are_refused() -> None:
@@ -186,6 +186,18 @@ def test_buckets_in_force_that_moved_stay_and_count() -> None:
         homes = [own.optim for own in plan(in_force(*there)).placements]
         assert homes.count(Tier.HOST) == expected
         assert all(homes[i] is Tier.HOST for i in there)
+
+
+def test_buckets_in_force_stay_in_a_graph_that_does_not_train() -> None:
+    """It has no optimizer that could say how its state may move, and uses what the training left where it is."""
+    asked = Fractions(offload_optim=1.0, offload_param=0.5)
+    made = plan(problem_of(chain_of(4), fractions=asked))
+    layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=64) for i in range(4)]
+    graph = chain(layers, training=False)
+    used = problem_of(
+        graph, hybrid=False, state_nbytes={}, fractions=asked, buckets=made.buckets, placements=made.placements
+    )
+    assert plan(used).placements == made.placements
 
 
 def test_a_plan_says_what_the_policy_fixed() -> None:

@@ -117,6 +117,37 @@ def test_combinations_train_the_bits_of_torch_on_two_ranks(
     assert len(first) == NUM_STEPS * len(combinations)
 
 
+class TwoGraphs(nn.Module):
+    """A graph break between two stacks: each has a graph, with buckets of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Stack(num_blocks=1), Stack(num_blocks=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first.features(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_each_graph_keeps_the_fractions_and_an_evaluation_moves_nothing() -> None:
+    model, twin = seeded(TwoGraphs), seeded(TwoGraphs)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    fractions = {"offload_optim_frac": 1.0, "offload_param_frac": 0.5}
+    step = compiled(model, placement_policy="static", **fractions)
+    homes: list[list[Placement]] = []
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(losses(step, optimizer), losses(twin, other), strict=True))
+        plans = [found.plan for found in elixir.compilations(step)]
+        homes.append(sorted({own for plan in plans for own in plan.placements}, key=lambda own: own.bucket))
+        with torch.no_grad():
+            assert torch.equal(step(BATCH), twin(BATCH))
+    assert homes[0] == homes[1]
+    for plan in plans[:2]:
+        assert_placed(plan, fractions)
+
+
 def test_the_rule_of_gemini_trains_the_bits_of_torch() -> None:
     """The model is smaller than the smallest chunk, so it is one; its fractions move all of it or nothing."""
     model, twin = seeded(small), seeded(small)
