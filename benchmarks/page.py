@@ -308,7 +308,7 @@ def pipelines() -> Iterator[str]:
         "## Pipelines",
         "",
         f"`python benchmarks/pipeline.py`: two gloo ranks run torch's schedules with {num} micro-batches over an",
-        f"**emulated** link, on which a message takes {message_ms:.0f} ms. The simulation gets the seconds of each stage",
+        f"**emulated** link, on which a message takes {message_ms:.0f} ms. The simulation gets the seconds of stages",
         "in the step before. Other processes on both cores change compute from step to step, but not sleep.",
         "",
     )

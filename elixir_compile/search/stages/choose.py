@@ -25,7 +25,7 @@ from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of, layers_of, saving_of
 from elixir_compile.search.stages.costs import LEVELS, StageCosts, StageFacts, TrainedBytes, phase_s
 from elixir_compile.search.stages.split import Cut, Option, Room, best_split
-from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline
+from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline, stage_peak
 
 _MOST_TRIES = 4
 _ENDLESS = 1 << 60
@@ -256,6 +256,7 @@ class _Chosen:
             sent_bytes=seconds.sent_bytes,
             outstanding=self._outstanding[stage],
             saved_bytes=nbytes.saved_bytes,
+            peak_bytes=stage_peak(self._order, stage, nbytes),
             treatment=_treatment_text(way.share),
             homes=level_text(way.level),
             copies=self._costs.shared_with_earlier(cut.first, cut.end),
