@@ -26,7 +26,9 @@ from elixir_compile.managed.cast_and_shard import (
 )
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
+from elixir_compile.managed.tensor_axis import tensor_axis_of
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.ranks import Ranks, device_of
@@ -58,6 +60,8 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
+    If `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
     anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
@@ -70,9 +74,9 @@ def prepare(
     last backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
-    backward, was prepared for another device or `param_dtype`, or has shares and a mesh of two axes; InvalidOption if
-    `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer if ranks have different
-    shares.
+    backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
+    parts; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
+    if ranks have different shares.
 
     Example:
         layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
@@ -81,7 +85,6 @@ def prepare(
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
     asked = calls_asked(model, outstanding, calls)
-    ranks = ranks_of(mesh)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
@@ -89,8 +92,7 @@ def prepare(
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
             take_calls(prepared, asked)
             return model
-        _materialize(model, ranks, shares, param_dtype)
-        managed = ManagedModel([model], target, ranks)
+        managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
         take_calls(managed, asked)
         managed.swap_modules()
         managed.move_rest()
@@ -189,19 +191,24 @@ def prepared_model(model: nn.Module, name: str) -> ManagedModel:
     return managed
 
 
-def _materialize(
-    model: nn.Module, ranks: Ranks | None, shares: "Sequence[Share]", param_dtype: ParamDtype | None
-) -> None:
-    """Create the parameters of `model` that are on `meta`, in `param_dtype`, in shards if there are `ranks`."""
-    if ranks is None:
-        if shares:
-            check_shares(shares, 1)
+def _share(
+    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> tuple[Ranks | None, TensorAxis | None]:
+    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
+    axis, each None if there is none."""
+    axis = tensor_axis_of(model, mesh)
+    ranks = ranks_of(mesh, axis)
+    if ranks is not None:
+        share_out(ranks, shares)
+    elif shares:
+        check_shares(shares, 1)
+    if ranks is None and axis is None:
         materialize(model)
     else:
-        share_out(ranks, shares)
-        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
     if param_dtype is not None:
         cast(model, param_dtype)
+    return ranks, axis
 
 
 def _require_as_prepared(

@@ -11,7 +11,7 @@ from elixir_compile.ir.codec import (
     record_from_json,
     record_to_json,
 )
-from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
+from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
     Batched,
@@ -30,7 +30,7 @@ from elixir_compile.ir.kinds import (
     Update,
     Verb,
 )
-from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
@@ -81,6 +81,7 @@ __all__ = [
     "Region",
     "RegionId",
     "RegionRef",
+    "Ring",
     "Saving",
     "Schedule",
     "Span",
@@ -90,6 +91,7 @@ __all__ = [
     "StorageId",
     "Tally",
     "Target",
+    "TensorTraffic",
     "Tier",
     "Update",
     "Verb",

@@ -69,6 +69,24 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTraffic:
+    """The collectives over the tensor axis that a rank runs in a step, inside of its regions."""
+
+    num_ranks: int
+    """Ranks along the axis."""
+    num_collectives: int
+    """Counted once for each micro-batch."""
+    nbytes: int
+    """Bytes of their whole tensors."""
+    run_s: float
+    """The seconds of their messages, which are a part of the seconds of compute."""
+
+    def __str__(self) -> str:
+        line = f"tensor {self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
+        return f"{line}  seconds {real(self.run_s)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget.
 
@@ -107,6 +125,8 @@ class Plan:
     """The schedule of each rank, or a single one for all ranks."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
+    tensor: TensorTraffic | None = field(default=None, metadata=LEFT_OUT)
+    """What the step sends along the tensor axis; None if the model has no such axis."""
     planner: str = "greedy"
     """The planner that made the plan, as the option `planner` names it."""
     bound_s: float | None = None
@@ -221,6 +241,7 @@ class Plan:
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         lines += [f"  {calls_text(self.calls)}"] if self.calls.num > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
+        lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines

@@ -66,7 +66,7 @@ class GraphPlanner:
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's, nor a plan of several ranks, nor of
         several calls in a step, whose seconds include waiting for other stages."""
-        may = self._options.replan and self._options.plan is None and self._executor.ranks is None
+        may = self._options.replan and self._options.plan is None and self._executor.peers is None
         return may and self._executor.calls.spec.num == 1
 
     @property
@@ -141,7 +141,7 @@ class GraphPlanner:
     def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
         """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
         executor = self._executor
-        may_move = executor.ranks is None and not executor.saved.outstanding_owners()
+        may_move = executor.peers is None and not executor.saved.outstanding_owners()
         return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
 
     def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:

@@ -190,10 +190,10 @@ class PlanVariants:
 
         `key_of_graph` computes `key`; it is called only if there are several ranks.
         """
-        ranks = self._executor.ranks
-        if ranks is not None:
+        peers = self._executor.peers
+        if peers is not None:
             self.key = key_of_graph()
-            _ = ranks.num_local  # a collective: later, planning may have failed on one rank alone
+            _ = peers.num_local  # a collective: later, planning may have failed on one rank alone
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
             self.graph_set_digest = call.graph_set_digest
 

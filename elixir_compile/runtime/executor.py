@@ -17,8 +17,10 @@ from elixir_compile.errors import StaleParameters, UnsupportedBackward
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.calls import StepCalls
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
@@ -42,11 +44,28 @@ class Executor:
     more than 20 methods: 11 are the verbs, which programs call on one object.
     """
 
-    def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:
-        """`name` is the name of the model in messages; `ranks` train it together, None if this process trains alone."""
+    def __init__(
+        self,
+        device: torch.device,
+        name: str,
+        ranks: Ranks | None = None,
+        *,
+        tensor_axis: TensorAxis | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        """`name` is the name of the model in messages; `ranks` share its parameters, None if no others do.
+
+        `tensor_axis` is that along which parameters were cut before. `peers` are those of an executor before this one,
+        if there was one; otherwise all ranks make this at the same point.
+        """
         self.device = device
         self.name = name
         self.ranks = ranks
+        self.tensor_axis = tensor_axis
+        if ranks is None and peers is None and tensor_axis is not None:
+            peers = Peers(tensor_axis.ranks)
+        self.peers = peers if ranks is None else ranks.peers
+        """All ranks of the model, which must run the same collectives; None if this process runs it alone."""
         self.lanes = lanes_for(device)
         self.ledger = ledger_for(self.lanes)
         self.slots: dict[str, Slot] = {}
@@ -147,8 +166,8 @@ class Executor:
 
     def check_same_op(self, slot: Slot) -> None:
         """Wait until every rank is about to gather this parameter. Raises RanksDiffer if a rank does something else."""
-        assert self.ranks is not None, "only a parameter that several ranks share is gathered by all of them"
-        self.ranks.control.check_same_op(slot.name, "a parameter")
+        assert self.peers is not None, "only a parameter that several ranks share is gathered by all of them"
+        self.peers.control.check_same_op(slot.name, "a parameter")
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep `tensors`, which copies on `lanes.d2h` read, alive until the next forward; it waits for the copies."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.formula import peak_formula
+from elixir_compile.analysis.laps import laps_in
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import (
     Activations,
@@ -31,6 +32,7 @@ from elixir_compile.search.schedule import cut_regions, regions, schedule, step_
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
 from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
+from elixir_compile.simulate.traffic import tensor_traffic
 from elixir_compile.units import format_bytes, format_s
 
 
@@ -110,6 +112,7 @@ def unpredicted_plan(
         decisions=(),
         prediction=_NOTHING,
         planner=planner,
+        tensor=tensor_traffic(problem.graph, activations, laps_in(regions), problem.cluster),
     )
 
 
