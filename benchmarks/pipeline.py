@@ -5,7 +5,8 @@
 A message takes its latency and its bytes / rate on a link of its own for each direction, while its sender goes on: a
 thread sleeps, and then gloo sends the tensor. `torch.distributed.pipelining` runs the stages, unchanged. The simulation
 gets the seconds of each stage in a step, mean over micro-batches, and predicts the next one that is timed. The ratios
-are those of medians over rounds.
+are those of medians over rounds. On a machine with other work steps differ by much, so that the seconds of the second
+fastest step also predict the fastest: `fastest_step_ratio`.
 
 `sleep`: a stage sleeps in place of compute, so that other processes on the cores change nothing.
 `eager`: a stage multiplies matrices, one thread per rank. `elixir`: the same stage, compiled by this backend.
@@ -34,7 +35,7 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.hardware import Link
 from elixir_compile.ir.pipeline import TorchSchedule, pipeline_order
-from elixir_compile.simulate.pipeline import StageSeconds, play_pipeline
+from elixir_compile.simulate.pipeline import PipelinePlayed, StageSeconds, play_pipeline
 
 RANKS, MICRO_BATCHES, ROWS, WIDTH, HIDDEN = 2, 8, 128, 256, 2048
 MESSAGE_BYTES = ROWS * WIDTH * 4
@@ -251,20 +252,31 @@ def compared(kind: str, rounds: int) -> dict[str, Any]:
         for schedule, run in runs.items():
             run.step()  # asks for shapes, and compiles
             found[str(schedule)] = {"step_s": [], "simulated_s": [], "bubble": [], "simulated_bubble": []}
-        before = {schedule: run.step() for schedule, run in runs.items()}
+        steps = {schedule: [run.step()] for schedule, run in runs.items()}
         for _ in range(rounds):
             for schedule, run in runs.items():
-                played = play_pipeline(run.order, before[schedule].stages, lambda one, other: LINK)
-                before[schedule] = step = run.step()
+                played = simulated(run, steps[schedule][-1])
+                step = run.step()
+                steps[schedule].append(step)
                 own = found[str(schedule)]
                 own["step_s"].append(step.step_s)
                 own["simulated_s"].append(played.step_s)
                 own["bubble"].append(step.bubble)
                 own["simulated_bubble"].append(played.mean_bubble)
-    for own in found.values():
-        for what, simulated in (("step_s", "simulated_s"), ("bubble", "simulated_bubble")):
-            own[f"{what.removesuffix('_s')}_ratio"] = statistics.median(own[simulated]) / statistics.median(own[what])
+    for schedule, run in runs.items():
+        own = found[str(schedule)]
+        for what, expected in (("step_s", "simulated_s"), ("bubble", "simulated_bubble")):
+            own[f"{what.removesuffix('_s')}_ratio"] = statistics.median(own[expected]) / statistics.median(own[what])
+        fastest, second = sorted(steps[schedule], key=lambda step: step.step_s)[:2]
+        played = simulated(run, second)
+        own["fastest_step_ratio"] = played.step_s / fastest.step_s
+        own["fastest_bubble_ratio"] = played.mean_bubble / fastest.bubble
     return found
+
+
+def simulated(run: Run, step: Step) -> PipelinePlayed:
+    """Return the step of `run` with the seconds of stages in `step`."""
+    return play_pipeline(run.order, step.stages, lambda one, other: LINK)
 
 
 def main() -> None:

@@ -18,21 +18,12 @@ def compared(rank: int, world_size: int, kind: str, rounds: int) -> dict[str, An
     return pipeline.compared(kind, rounds)
 
 
-@pytest.mark.slow  # a minute of sleep
-def test_stages_that_sleep_take_the_simulated_step_and_have_its_bubble(tmp_path: Path) -> None:
-    found, _ = spawn(compared, 2, "sleep", 5, folder=tmp_path, limit_s=400, timeout_s=300)
+@pytest.mark.slow  # a minute of sleep, or 30 s of CPU time
+@pytest.mark.parametrize("kind", ["sleep", "eager", "elixir"])
+def test_the_step_and_the_bubble_of_each_schedule_are_within_15_percent(kind: str, tmp_path: Path) -> None:
+    """The second fastest step of each schedule predicts the fastest: other processes on the cores delay the others."""
+    found, _ = spawn(compared, 2, kind, 7, folder=tmp_path, limit_s=500, timeout_s=400)
     assert found.keys() == {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"}
     for schedule, own in found.items():
-        assert own["step_ratio"] == pytest.approx(1, abs=0.15), (schedule, own)
-        assert own["bubble_ratio"] == pytest.approx(1, abs=0.15), (schedule, own)
-
-
-@pytest.mark.slow  # 30 s of CPU time
-@pytest.mark.parametrize("kind", ["eager", "elixir"])
-def test_stages_that_compute_do_too(kind: str, tmp_path: Path) -> None:
-    """The seconds of each stage are those of the step before, so other processes on the cores change the ratios from
-    step to step; medians over steps remain."""
-    found, _ = spawn(compared, 2, kind, 9, folder=tmp_path, limit_s=500, timeout_s=400)
-    for schedule, own in found.items():
-        assert own["step_ratio"] == pytest.approx(1, abs=0.15), (schedule, own)
-        assert own["bubble_ratio"] == pytest.approx(1, abs=0.15), (schedule, own)
+        assert own["fastest_step_ratio"] == pytest.approx(1, abs=0.15), (schedule, own["step_s"])
+        assert own["fastest_bubble_ratio"] == pytest.approx(1, abs=0.15), (schedule, own["bubble"])
