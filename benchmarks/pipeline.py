@@ -5,8 +5,8 @@
 A message takes its latency and its bytes / rate on a link of its own for each direction, while its sender goes on: a
 thread sleeps, and then gloo sends the tensor. `torch.distributed.pipelining` runs the stages, unchanged. The simulation
 gets the seconds of each stage in a step, mean over micro-batches, and predicts the next one that is timed. The ratios
-are those of medians over rounds. On a machine with other work the seconds of stages change from step to step:
-`same_step_ratio` is that of steps simulated with their own.
+are those of medians over rounds. On a machine with other work steps differ: `fastest_step_ratio` is that of the fastest
+step, simulated with the stages of the second, and `same_step_ratio` that of steps simulated with their own.
 
 `sleep`: a stage sleeps in place of compute, so that other processes on the cores change nothing.
 `eager`: a stage multiplies matrices, one thread per rank. `elixir`: the same stage, compiled by this backend.
@@ -267,6 +267,9 @@ def compared(kind: str, rounds: int) -> dict[str, Any]:
         own = found[str(schedule)]
         for what, expected in (("step_s", "simulated_s"), ("bubble", "simulated_bubble")):
             own[f"{what.removesuffix('_s')}_ratio"] = statistics.median(own[expected]) / statistics.median(own[what])
+        fastest, second = sorted(steps[schedule], key=lambda step: step.step_s)[:2]
+        own["fastest_step_ratio"] = simulated(run, second).step_s / fastest.step_s
+        own["fastest_bubble_ratio"] = simulated(run, second).mean_bubble / fastest.bubble
         pairs = [(simulated(run, step), step) for step in steps[schedule]]
         own["same_step_ratio"] = statistics.median(played.step_s / step.step_s for played, step in pairs)
         own["same_bubble_ratio"] = statistics.median(played.mean_bubble / step.bubble for played, step in pairs)
