@@ -189,12 +189,7 @@ class Slot:
     @property
     def has_hooks(self) -> bool:
         """Whether the user registered a hook on the gradient of the parameter, or may have on its autograd node."""
-        return self.has_gradient_hooks or self.has_node_holders
-
-    @property
-    def has_gradient_hooks(self) -> bool:
-        """Whether the user registered a hook on the gradient of the parameter."""
-        return compat.has_gradient_hooks(self.param)
+        return compat.has_gradient_hooks(self.param) or self.has_node_holders
 
     @property
     def has_node_holders(self) -> bool:

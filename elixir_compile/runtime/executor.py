@@ -146,7 +146,8 @@ class Executor:
         if trains and not self.calls.waits(graph, number):
             asked = f"a second backward of a forward in a step of {self.calls.spec}"
             raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
-        hooked = next((slot for slot in self.slots.values() if slot.has_gradient_hooks), None) if trains else None
+        trained = self.slots.values() if trains else ()
+        hooked = next((slot for slot in trained if compat.has_gradient_hooks(slot.param)), None)
         if hooked is not None:  # autograd would call the hook with None in each backward before the last
             asked = f"a hook on the gradient of {hooked.name} in a step of {self.calls.spec}"
             instead = "Remove the hook, and read or change `.grad` between the last backward and `optimizer.step()`"
