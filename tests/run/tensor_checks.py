@@ -239,6 +239,9 @@ def refuses(rank: int, world_size: int) -> dict[str, str]:
         "no names": lambda: elixir.prepare(parallel(decoder(), tensor), mesh=unnamed),
         "wrong name": lambda: elixir.prepare(parallel(decoder(), named["tensor"]), mesh=named["date"]),
         "uneven": lambda: elixir.prepare(parallelize_module(uneven, tensor, {"up": ColwiseParallel()})),
+        "twice": lambda: elixir.prepare(
+            parallel(parallelize_module(decoder(), tensor, {"head": ColwiseParallel()}), named["tensor"])
+        ),
         "not prepared": lambda: compiled_with(parallel(decoder(), tensor))(batch()),
     }
     said = {}
