@@ -148,6 +148,31 @@ def test_each_graph_keeps_the_fractions_and_an_evaluation_moves_nothing() -> Non
         assert_placed(plan, fractions)
 
 
+def in_turns(step: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Train four micro-batches as 1F1B does: two forwards wait, then each backward is followed by a forward."""
+    rows = BATCH.chunk(4)
+    waiting = [step(own) for own in rows[:2]]
+    done: list[torch.Tensor] = []
+    for own in (*rows[2:], None, None):
+        done.append(waiting.pop(0))
+        done[-1].backward()
+        waiting += [] if own is None else [step(own)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(done).detach()
+
+
+def test_a_stage_of_a_pipeline_keeps_the_fractions() -> None:
+    model, twin = elixir.prepare(seeded(small), outstanding=2, calls=4), seeded(small)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    fractions = {"offload_optim_frac": 1.0, "offload_param_frac": 0.5}
+    step = compiled(model, placement_policy="static", **fractions)
+    for _ in range(NUM_STEPS):
+        assert torch.equal(in_turns(step, optimizer), in_turns(twin, other))
+    assert_placed(elixir.compilations(step)[-1].plan, fractions)
+
+
 def test_the_rule_of_gemini_trains_the_bits_of_torch() -> None:
     """The model is smaller than the smallest chunk, so it is one; its fractions move all of it or nothing."""
     model, twin = seeded(small), seeded(small)
