@@ -39,6 +39,8 @@ class CallKind:
     """Outstanding forwards beside the forward of the call."""
     beside_backward: int = 0
     """Outstanding forwards beside the backward of the call."""
+    input_grads: int = 0
+    """Gradients of inputs of earlier calls that the caller holds."""
 
 
 ONLY = CallKind()
@@ -46,17 +48,32 @@ ONLY = CallKind()
 
 
 def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
-    """Return the kinds of calls in a step: one for a step of a single call, else up to three."""
+    """Return the kinds of calls in a step: one for a step of a single call, else up to four.
+
+    Of the calls between the first and the last, the earliest has the most outstanding forwards beside it, and the
+    latest the most gradients of inputs.
+    """
     if calls.num == 1:
         return (ONLY,)
-    most, alternate = calls.outstanding - 1, calls.alternate
+    most, grads, alternate = calls.outstanding - 1, calls.input_grads - 1, calls.alternate
     first = CallKind(is_last=False, alternate=alternate, beside_backward=most)
-    last = CallKind(is_first=False, alternate=alternate, beside_forward=most)
-    beside = most if alternate else most - 1
-    between = CallKind(
-        is_first=False, is_last=False, alternate=alternate, beside_forward=beside, beside_backward=beside
-    )
-    return (first, last) if calls.num == 2 else (first, between, last)
+    last = CallKind(is_first=False, alternate=alternate, beside_forward=most, input_grads=grads)
+
+    def between(beside: int, input_grads: int) -> CallKind:
+        return CallKind(
+            is_first=False,
+            is_last=False,
+            alternate=alternate,
+            beside_forward=beside,
+            beside_backward=beside,
+            input_grads=min(input_grads, grads),
+        )
+
+    if calls.num == 2:
+        return (first, last)
+    if alternate:
+        return (first, between(most, calls.num - 2), last)
+    return (first, *dict.fromkeys((between(most - 1, 1), between(1, calls.num - 2))), last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +166,14 @@ def call_at_most(calls: Calls) -> CallKind:
     if calls.num == 1:
         return ONLY
     most = calls.outstanding - 1
-    return CallKind(is_first=False, is_last=False, alternate=calls.alternate, beside_forward=most, beside_backward=most)
+    return CallKind(
+        is_first=False,
+        is_last=False,
+        alternate=calls.alternate,
+        beside_forward=most,
+        beside_backward=most,
+        input_grads=calls.input_grads - 1,
+    )
 
 
 def copy_at_most(
@@ -190,7 +214,8 @@ def gradients_at_most(
         sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
     )
     left = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
-    yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
+    if left < ops.num_run - 1:
+        yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
 
 
 def storages_of_calls(
@@ -208,10 +233,10 @@ def storages_of_calls(
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
-        if storage.kind is Kind.INPUT:
+        if storage.kind is Kind.INPUT and storage.id not in calls.shared:
             yield storage, Held(Kind.INPUT, (calls.num - 1) * storage.nbytes, 0, ops.num - 1)
-            given = min(calls.input_grads - 1, int(not call.is_first) if not call.is_last else calls.num)
-            yield storage, Held(Kind.INPUT, given * storage.nbytes, ops.num_forward, ops.num_run - 1)
+            given_bytes = call.input_grads * storage.nbytes
+            yield storage, Held(Kind.INPUT, given_bytes, 0 if call.alternate else ops.num_forward, ops.num_run - 1)
         elif storage.id in tangents and calls.output_grads > 1:
             yield storage, Held(storage.kind, (calls.output_grads - 1) * storage.nbytes, 0, ops.num_run - 1)
             yield storage, Held(storage.kind, storage.nbytes, 0, ops.num_forward - 1)

@@ -13,6 +13,7 @@ calls are summed before they are reduced, in the last backward.
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.kinds import StorageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class Calls:
 
     sums_stay: bool = False
     """Whether gradients of earlier steps stay beside the sums over the calls of a step."""
+
+    shared: tuple[StorageId, ...] = ()
+    """Inputs that are parts of one tensor in all calls, which counts once."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.outstanding <= self.num:

@@ -291,7 +291,7 @@ def calls_text(calls: Calls) -> str:
     numbers = f"calls {calls.num}  outstanding {calls.outstanding}  outputs {calls.more_outputs}"
     sums = ("  loss" if calls.has_loss else "") + ("  scaled" if calls.is_scaled else "")
     sums += "  sums float32" if calls.sums_in_fp32 else ""
-    sums += "  sums stay" if calls.sums_stay else ""
+    sums += ("  sums stay" if calls.sums_stay else "") + (f"  shared {words(*calls.shared)}" if calls.shared else "")
     return f"{numbers}  output grads {calls.output_grads}  input grads {calls.input_grads}{sums}"
 
 

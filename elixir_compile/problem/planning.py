@@ -34,6 +34,7 @@ from elixir_compile.problem.outside import (
     outside_host_bytes,
     state_of_hybrid_adamw,
 )
+from elixir_compile.problem.step_calls import calls_of
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
@@ -236,13 +237,8 @@ def problem_of(
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
-        calls=_calls_of(executor, stay=accumulates) if is_training else ONCE,
+        calls=calls_of(executor, captured, stay=accumulates) if is_training else ONCE,
     )
-
-
-def _calls_of(executor: Executor, *, stay: bool) -> Calls:
-    spec, gradients = executor.calls.spec, executor.gradients
-    return spec if spec.num == 1 else replace(spec, sums_in_fp32=gradients.sums_in_fp32, sums_stay=stay)
 
 
 def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:

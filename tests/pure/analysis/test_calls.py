@@ -11,6 +11,9 @@ from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.space.facts import Facts, gather_facts
+from elixir_compile.search.space.memory import MemoryModel
+from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.calls_walk import peak_of_calls
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -35,6 +38,38 @@ def test_the_planned_peak_is_that_of_all_calls_carried_out(
         return
     assert made.prediction.device_peak_bytes <= problem.budget_bytes
     assert plan_timeline(problem.graph, made).peak.nbytes == peak_of_calls(problem.graph, made)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 9), st.booleans(), st.booleans(), st.sampled_from([0.9, 0.75, 0.65]))
+def test_a_plan_fits_whatever_the_caller_holds(
+    num: int, outstanding: int, keeps: bool, loss: bool, share: float
+) -> None:
+    held = num if keeps else 1
+    calls = Calls(
+        num=num,
+        outstanding=min(num, outstanding),
+        more_outputs=held - 1,
+        output_grads=held,
+        input_grads=held,
+        has_loss=loss,
+    )
+    problem = problem_of_calls(calls, share=share)
+    try:
+        made = plan(problem, "greedy")
+    except NoFeasiblePlan:
+        return
+    facts = gather_facts(problem)
+    at_most = MemoryModel(facts).live_bytes(facts.start_levels, moves_at_use(facts, facts.start_levels))
+    kept = plan(replace(problem, budget_bytes=1 << 40), "keep_all")
+    exact = plan_timeline(problem.graph, kept).live_bytes
+    assert all(nbytes <= at_most[segment] for nbytes, segment in zip(exact, segments_of(facts), strict=True))
+    assert plan_timeline(problem.graph, made).peak.nbytes <= problem.budget_bytes
+
+
+def segments_of(facts: Facts) -> list[int]:
+    """Return the segment of each op."""
+    return [MemoryModel(facts).segment_of(op) for op in range(len(facts.graph.ops))]
 
 
 def test_more_outstanding_forwards_need_more_bytes() -> None:

@@ -79,14 +79,15 @@ def test_a_stage_shared_by_ranks_is_gathered_and_reduced_once(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", ["keep", "recompute", "offload"])
 def test_sums_of_gradients_in_fp32_are_bitwise_those_of_one_process(tmp_path: Path, saved: str) -> None:
-    """The micro-batches have their backward in the same order."""
-    budget = {} if saved == "keep" else {"device_memory": "150KiB"}
+    """The micro-batches have their backward in the same order. The optimizers may round otherwise."""
+    budget = {} if saved == "keep" else {"device_memory": "155KiB"}
     options = {"activations": saved, **budget}
     for found in spawn(each_schedule, 2, SCHEDULES, options, "float32", folder=tmp_path, limit_s=240):
         for name in SCHEDULES:
-            check(found[name], within=0.0)
-    if saved != "keep":
-        assert found["ScheduleGPipe"]["saved"] in ([["keep", saved]], [[saved]])
+            check(found[name], within=1e-7)
+            assert found[name]["grads_apart"] == 0.0
+        if saved != "keep":
+            assert saved in found["ScheduleGPipe"]["saved"][0]
 
 
 @pytest.mark.slow
@@ -117,7 +118,15 @@ def test_the_peak_of_each_rank_is_planned_within_one_percent(
     for found in spawn(measure_pipeline, world_size, name, options, folder=tmp_path, limit_s=200, timeout_s=100):
         assert abs(found["measured"] / found["planned"] - 1) <= 0.01
         assert found["measured"] <= found["budget"]
-        assert found["executed"]["reduce"] == found["actions"]["reduce"]
+        assert found["reduced"] == found["reduces"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS"])
+def test_two_stages_of_a_rank_keep_the_sum_of_their_budgets(tmp_path: Path, name: str) -> None:
+    for found in spawn(measure_pipeline, 2, name, {"device_memory": "1700KiB"}, folder=tmp_path, limit_s=200):
+        assert found["measured"] <= found["planned"] <= found["budget"]
+        assert found["reduced"] == found["reduces"]
 
 
 @pytest.mark.slow
