@@ -1,4 +1,4 @@
-"""Compare a step with 8-bit moments on the host with those of torchao and bitsandbytes, whose 8-bit classes run on a CPU too.
+"""Compare a step with 8-bit moments on the host with torchao's and bitsandbytes' 8-bit classes on a CPU.
 
     pip install torchao==0.18.0 bitsandbytes==0.50.2
     python benchmarks/state_precision_peers.py [--numel 16000000] [--rounds 7] [--threads 1 2]
@@ -13,11 +13,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import quiet  # noqa: F401  before torch
@@ -108,9 +106,9 @@ def table(figures: list[dict[str, Any]], versions: dict[str, str]) -> str:
     names = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no peer"
     header = " | ".join(f"{figure['num_threads']} threads, ns per parameter" for figure in figures)
     lines = [
-        f"One step of a bf16 parameter of {figures[0]['numel'] / 1e6:.0f} M elements with 8-bit moments on a CPU, beside "
-        f"{names}: median [quartiles] over the rounds of one run, variants in turn. Only the first variant has an fp32 "
-        "master.",
+        f"One step of a bf16 parameter of {figures[0]['numel'] / 1e6:.0f} M elements with 8-bit moments on a CPU, "
+        f"beside {names}: median [quartiles] over the rounds of one run, variants in turn. Only the first has an "
+        "fp32 master.",
         "",
         f"| step | {header} |",
         "|---|" + "---|" * len(figures),
@@ -152,9 +150,8 @@ def main() -> int:
     text = f"{table(figures, versions)}\nLoad average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n"
     print(text)
     save(NAME, {"versions": versions, "load_average": os.getloadavg(), "figures": figures})
-    Path(RESULTS / f"{NAME}.md").write_text(text, encoding="utf-8")
-    ratios = [ratio["median"] for figure in figures for ratio in figure["ratios"]]
-    return int(statistics.fmean(ratio < 1 for ratio in ratios) > 0) if ratios else 0
+    (RESULTS / f"{NAME}.md").write_text(text, encoding="utf-8")
+    return int(any(ratio["median"] < 1 for figure in figures for ratio in figure["ratios"]))
 
 
 if __name__ == "__main__":
