@@ -69,6 +69,7 @@ _HOME: dict[str, str] = {
 }
 _ERRORS = (
     "ActivationsGone",
+    "ContradictingFractions",
     "DiskCorrupted",
     "DiskFailed",
     "DiskFull",
@@ -94,11 +95,13 @@ _ERRORS = (
     "QuestionFileError",
     "Race",
     "StaleParameters",
+    "StateNotApart",
     "TraceFileError",
     "UnforeseenState",
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",
+    "UnknownSchedule",
     "UnknownSubject",
     "UnsupportedBackward",
     "UnsupportedDevice",

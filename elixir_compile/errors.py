@@ -6,13 +6,16 @@ Exception
     ├── _UnknownName       (ValueError)     an unknown name
     │   ├── UnknownOption                   an unknown option
     │   ├── UnknownHardware                 a machine without a built-in profile
-    │   └── UnknownModel                    neither a named shape nor a function nor a configuration
+    │   ├── UnknownModel                    neither a named shape nor a function nor a configuration
+    │   └── UnknownSchedule                 a pipeline schedule that torch or a compiled stage does not have
     ├── _FileError         (ValueError)     text of another form than its file should have
     │   ├── PlanFileError                   a file without a valid plan
     │   │   └── QuestionFileError           a file beside a plan without the question that the plan answers
     │   ├── ProfileFileError                a file without a valid hardware profile
     │   └── TraceFileError                  a file of an observed run without valid figures
     ├── InvalidOption      (ValueError)     a known option with an unusable value
+    ├── ContradictingFractions (ValueError) fractions of placement_policy="static" that exclude each other
+    ├── StateNotApart      (ValueError)     optimizer state to be offloaded without its parameters, which cannot be
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute wrong results
     │   └── InvalidProfile                  a number that no machine can have in a hardware profile
@@ -97,6 +100,42 @@ class InvalidOption(ElixirError, ValueError):
 
     def __str__(self) -> str:
         return f"option {self.name}: got {self.got!r}, expected {self.expected}."
+
+
+class ContradictingFractions(ElixirError, ValueError):
+    """Fractions of `placement_policy="static"` that exclude each other, by Gemini's rule: parameters are offloaded only
+    if all of them are sharded and all optimizer state is offloaded."""
+
+    def __init__(self, shard_param: float, offload_optim: float, offload_param: float) -> None:
+        super().__init__(shard_param, offload_optim, offload_param)
+        self.shard_param = shard_param
+        self.offload_optim = offload_optim
+        self.offload_param = offload_param
+
+    def __str__(self) -> str:
+        return (
+            f"offload_param_frac={self.offload_param} is useful only if shard_param_frac is 1.0 and offload_optim_frac "
+            f"is 1.0, got shard_param_frac={self.shard_param} and offload_optim_frac={self.offload_optim}. Set both to "
+            "1.0, or offload_param_frac=0.0."
+        )
+
+
+class StateNotApart(ElixirError, ValueError):
+    """The fraction `offload_optim` of optimizer state is to be on the host without its parameters, but no HybridAdamW
+    owns the `num_elements` trained elements of `graph`, and other optimizers keep state beside the parameter."""
+
+    def __init__(self, graph: str, offload_optim: float, num_elements: int) -> None:
+        super().__init__(graph, offload_optim, num_elements)
+        self.graph = graph
+        self.offload_optim = offload_optim
+        self.num_elements = num_elements
+
+    def __str__(self) -> str:
+        return (
+            f"{self.graph}: offload_optim_frac={self.offload_optim} moves optimizer state without its parameters, "
+            f"which only HybridAdamW can do, but it does not own all of the {self.num_elements} trained elements. "
+            "Create HybridAdamW(model.parameters()) before the first forward, or set offload_optim_frac=0.0."
+        )
 
 
 class InvalidPlan(ElixirError, ValueError):
@@ -219,6 +258,27 @@ class UnknownModel(_UnknownName):
             f"unknown model {self.name!r}{why}. {self._hint()}The named shapes are: {', '.join(self.known)}. Any other "
             f"model: `path.py:function` for a function that returns it, or a Hugging Face config file or folder."
         )
+
+
+class UnknownSchedule(_UnknownName):
+    """No schedule of pipelines that compiled stages can run has the name `name`; `nearest` is the most similar name.
+
+    `splits_backward` is True for a schedule of torch that runs the gradients of inputs and of weights apart.
+    """
+
+    def __init__(self, name: str, known: Sequence[str], splits_backward: bool = False) -> None:
+        super().__init__(name, known, splits_backward)
+        self.splits_backward = splits_backward
+
+    def _near(self) -> Sequence[str]:
+        return difflib.get_close_matches(str(self.name).lower(), self.known, n=1, cutoff=0.4)
+
+    def __str__(self) -> str:
+        known = ", ".join(self.known)
+        if self.splits_backward:
+            because = "computes the gradients of inputs and of weights apart, which compiled stages cannot"
+            return f"schedule {self.name!r} {because}. Use one of {known}."
+        return f"torch has no schedule {self.name!r}. {self._hint()}The schedules are: {known}."
 
 
 class PlanMismatch(ElixirError, ValueError):

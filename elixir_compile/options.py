@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from elixir_compile.errors import InvalidOption, UnknownOption
+from elixir_compile.errors import ContradictingFractions, InvalidOption, UnknownOption
 from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 
 Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
+PlacementPolicy = Literal["auto", "static"]
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
@@ -22,6 +23,30 @@ ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fractions:
+    """What `placement_policy="static"` fixes: fractions from 0.0 to 1.0, with the meaning and the defaults of those in
+    Colossal-AI's Gemini."""
+
+    shard_param: float = 1.0
+    """Of the elements of sharded parameters: those that ranks release after each use, as ZeRO-3 does. The others stay
+    gathered from the forward to the backward, as in ZeRO-2."""
+    offload_optim: float = 0.0
+    """Of the elements with optimizer state: those with their state on the host."""
+    offload_param: float = 0.0
+    """Of all elements: those with parameter and gradient on the host. Above 0.0 only if the other fractions are 1.0."""
+
+    def __post_init__(self) -> None:
+        if self.offload_param > 0.0 and min(self.shard_param, self.offload_optim) < 1.0:
+            raise ContradictingFractions(self.shard_param, self.offload_optim, self.offload_param)
+
+    def __str__(self) -> str:
+        return (
+            f"shard_param_frac {self.shard_param}, offload_optim_frac {self.offload_optim}, "
+            f"offload_param_frac {self.offload_param}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +71,17 @@ class Options:
     """`milp` proves a bound on every plan, `greedy` is faster, `exhaustive` tries every placement of a few buckets. The
     others are fixed rules for comparison: `elixir` (of the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`,
     `keep_all`."""
+    placement_policy: PlacementPolicy = "auto"
+    """`auto`: the planner chooses every placement. `static`: it keeps to the three fractions below, in whole buckets,
+    and chooses all else: which buckets, when they move, and what becomes of activations."""
+    shard_param_frac: float | None = None
+    """Under `static`, the fraction of the elements of sharded parameters that ranks release after each use. None: 1.0.
+    """
+    offload_optim_frac: float | None = None
+    """Under `static`, the fraction of the elements with optimizer state whose state is on the host. None: 0.0."""
+    offload_param_frac: float | None = None
+    """Under `static`, the fraction of the elements of all parameters on the host; above 0.0 only if the two other
+    fractions are 1.0. None: 0.0."""
     activations: Activations = "any"
     """How activations may be kept off the device: `recompute`, `offload`, `any` of the two, or not at all (`keep`)."""
     accumulate: bool | None = None
@@ -102,11 +138,47 @@ class Options:
     """Log a line with the plan at the first step, and a line with measured figures after some steps. On a terminal,
     also show the progress of a compilation that takes more than ten seconds."""
 
+    def __post_init__(self) -> None:
+        given = {
+            name: getattr(self, name)
+            for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+            if getattr(self, name) is not None
+        }
+        if self.fractions is None:
+            for name, value in given.items():
+                raise InvalidOption(name, value, 'placement_policy="static" beside it, or no fraction')
+            return
+        if self.planner not in _KEEPS_FRACTIONS:
+            names = ", ".join(repr(name) for name in _KEEPS_FRACTIONS)
+            raise InvalidOption("planner", self.planner, f'one of {names}, or placement_policy="auto"')
+        if self.plan is not None:
+            raise InvalidOption("plan", str(self.plan), 'None, or placement_policy="auto": a saved plan is placed')
+
+    @property
+    def fractions(self) -> Fractions | None:
+        """The fractions that the planner keeps to; None under `placement_policy="auto"`.
+
+        Raises ContradictingFractions.
+        """
+        if self.placement_policy == "auto":
+            return None
+        shard, optim, param = self.shard_param_frac, self.offload_optim_frac, self.offload_param_frac
+        return Fractions(
+            shard_param=1.0 if shard is None else shard,
+            offload_optim=0.0 if optim is None else optim,
+            offload_param=0.0 if param is None else param,
+        )
+
+
+_KEEPS_FRACTIONS = ("milp", "greedy", "exhaustive")
+"""The planners that search; the others are rules, which place every bucket by themselves."""
+
 
 def parse_options(options: Mapping[str, object] | None) -> Options:
     """Return `options`, checked and parsed; None or an empty mapping gives the defaults.
 
-    Raises UnknownOption with the nearest name, and InvalidOption if a value has the wrong type or range.
+    Raises UnknownOption with the nearest name, InvalidOption if a value has the wrong type or range or does not go with
+    another option, and ContradictingFractions.
     """
     known = tuple(field.name for field in fields(Options))
     parsed: dict[str, object] = {}
@@ -201,6 +273,14 @@ def _micro_batches(name: str, value: object) -> MicroBatches:
     return value
 
 
+def _fraction(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise InvalidOption(name, value, "a number from 0.0 to 1.0")
+    return float(value)
+
+
 def _text(name: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or value == ""):
         raise InvalidOption(name, value, 'a text such as "a100-40g", or None')
@@ -225,6 +305,10 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "disk_path": _folder,
     "disk_check": _bool,
     "planner": _one_of(*get_args(Planner)),
+    "placement_policy": _one_of(*get_args(PlacementPolicy)),
+    "shard_param_frac": _fraction,
+    "offload_optim_frac": _fraction,
+    "offload_param_frac": _fraction,
     "activations": _one_of(*get_args(Activations)),
     "accumulate": _bool_or_none,
     "update": _one_of(*get_args(UpdateTime)),

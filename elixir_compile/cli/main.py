@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from elixir_compile.cli import arguments
 from elixir_compile.cli.study_command import study
 from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidOption
@@ -170,74 +171,38 @@ def diff(
     raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
 
 
-_BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
-_SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
-_DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
-_RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
-_HARDWARE = Annotated[str | None, typer.Option(help='"4 x a100-40g", "2 x l4-24g + 1 x p40-24g" or a profile.')]
-_RANKS = Annotated[int, typer.Option(min=1, help="Total number of devices of the hardware.")]
-_PARAM_DTYPE = Annotated[
-    str | None,
-    typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
-]
-_DISK_PATH = Annotated[
-    Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
-]
-_UPDATE = Annotated[
-    str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
-]
-_ACTIVATIONS = Annotated[
-    str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
-]
-_STATE_BYTES = Annotated[
-    list[int] | None,
-    typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
-]
-_LARGEST_BATCH = Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")]
-_TUNE = Annotated[
-    bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens per second.")
-]
-_TOKENS = Annotated[
-    str | None, typer.Option(help="With --tune: tokens of an optimizer step on all devices: 524288, 500k or 0.5M.")
-]
-_ACCUMULATE = Annotated[
-    bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
-]
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-_MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
-
-
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help=_MODEL)],
-    hardware: _HARDWARE = None,
-    ranks: _RANKS = 1,
+    model: Annotated[str, typer.Argument(help=arguments.MODEL)],
+    hardware: arguments.HARDWARE = None,
+    ranks: arguments.RANKS = 1,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per device and forward; 8 by default.")] = None,
-    seq: _SEQ = 1024,
-    dtype: _DTYPE = "bfloat16",
-    recompute: _RECOMPUTE = False,
-    device_memory: Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")] = None,
-    disk_path: _DISK_PATH = None,
-    param_dtype: _PARAM_DTYPE = None,
-    update: _UPDATE = None,
-    micro_batches: Annotated[
-        str | None, typer.Option(help="Micro-batches of each layer: fit, auto, or a number that divides the batch.")
-    ] = None,
-    activations: _ACTIVATIONS = None,
-    accumulate: _ACCUMULATE = False,
-    planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule; for a fleet: cephalo.")] = None,
+    seq: arguments.SEQ = 1024,
+    dtype: arguments.DTYPE = "bfloat16",
+    recompute: arguments.RECOMPUTE = False,
+    device_memory: arguments.DEVICE_MEMORY = None,
+    host_memory: arguments.HOST_MEMORY = None,
+    disk_path: arguments.DISK_PATH = None,
+    param_dtype: arguments.PARAM_DTYPE = None,
+    update: arguments.UPDATE = None,
+    micro_batches: arguments.MICRO_BATCHES = None,
+    activations: arguments.ACTIVATIONS = None,
+    accumulate: arguments.ACCUMULATE = False,
+    planner: arguments.PLANNER = None,
+    placement_policy: arguments.POLICY = None,
+    shard_param_frac: arguments.FRAC = None,
+    offload_optim_frac: arguments.FRAC = None,
+    offload_param_frac: arguments.FRAC = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
-    state_bytes: _STATE_BYTES = None,
-    largest_batch: _LARGEST_BATCH = False,
-    tune: _TUNE = False,
-    tokens_per_step: _TOKENS = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
-    ] = None,
-    as_json: _JSON = False,
+    state_bytes: arguments.STATE_BYTES = None,
+    largest_batch: arguments.LARGEST_BATCH = False,
+    tune: arguments.TUNE = False,
+    tokens_per_step: arguments.TOKENS = None,
+    output: arguments.OUTPUT = None,
+    as_json: arguments.JSON = False,
 ) -> None:
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
+    typed = locals()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.plan import Request
@@ -247,12 +212,9 @@ def plan(
 
         gc.freeze()  # later collections skip the objects of the imports
 
-    options = {
-        "micro_batches": int(micro_batches) if micro_batches and micro_batches.isdecimal() else micro_batches,
-        "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
-        "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
-        "accumulate": accumulate or None,
-    }  # fmt: skip
+    options = {name: typed[name] for name in arguments.AS_TYPED} | {"accumulate": accumulate or None}
+    if micro_batches and micro_batches.isdecimal():
+        options["micro_batches"] = int(micro_batches)
     request = Request(
         model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
         options=options,
@@ -286,15 +248,17 @@ def _wrong_beside_plan(
 @app.command()
 def verify(
     plan: Annotated[Path, typer.Argument(help="A saved plan.")],
-    model: Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {_MODEL}")] = None,
-    hardware: _HARDWARE = None,
-    ranks: _RANKS = 1,
-    batch: _BATCH = 8,
-    seq: _SEQ = 1024,
-    dtype: _DTYPE = "bfloat16",
-    recompute: _RECOMPUTE = False,
-    param_dtype: _PARAM_DTYPE = None,
-    as_json: _JSON = False,
+    model: Annotated[
+        str | None, typer.Option(help=f"Capture this model and check against it: {arguments.MODEL}")
+    ] = None,
+    hardware: arguments.HARDWARE = None,
+    ranks: arguments.RANKS = 1,
+    batch: arguments.BATCH = 8,
+    seq: arguments.SEQ = 1024,
+    dtype: arguments.DTYPE = "bfloat16",
+    recompute: arguments.RECOMPUTE = False,
+    param_dtype: arguments.PARAM_DTYPE = None,
+    as_json: arguments.JSON = False,
 ) -> None:
     """Check the file of a saved plan, and that the plan is legal for the step in the question file beside it.
 
@@ -319,7 +283,7 @@ def verify(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that `elixir_compile.save` wrote.")],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    as_json: _JSON = False,
+    as_json: arguments.JSON = False,
 ) -> None:
     """Write the model of a checkpoint as a safetensors file with Hugging Face's keys, a tensor at a time."""
     from elixir_compile.cli.export import run_export

@@ -181,6 +181,7 @@ def build_problem(
         reduce_dtypes={} if is_alone else params.reduce_dtypes,
         groups=params.groups,
         savings=savings_of(options),
+        fractions=options.fractions,
         hybrid=params.hybrid,
         moves_what_fits=moves_what_fits,
         disk=disk,

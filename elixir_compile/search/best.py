@@ -83,7 +83,9 @@ def place_best(
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
     # The profile of a machine is not so exact that a slightly faster update elsewhere is a reason to move a bucket.
-    moves_nothing = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
+    # The start levels meet a quota by the first buckets, and others may meet it in a shorter step.
+    is_start = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
+    moves_nothing = is_start and not evaluator.facts.quotas
     clock = Clock() if clock is None else clock
     milp = Milp(evaluator, max(first.step_s, 1e-12))
     first = replace(first, planner="milp")

@@ -133,10 +133,11 @@ class Evaluator:
         return self._floor_bytes
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:
-        """Return whether the levels fit both budgets with every gather `ahead` windows early."""
+        """Return whether the levels meet all quotas and fit both budgets, with every gather `ahead` windows early."""
         problem = self.facts.problem
         return (
-            self.host_bytes(levels) <= problem.host_budget_bytes
+            self.facts.allows(levels)
+            and self.host_bytes(levels) <= problem.host_budget_bytes
             and self.memory.peak_bytes(levels, ahead) <= problem.budget_bytes
         )
 

@@ -15,21 +15,26 @@ from dataclasses import replace
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Decision, Kind, Op, Plan, Tier
+from elixir_compile.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.ir import Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
 from elixir_compile.search.best import counted_draft, place_best
 from elixir_compile.search.clock import Clock
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
-from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.heuristics.rules import (
+    MAX_PLACEMENTS,
+    RULES,
+    drafted,
+    num_placements,
+    place_exhaustively,
+)
 from elixir_compile.search.host_memory import host_floor_bytes, plan_with_disk, with_min_host_bytes
 from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level, level_text
+from elixir_compile.search.space.levels import Level
 from elixir_compile.search.writing import write_out
 from elixir_compile.units import format_bytes
 
@@ -108,7 +113,8 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
         return draft
     if planner == "greedy":
         return _first_draft(evaluator, _greedy)
-    others = (Candidate(rule(evaluator), evaluator.facts.modes) for rule in RULES.values())
+    rules = RULES.values() if evaluator.facts.problem.fractions is None else ()
+    others = (Candidate(rule(evaluator), evaluator.facts.modes) for rule in rules)
     return place_best(evaluator, _first_draft(evaluator, _quick_draft), others, timeout_s, clock=clock)
 
 
@@ -163,10 +169,10 @@ def _quick_draft(evaluator: Evaluator) -> DraftPlan:
     """
     facts = evaluator.facts
     if evaluator.fits(facts.start_levels, ahead=0):
-        return _drafted(evaluator, facts.start_levels, "milp")
+        return drafted(evaluator, facts.start_levels, "milp")
     is_large = _is_large(evaluator)
     if is_large and evaluator.fits(evaluator.min_memory_levels, ahead=0):
-        return _drafted(evaluator, evaluator.min_memory_levels, "milp")
+        return drafted(evaluator, evaluator.min_memory_levels, "milp")
     return _greedy(evaluator, is_fast=is_large)
 
 
@@ -178,10 +184,12 @@ def _is_large(evaluator: Evaluator) -> bool:
 
 
 def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
+    if evaluator.facts.problem.fractions is not None:
+        raise InvalidOption("planner", planner, '"milp", "greedy" or "exhaustive": other planners keep no fractions')
     levels = RULES[planner](evaluator)
     if not evaluator.fits(levels, ahead=0):
         raise _no_plan(evaluator, _at_use(evaluator, levels))
-    return _drafted(evaluator, levels, planner)
+    return drafted(evaluator, levels, planner)
 
 
 def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
@@ -197,24 +205,6 @@ def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
         if not evaluator.fits(draft.levels, ahead=0):
             raise _no_plan(evaluator, draft)
     return replace(draft, planner="greedy")
-
-
-def _drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> DraftPlan:
-    """Return the draft plan of `levels`, which fit, with the best moves found for them."""
-    moves, step_s = best_moves(evaluator, levels)
-    moved = tuple(
-        Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
-        for bucket, level, start in zip(evaluator.facts.buckets, levels, evaluator.facts.start_levels, strict=True)
-        if level != start
-    )
-    return DraftPlan(
-        levels=tuple(levels),
-        modes=evaluator.facts.modes,
-        moves=moves,
-        step_s=step_s,
-        decisions=moved,
-        planner=planner,
-    )
 
 
 def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:

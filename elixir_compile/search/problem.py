@@ -11,6 +11,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ir.share import Share, have_equal_parts
+from elixir_compile.options import Fractions
 from elixir_compile.units import MIB
 
 
@@ -69,6 +70,9 @@ class Problem:
     shorter. True for a machine given by name; False on the machine at hand."""
     disk: bool = False
     """Whether the hybrid optimizer may put more state on disk; state in force on disk stays there in any case."""
+    fractions: Fractions | None = field(default=None, metadata=LEFT_OUT)
+    """The placement that the user fixed; None if the planner may choose. Buckets in force that moved from the device
+    already stay where they are."""
     update: Update | None = None
     """When the hybrid optimizer has to update; None if the planner may choose."""
     base_bytes: int = 0

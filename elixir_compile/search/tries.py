@@ -224,6 +224,8 @@ def _promising(tries: Tries, milp: Milp, base: DraftPlan, limit_s: float) -> Ite
             if float((live_bytes - now + milp.bytes_of[:, milp.choices[i, option]]).max()) > budget_bytes:
                 continue
             changed = _changed(candidate, i, option)
+            if not tries.evaluator.facts.allows(changed.levels):
+                continue
             lower_s = milp.lower_s(milp.vector(changed, streamed))
             if lower_s <= limit_s * (1 + _ROUNDING):
                 yield lower_s, changed

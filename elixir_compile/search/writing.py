@@ -20,6 +20,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
+from elixir_compile.search.policy import policy_decisions
 from elixir_compile.search.problem import Problem, update_time
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.levels import placement_of
@@ -31,6 +32,7 @@ from elixir_compile.units import format_bytes, format_s
 def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     """Return `draft` as a plan."""
     evaluator = evaluator.at(draft.modes)
+    draft = replace(draft, decisions=policy_decisions(evaluator.facts, draft))
     facts, problem, proved = evaluator.facts, evaluator.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = step_actions(facts, draft.levels, draft.moves, cuts)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.errors import InvalidOption, UnknownOption
-from elixir_compile.options import Options, parse_options, plans_alike
+from elixir_compile.errors import ContradictingFractions, InvalidOption, UnknownOption
+from elixir_compile.options import Fractions, Options, parse_options, plans_alike
 
 
 @pytest.mark.parametrize("options", [None, {}])
@@ -86,6 +86,11 @@ def test_unknown_option_names_the_nearest() -> None:
         ("replan", 1),
         ("plan", ""),
         ("inner", "eager"),
+        ("placement_policy", "cuda"),
+        ("shard_param_frac", 1.5),
+        ("offload_optim_frac", float("nan")),
+        ("offload_param_frac", True),
+        ("offload_param_frac", "half"),
         ("report", 1),
         ("trace", ""),
         ("trace", True),
@@ -109,3 +114,38 @@ def test_the_environment_names_a_trace_folder_where_the_options_do_not(monkeypat
 def test_a_trace_changes_no_plan() -> None:
     assert plans_alike(parse_options({"trace": "run"}), parse_options({}))
     assert not plans_alike(parse_options({"planner": "greedy"}), parse_options({}))
+
+
+def test_the_defaults_of_static_are_those_of_gemini() -> None:
+    assert parse_options({"placement_policy": "static"}).fractions == Fractions(
+        shard_param=1.0, offload_optim=0.0, offload_param=0.0
+    )
+    assert parse_options({}).fractions is None
+    given = {"placement_policy": "static", "shard_param_frac": 1, "offload_optim_frac": 1.0, "offload_param_frac": 0.25}
+    assert str(parse_options(given).fractions) == (
+        "shard_param_frac 1.0, offload_optim_frac 1.0, offload_param_frac 0.25"
+    )
+    assert not plans_alike(parse_options(given), parse_options({"placement_policy": "static"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "fix"),
+    [
+        ({"offload_optim_frac": 0.5}, "offload_optim_frac", 'placement_policy="static"'),
+        ({"placement_policy": "auto", "shard_param_frac": 1.0}, "shard_param_frac", 'placement_policy="static"'),
+        ({"placement_policy": "static", "planner": "elixir"}, "planner", 'placement_policy="auto"'),
+        ({"placement_policy": "static", "plan": "plan.json"}, "plan", 'placement_policy="auto"'),
+    ],
+)
+def test_what_does_not_go_with_the_placement_policy_is_named_with_a_fix(
+    options: dict[str, object], name: str, fix: str
+) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse_options(options)
+    assert caught.value.name == name
+    assert fix in str(caught.value)
+
+
+def test_fractions_that_contradict_name_the_fix() -> None:
+    with pytest.raises(ContradictingFractions, match=r"Set both to 1\.0, or offload_param_frac=0\.0"):
+        parse_options({"placement_policy": "static", "offload_param_frac": 0.5})

@@ -27,6 +27,7 @@ from elixir_compile.managed.agreement.rank_facts import (
     ops_of,
     plan_digest,
 )
+from elixir_compile.options import Fractions
 from elixir_compile.search import Problem, plan
 from tests.pure.search.test_planner import chain_of, problem_of
 from tests.pure.strategies import Layer, chain
@@ -189,6 +190,7 @@ def other_problems() -> dict[str, Problem]:
         "in group 1": replace(PROBLEM, groups=dict.fromkeys(PROBLEM.state_nbytes, 1)),
         "update = in_backward": replace(PROBLEM, update=Update.IN_BACKWARD),
         "activations = keep": replace(PROBLEM, savings=frozenset({Saving.KEEP})),
+        "placement policy = static, shard_param_frac 1.0": replace(PROBLEM, fractions=Fractions()),
         "hybrid optimizer = False": replace(PROBLEM, hybrid=False),
         "disk = True": replace(PROBLEM, disk=True),
         "bucket b0 of": replace(PROBLEM, buckets=PLAN.buckets, placements=PLAN.placements),

@@ -122,6 +122,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
     own = {"update": str(problem.update or "auto"), "activations": savings, "hybrid optimizer": str(problem.hybrid)}
     own |= {
         "disk": str(problem.disk),
+        "placement policy": f"static, {problem.fractions}" if problem.fractions else "auto",
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
         "micro-batches": str(problem.micro_batches),

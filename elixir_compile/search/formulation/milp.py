@@ -19,6 +19,7 @@ from elixir_compile.search.formulation.flow_shop import Choice, Path
 from elixir_compile.search.formulation.phases import RunTables
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.memory import MemoryModel
+from elixir_compile.search.space.quotas import Quota, meets
 
 SCALE = 1000.0
 TOLERANCE = 1e-7
@@ -90,8 +91,9 @@ class Milp:
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
-        self.rows.append(self.host_row)
-        self.rows += [self._stream_row(i, home) for i, home in self.streams]
+        self._lasting_rows = [self.host_row, *(self._stream_row(i, home) for i, home in self.streams)]
+        self._lasting_rows += [row for quota in facts.quotas for row in self._quota_rows(quota)]
+        self.rows += self._lasting_rows
 
     def with_trips(self) -> "Milp":
         """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
@@ -102,8 +104,7 @@ class Milp:
         other = copy.copy(self)
         # The rows of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without them.
         memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
-        other.rows = [self.host_row, *memory_rows]
-        other.rows += [self._stream_row(i, home) for i, home in self.streams]
+        other.rows = [*self._lasting_rows, *memory_rows]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
         shops = flow_shops(self._runs, counts_trips=True)
@@ -132,6 +133,14 @@ class Milp:
         levels = [self.choices[i, level] for level in self.levels_at(i, home)]
         columns = np.array([self.choices[self.streams[i, home]], *levels], dtype=np.int64)
         return Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
+
+    def _quota_rows(self, quota: Quota) -> list[Row]:
+        """Return the rows: the elements of buckets that meet the option of `quota` are within its limits."""
+        pairs = [(i, level) for i, levels in enumerate(self.evaluator.facts.choices) for level in levels]
+        counted = [(i, level) for i, level in pairs if quota.numels[i] and meets(quota.option, level)]
+        columns = np.array([self.choices[pair] for pair in counted], dtype=np.int64)
+        shares = np.array([quota.numels[i] for i, _ in counted], dtype=np.float64) / max(quota.most, 1) * SCALE
+        return [Row(columns, shares, SCALE), Row(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)]
 
     def levels_at(self, i: int, home: Tier) -> list[Level]:
         """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""

@@ -97,6 +97,8 @@ class _Walk:
         If the bucket does not return to its first level, the step must not get longer either.
         """
         levels = self._with(bucket, level)
+        if not self.evaluator.facts.allows(levels):
+            return False
         if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
             return False
         if self.spares_host:
@@ -156,6 +158,8 @@ class _Walk:
                 if level.has_state_on_host and not level.has_param_on_host and not self.splits_state:
                     continue
                 if self.limits_host and self.evaluator.added_host_bytes(bucket, now, level) > host_free:
+                    continue
+                if not facts.allows(self._with(bucket, level)):
                     continue
                 if not self.spares_host and (bucket, level) not in self.cost_s:
                     self._simulate(bucket, level)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware.presets import PaperRates, paper_rates
 from elixir_compile.ir import Decision
+from elixir_compile.options import Planner
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
@@ -101,6 +102,24 @@ RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
     "fsdp_offload": _fsdp_offload,
     "keep_all": _keep_all,
 }
+
+
+def drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> DraftPlan:
+    """Return the draft plan of `levels`, which fit, with the best moves found for them."""
+    moves, step_s = best_moves(evaluator, levels)
+    moved = tuple(
+        Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
+        for bucket, level, start in zip(evaluator.facts.buckets, levels, evaluator.facts.start_levels, strict=True)
+        if level != start
+    )
+    return DraftPlan(
+        levels=tuple(levels),
+        modes=evaluator.facts.modes,
+        moves=moves,
+        step_s=step_s,
+        decisions=moved,
+        planner=planner,
+    )
 
 
 MAX_PLACEMENTS = 4096

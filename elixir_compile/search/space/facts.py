@@ -33,6 +33,7 @@ from elixir_compile.search.space.modes import (
     layers_of,
     offload_intervals,
 )
+from elixir_compile.search.space.quotas import Quota, level_sets, limited, quotas_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class Facts:
     choices: tuple[tuple[Level, ...], ...]
     """Levels of each bucket, from the level in force outward. All modes have the same levels; at some modes two of them
     have the same effect."""
+    quotas: tuple[Quota, ...]
+    """How many elements must be sharded or off the device, if the user fixed fractions of them."""
     num_forward: int
     """The forward ops are those with a lower index."""
     num_run: int
@@ -106,11 +109,17 @@ class Facts:
 
     @property
     def start_levels(self) -> tuple[Level, ...]:
-        return tuple(levels[0] for levels in self.choices)
+        """The level nearest to the device of each bucket. A quota is met by the first buckets that it takes."""
+        return tuple(levels[0] for levels in level_sets(self.choices, self.quotas, takes_most=False))
 
     @property
     def furthest_levels(self) -> tuple[Level, ...]:
-        return tuple(levels[-1] for levels in self.choices)
+        """The level furthest from the device of each bucket. Quotas are met by as many elements as they allow."""
+        return tuple(levels[-1] for levels in level_sets(self.choices, self.quotas, takes_most=True))
+
+    def allows(self, levels: Sequence[Level]) -> bool:
+        """Return whether `levels` meet all quotas."""
+        return all(quota.allows(levels) for quota in self.quotas)
 
 
 def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[int] = ()) -> Facts:
@@ -132,6 +141,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
     intervals = _by_layer(spans, offload_intervals(graph, lives, activations))
+    choices = base.choices if base else _choices(problem, layers, buckets, windows)
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     streaming = {placement.bucket for placement in problem.placements if placement.streamed}
     return Facts(
@@ -156,7 +166,8 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
             for i, bucket in enumerate(buckets)
             if may_stream(problem, bucket) and not in_force.get(bucket.id, Level.ON_DEVICE).has_state_on_host
         ),
-        choices=base.choices if base else _choices(problem, layers, buckets, windows),
+        choices=choices,
+        quotas=base.quotas if base else quotas_of(problem, buckets, choices),
         num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
         num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
         alike=alike,
@@ -197,12 +208,15 @@ def _choices(
         for bucket, bucket_windows in zip(buckets, windows, strict=True)
     ]
     released = problem.released
-    if released is None:
-        return tuple(choices)
-    return tuple(
-        gathered_as(levels, is_released=bucket.id in released) if bucket.is_sharded else levels
-        for bucket, levels in zip(buckets, choices, strict=True)
-    )
+    if released is not None:
+        choices = [
+            gathered_as(levels, is_released=bucket.id in released) if bucket.is_sharded else levels
+            for bucket, levels in zip(buckets, choices, strict=True)
+        ]
+    fractions = problem.fractions
+    if fractions is not None:
+        choices = [limited(levels, bucket, fractions) for bucket, levels in zip(buckets, choices, strict=True)]
+    return tuple(choices)
 
 
 def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:

@@ -13,7 +13,7 @@ import elixir_compile as elixir
 from elixir_compile.cost import Stretch
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
-from elixir_compile.options import Options
+from elixir_compile.options import Fractions, Options
 from elixir_compile.problem import cache
 from elixir_compile.problem.cache import cached_plan, plan_for, plan_key, store_plan
 from elixir_compile.search import Problem, plan
@@ -102,6 +102,7 @@ STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, r
         (lambda p: replace(p, cluster=profile_for("cuda", 2 * GIB, GIB, p.cluster.device.name)), OPTIONS),
         (lambda p: replace(p, base_bytes=1), OPTIONS),
         (lambda p: replace(p, disk=True), OPTIONS),
+        (lambda p: replace(p, fractions=Fractions()), OPTIONS),
         (lambda p: replace(p, update=Update.AFTER_BACKWARD), OPTIONS),
         (lambda p: replace(p, groups={StorageId("p0"): 1}), OPTIONS),
         (lambda p: replace(p, host_base_bytes=1), OPTIONS),

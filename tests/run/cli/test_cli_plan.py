@@ -128,6 +128,13 @@ def test_gradients_that_stay_are_counted_if_the_command_says_so(net: str) -> Non
     assert [made.counts_staying_gradients for made in plans] == [False, True]
 
 
+def test_fractions_reach_the_plan(net: str) -> None:
+    words = ("--placement-policy", "static", "--offload-optim-frac", 1.0, "--offload-param-frac", 1.0)
+    made = plan_from_json(cli("plan", net, *FAST, *words, "--json").stdout)
+    assert {(placement.param, placement.optim) for placement in made.placements} == {(Tier.HOST, Tier.HOST)}
+    assert "by placement_policy static" in made.decisions[1].because
+
+
 def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
     """In 16 bits with masters, half the state on disk: 10 bytes per element of state, 4 of parameters and gradients."""
     words = (*FAST, "--param-dtype", "bfloat16", "--update", "after_backward", "--activations", "keep")
@@ -186,6 +193,8 @@ def test_the_largest_batch_fits_and_the_next_does_not(net: str, tmp_path: Path) 
         (("gpt2-124m", "--device-memory", "lots"), "option device_memory"),
         (("gpt2-124m", "--planner", "best"), "option planner"),
         (("gpt2-124m", "--dtype", "int7"), "option dtype"),
+        (("gpt2-124m", "--offload-optim-frac", "0.5"), 'expected placement_policy="static" beside it'),
+        (("gpt2-124m", "--placement-policy", "static", "--offload-param-frac", "1"), "Set both to 1.0"),
         (("gpt2-124m", "--ranks", "2"), "option ranks"),
         (("gpt2-124m", "--hardware", "a100-40g", "--ranks", "12"), "1 to 8, or whole nodes of 8: 8 or 16"),
         (("gpt2-124m", "--hardware", "2 x a100-40g", "--ranks", "3"), "expected 2, as 2 x a100-40g has devices"),
