@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elixir_compile.api.prepare import weigh as weigh
     from elixir_compile.api.sampler import ShareSampler as ShareSampler
     from elixir_compile.api.shares import shares as shares
+    from elixir_compile.api.stages import plan_stages as plan_stages
     from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
     from elixir_compile.ir.observed import StepSummary as StepSummary
+    from elixir_compile.ir.pipeline_plan import PipelinePlan as PipelinePlan
     from elixir_compile.ir.share import Share as Share
     from elixir_compile.ir.share import Shares as Shares
     from elixir_compile.managed.compilation import Compilation as Compilation
@@ -40,6 +42,7 @@ _HOME: dict[str, str] = {
     "Checkpoint": "checkpoint.loading",
     "Compilation": "managed.compilation",
     "HybridAdamW": "optim.adamw",
+    "PipelinePlan": "ir.pipeline_plan",
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
@@ -60,6 +63,7 @@ _HOME: dict[str, str] = {
     "measure_step": "measure",
     "observe": "api.observe",
     "plan": "api.plan",
+    "plan_stages": "api.stages",
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
     "save_plan": "managed.saved",
@@ -77,6 +81,7 @@ _ERRORS = (
     "ElixirWarning",
     "GradientsChanged",
     "IllegalSchedule",
+    "IncompleteStep",
     "InvalidOption",
     "InvalidPlan",
     "InvalidProfile",
@@ -84,6 +89,7 @@ _ERRORS = (
     "NestedMeasurement",
     "NoFeasiblePlan",
     "NoFeasibleShares",
+    "NoFeasibleStages",
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",
@@ -96,6 +102,7 @@ _ERRORS = (
     "Race",
     "StaleParameters",
     "StateNotApart",
+    "TooManyForwards",
     "TraceFileError",
     "UnforeseenState",
     "UnknownHardware",

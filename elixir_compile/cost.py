@@ -10,7 +10,7 @@ from elixir_compile.analysis.staging import (
     MOST_STREAMED_ROOMS,
 )
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Cluster, DeviceProfile, Link
+from elixir_compile.hardware import Cluster, DeviceProfile, Link, TensorRing
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import Op
@@ -22,13 +22,24 @@ def is_free(op: Op) -> bool:
     return op.flops == 0 and op.moved_bytes == 0
 
 
-def op_s(op: Op, device: DeviceProfile, dtype: str = "float32") -> float:
+def op_s(op: Op, device: DeviceProfile, dtype: str = "float32", tensor: TensorRing | None = None) -> float:
     """Return the seconds of all runs of `op` in a step on `device` by the roofline model, or 0 if it launches no
-    kernel."""
+    kernel. A collective in the graph takes the seconds of its messages along the `tensor` axis too."""
     if is_free(op):
         return 0.0
     flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
-    return op.times * device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
+    own_s = op.times * device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
+    return own_s if op.ring is None else own_s + ring_s(op, tensor)
+
+
+def ring_s(op: Op, tensor: TensorRing | None) -> float:
+    """Return the seconds of the messages of all runs of `op`, a collective over the `tensor` axis; 0 for another op, or
+    if no such axis is known."""
+    if op.ring is None or tensor is None or op.ring.num_ranks == 1:
+        return 0.0
+    link, num_ranks = tensor.link, op.ring.num_ranks
+    message_s = op.times * link.latency_s + op.ring.nbytes / num_ranks / link.bytes_per_s
+    return op.ring.passes * (num_ranks - 1) * message_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

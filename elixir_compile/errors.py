@@ -22,7 +22,8 @@ Exception
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
-    │   └── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
+    │   ├── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
+    │   └── NoFeasibleStages                no stages of a pipeline fit its ranks
     ├── OutOfDeviceMemory  (MemoryError)    the device is full although the plan fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
     │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
@@ -31,6 +32,8 @@ Exception
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── ParameterReplaced  (RuntimeError)   a parameter was replaced after the step was captured
     ├── UnsupportedBackward (RuntimeError)  gradients of gradients, or of many outputs at once
+    ├── TooManyForwards    (RuntimeError)   more forwards wait for their backward than `prepare` was told
+    ├── IncompleteStep     (RuntimeError)   an optimizer's step before the last backward of a step of several calls
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
     ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
@@ -284,9 +287,9 @@ class UnknownSchedule(_UnknownName):
 class PlanMismatch(ElixirError, ValueError):
     """A plan was made for `expected`, and is to be used for `got`.
 
-    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies` or `reduce dtype`. For a
-    graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and `difference` is a
-    sentence with the first difference between them.
+    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies`, `number of calls in a step`
+    or `reduce dtype`. For a graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and
+    `difference` is a sentence with the first difference between them.
     """
 
     def __init__(
@@ -337,7 +340,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
     come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
     equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
-    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`.
+    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static` says that the user
+    fixed fractions of the placement.
     """
 
     def __init__(
@@ -353,11 +357,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         returned: str = "",
         staying_bytes: int = 0,
         micro_batches: int = 1,
+        is_static: bool = False,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
         found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, micro_batches, is_prepared)
+        super().__init__(*found, micro_batches, is_static, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -370,6 +375,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.staying_bytes = staying_bytes
         self.micro_batches = micro_batches
         self.is_prepared = is_prepared
+        self.is_static = is_static
 
     def __str__(self) -> str:
         where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
@@ -380,6 +386,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
         if self.staying_bytes:
             other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
+        if self.is_static:
+            other = f'other fractions or placement_policy="auto", or {other}'
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (
@@ -420,6 +428,34 @@ class NoFeasibleShares(NoFeasiblePlan):
         else:
             found = f"state {state}, room {format_bytes(self.budget_bytes)} beside {self.batch} rows: {self.rooms}"
         return f"{found}. Try a smaller batch, a larger host_memory, or more devices."
+
+
+class NoFeasibleStages(NoFeasiblePlan):
+    """No stages of a pipeline fit the memory of its ranks.
+
+    In the leanest cut, the stage of `layers` leaves its rank the least room: the rank needs `needed_bytes`, and has
+    `budget_bytes`. `outstanding` is the number of forwards of the stage that wait for their backward.
+    """
+
+    def __init__(
+        self, schedule: str, layers: str, needed_bytes: int, budget_bytes: int, memory: str, outstanding: int
+    ) -> None:
+        super().__init__("", "", budget_bytes, needed_bytes, {}, memory=memory)
+        self.args = (schedule, layers, needed_bytes, budget_bytes, memory, outstanding)
+        self.schedule = schedule
+        self.layers = layers
+        self.outstanding = outstanding
+
+    def __str__(self) -> str:
+        need = f"{format_bytes(self.needed_bytes)} of {self.memory} memory"
+        short = format_bytes(self.needed_bytes - self.budget_bytes)
+        fewer = ", a schedule with fewer outstanding forwards such as 1f1b" if self.schedule != "1f1b" else ""
+        waiting = f"{self.outstanding} outstanding forward{'s' if self.outstanding > 1 else ''}"
+        return (
+            f"no stages fit under {self.schedule}: the rank with the stage of {self.layers} needs {need} with "
+            f"{waiting}, budget {format_bytes(self.budget_bytes)}, short by {short}. Try "
+            f"{self.memory}_memory={self.needed_bytes}, fewer rows per micro-batch, or more ranks{fewer}."
+        )
 
 
 class OutOfDeviceMemory(ElixirError, MemoryError):
@@ -573,6 +609,47 @@ class UnsupportedBackward(ElixirError, RuntimeError):
         return (
             f"{self.asked}: neither compiled code nor gathered parameters support it, so {self.model} does not. "
             f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
+        )
+
+
+class TooManyForwards(ElixirError, RuntimeError):
+    """A forward of `model` while `num_waiting` earlier ones wait for their backward and `num_done` have had it, in a
+    step of `num_calls` with `num_outstanding` outstanding forwards."""
+
+    def __init__(self, model: str, num_waiting: int, num_done: int, num_calls: int, num_outstanding: int) -> None:
+        super().__init__(model, num_waiting, num_done, num_calls, num_outstanding)
+        self.model = model
+        self.num_waiting = num_waiting
+        self.num_done = num_done
+        self.num_calls = num_calls
+        self.num_outstanding = num_outstanding
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} was prepared for steps of {self.num_calls} calls with at most {self.num_outstanding} "
+            f"outstanding forwards, but a forward began while {self.num_waiting} waited for their backward and "
+            f"{self.num_done} backward passes of the step were done. Give the schedule itself, "
+            f"`elixir_compile.prepare(module, outstanding=schedule)`, or larger numbers: `outstanding="
+            f"{self.num_waiting + 1}, calls={max(self.num_calls, self.num_waiting + self.num_done + 1)}`."
+        )
+
+
+class IncompleteStep(ElixirError, RuntimeError):
+    """A step of an optimizer after `num_done` of the `num_calls` calls of `model`, whose gradients are incomplete."""
+
+    def __init__(self, model: str, num_done: int, num_waiting: int, num_calls: int) -> None:
+        super().__init__(model, num_done, num_waiting, num_calls)
+        self.model = model
+        self.num_done = num_done
+        self.num_waiting = num_waiting
+        self.num_calls = num_calls
+
+    def __str__(self) -> str:
+        return (
+            f"an optimizer began to update {self.model} after {self.num_done} of {self.num_calls} backward passes of "
+            f"the step, with {self.num_waiting} forwards still waiting for theirs. The gradients are complete after "
+            f"the last one. Run all {self.num_calls} calls before `optimizer.step()`, or prepare the module with the "
+            "number of calls that a step has: `elixir_compile.prepare(module, outstanding=..., calls=...)`."
         )
 
 

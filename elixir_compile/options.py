@@ -13,7 +13,17 @@ from typing import Literal, get_args
 from elixir_compile.errors import ContradictingFractions, InvalidOption, UnknownOption
 from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 
-Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
+Planner = Literal[
+    "milp",
+    "greedy",
+    "exhaustive",
+    "elixir",
+    "gemini",
+    "zero3_offload",
+    "zero_offload",
+    "fsdp_offload",
+    "keep_all",
+]
 PlacementPolicy = Literal["auto", "static"]
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
@@ -69,8 +79,8 @@ class Options:
     """Verify a checksum of each block read from `disk_path`."""
     planner: Planner = "milp"
     """`milp` proves a bound on every plan, `greedy` is faster, `exhaustive` tries every placement of a few buckets. The
-    others are fixed rules for comparison: `elixir` (of the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`,
-    `keep_all`."""
+    others are fixed rules for comparison: `elixir` (of the paper), `gemini` (of Colossal-AI, with its chunks),
+    `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`."""
     placement_policy: PlacementPolicy = "auto"
     """`auto`: the planner chooses every placement. `static`: it keeps to the three fractions below, in whole buckets,
     and chooses all else: which buckets, when they move, and what becomes of activations."""
@@ -170,8 +180,8 @@ class Options:
         )
 
 
-_KEEPS_FRACTIONS = ("milp", "greedy", "exhaustive")
-"""The planners that search; the others are rules, which place every bucket by themselves."""
+_KEEPS_FRACTIONS = ("milp", "greedy", "exhaustive", "gemini")
+"""The planners that search, and the rule that has fractions; other rules place every bucket by themselves."""
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:

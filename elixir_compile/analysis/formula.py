@@ -23,7 +23,10 @@ from elixir_compile.ir import Plan, StepGraph, sizes
 
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
-    """Return the device peak under `plan` as an expression in sympy's form, or `""` if no size is symbolic."""
+    """Return the device peak under `plan` as an expression in sympy's form, or `""` if no size is symbolic, or if the
+    step has several calls."""
+    if plan.calls.num > 1:
+        return ""
     step = as_run(graph, plan.activations, laps_of(plan))
     growing = [storage for storage in step.storages if storage.size]
     if not growing:

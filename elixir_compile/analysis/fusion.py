@@ -156,4 +156,5 @@ def reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int | None = None
         kernel=op.kernel,
         once=op.once,
         mixes=op.mixes,
+        ring=op.ring,
     )

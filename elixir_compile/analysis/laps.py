@@ -12,11 +12,11 @@ op that mixes the rows of the batch is a lap of its own and runs on the whole ba
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Batched, Op, OpId, Phase, Plan, StepGraph
+from elixir_compile.ir import Batched, Op, OpId, Phase, Plan, Region, StepGraph
 from elixir_compile.ir.graph import is_numbered, layer_of
 
 
@@ -62,9 +62,14 @@ def divided_laps(step: StepGraph, micro_batches: int) -> tuple[Lap, ...]:
 
 def laps_of(plan: Plan) -> tuple[Lap, ...]:
     """Return the regions of `plan` that run in more than one micro-batch, as laps."""
+    return laps_in(plan.regions)
+
+
+def laps_in(regions: Iterable[Region]) -> tuple[Lap, ...]:
+    """Return those of `regions` that run in more than one micro-batch, as laps."""
     return tuple(
         Lap(first=region.first, last=region.last, micro_batches=region.micro_batches)
-        for region in plan.regions
+        for region in regions
         if region.micro_batches > 1
     )
 

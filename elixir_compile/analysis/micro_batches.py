@@ -263,6 +263,7 @@ def _as_cut(op: Op, reads: Sequence[StorageId], writes: Sequence[StorageId], mov
         kernel=op.kernel,
         once=op.once,
         mixes=op.mixes,
+        ring=op.ring,
         times=times,
     )
 

@@ -20,13 +20,20 @@ from elixir_compile.analysis.bucket_bytes import (
     Held,
     Sizes,
     averaged_bytes,
-    gathered_copy,
     last_unreduced,
     last_with_gradients,
     resting,
-    step_gradients,
     streamed,
     streamed_bytes,
+)
+from elixir_compile.analysis.calls import (
+    ONLY,
+    CallKind,
+    Ops,
+    copy_of_call,
+    gradients_of_call,
+    storages_of_calls,
+    sum_nbytes,
 )
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.liveness import Life, liveness
@@ -51,14 +58,15 @@ from elixir_compile.ir import (
 
 
 class PlanRows:
-    """The rows of `rank` under `plan`, which must be a plan of `graph`.
+    """The rows of `rank` in `call` under `plan`, which must be a plan of `graph`.
 
     The ops include recomputed ops; fused storages have no rows.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0) -> None:
+    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0, call: CallKind = ONLY) -> None:
         self.step = as_run(graph, plan.activations, laps_of(plan))
         """The ops as the plan runs them."""
+        self.call, self._ops = call, Ops.of(self.step)
         self.num_ops = len(self.step.ops)
         self.plan, self.rank = plan, rank
         self._placements = {placement.bucket: placement for placement in plan.placements}
@@ -85,6 +93,9 @@ class PlanRows:
             yield from self.of_bucket(bucket)
         for rows in self.storages.values():
             yield from rows
+        if self.call is not ONLY:
+            for _, held in storages_of_calls(self.step, self.lives, self.call, self.plan.calls):
+                yield held
         yield from self.joint(self.plan.buckets)
         # External usage counts like buffers of modules: live at every op, never moved.
         yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self.num_ops - 1)
@@ -102,10 +113,22 @@ class PlanRows:
         births = self._births[bucket.id] if births is None else births
         moving: list[Held] = []
         for copy in moves.gathered.get(bucket.id, ()):
-            moving += gathered_copy(sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
+            moving += copy_of_call(self.call, self._ops, sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
         is_replaced, stays = bucket.id in moves.replaced, moves.last_with_gradients(bucket)
         complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
-        moving += step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+        sum_bytes = sum_nbytes(bucket, births, self.plan.calls, is_away=is_away)
+        moving += gradients_of_call(
+            self.call,
+            self._ops,
+            sizes,
+            births,
+            sum_bytes,
+            complete,
+            wait,
+            stays,
+            is_away=is_away,
+            is_replaced=is_replaced,
+        )
         for held in moving:
             yield held._replace(last=min(held.last, end))
 

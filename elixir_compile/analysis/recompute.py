@@ -335,6 +335,7 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
         kernel=op.kernel,
         once=op.once,
         mixes=op.mixes,
+        ring=op.ring,
     )
 
 

@@ -28,13 +28,14 @@ which a gather before a release in the schedule holds both copies.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
+from elixir_compile.analysis.calls import call_kinds
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
@@ -88,9 +89,11 @@ def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, 
 def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
     """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
 
-    Its ops include recomputed ops; fused storages are left out.
+    If the step has several calls, each op has the bytes of the call that holds the most there. The ops include
+    recomputed ops; fused storages are left out.
     """
-    return timeline_of(PlanRows(graph, plan, rank))
+    found = [timeline_of(PlanRows(graph, plan, rank, call)) for call in call_kinds(plan.calls)]
+    return found[0] if len(found) == 1 else _highest(found)
 
 
 def timeline_of(rows: PlanRows) -> MemoryTimeline:
@@ -99,6 +102,22 @@ def timeline_of(rows: PlanRows) -> MemoryTimeline:
     for held in rows.all():
         tally.add(held.kind, held.nbytes, held.first, held.last)
     return tally.timeline(rows.step, host_bytes(rows.plan))
+
+
+def _highest(timelines: Sequence[MemoryTimeline]) -> MemoryTimeline:
+    """Return at each op the bytes of the timeline that has the most there."""
+    most = [max(timelines, key=lambda own, at=at: own.live_bytes[at]) for at in range(len(timelines[0].ops))]
+    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own in timelines)]
+    nothing = (0,) * len(most)
+    by_kind = {
+        kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for at, own in enumerate(most)) for kind in kinds
+    }
+    return MemoryTimeline(
+        ops=timelines[0].ops,
+        live_bytes_by_kind=by_kind,
+        live_bytes=tuple(own.live_bytes[at] for at, own in enumerate(most)),
+        host_bytes=timelines[0].host_bytes,
+    )
 
 
 def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
@@ -130,8 +149,9 @@ def host_bytes(plan: Plan) -> int:
 
 
 def away_bytes(plan: Plan) -> int:
-    """Return the bytes of the offloaded activations of `plan`."""
-    return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
+    """Return the bytes of the offloaded activations of `plan`, of all forwards that are outstanding at once."""
+    away = sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
+    return plan.calls.outstanding * away
 
 
 class _Tally:

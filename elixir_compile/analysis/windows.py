@@ -1,7 +1,7 @@
 """Find the windows of ops for which a bucket is gathered, and the action after which it may be updated early."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,15 @@ def use_windows(graph: StepGraph, buckets: Sequence[Bucket]) -> Mapping[BucketId
         indices = uses[bucket.id]
         largest_bytes[indices] = np.maximum(largest_bytes[indices], bucket.nbytes)
     return {bucket.id: _windows(graph, bucket, uses[bucket.id], largest_bytes) for bucket in buckets}
+
+
+def one_in_each_phase(windows: Sequence[Window]) -> tuple[Window, ...]:
+    """Return `windows` of a bucket, in order, with all of a phase joined into one."""
+    joined: dict[Phase, Window] = {}
+    for window in windows:
+        first = joined.get(window.phase, window).first
+        joined[window.phase] = replace(window, first=first)
+    return tuple(joined.values())
 
 
 def _uses(graph: StepGraph, buckets: Sequence[Bucket]) -> dict[BucketId, list[int]]:

@@ -25,7 +25,14 @@ from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
+from elixir_compile.errors import (
+    ElixirError,
+    ElixirWarning,
+    InvalidOption,
+    NoFeasiblePlan,
+    NotPrepared,
+    ParameterReplaced,
+)
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
 from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
@@ -34,6 +41,7 @@ from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
+from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
@@ -92,6 +100,12 @@ def _compile_graph(
     if keys:
         return _compile_gathers(gm, inputs, options, _models_of(keys[:1])[0])
     params = _parameters(inputs)
+    if any(map(is_dtensor, params)):
+        raise NotPrepared(
+            "parameters of the model are DTensors, as `parallelize_module` makes them: call "
+            "`elixir_compile.prepare(model)`, or `elixir_compile.prepare(model, mesh=mesh['data'])`, before the model "
+            "is compiled."
+        )
     roots = find_roots(params)
     prepared = [model for root in roots if (model := managed_model(root)) is not None]
     if prepared:
@@ -132,7 +146,7 @@ def _compile_gathers(
 ) -> Callable[..., Any]:
     """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     model.use(options)
-    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.ranks is not None)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.peers is not None)
 
     def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
         return _compile_attempt(gm, inputs, options, model, attempt)
@@ -150,7 +164,7 @@ def _compile_gathers(
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
     """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
     is_inference = not torch.is_grad_enabled()
-    others = model.compilations if model.executor.ranks is not None else ()
+    others = model.compilations if model.executor.peers is not None else ()
     alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
     return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 

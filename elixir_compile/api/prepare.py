@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.api.stage import calls_asked, take_calls
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
 from elixir_compile.ir.share import Share, check_shares
 from elixir_compile.managed.agreement.shares import share_out
@@ -25,10 +26,12 @@ from elixir_compile.managed.cast_and_shard import (
 )
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
+from elixir_compile.managed.tensor_axis import tensor_axis_of
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.ranks import device_of
+from elixir_compile.runtime.distributed.ranks import Ranks, device_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +44,8 @@ def prepare(
     param_dtype: ParamDtype | None = None,
     mesh: "DeviceMesh | None" = None,
     shares: "Sequence[Share]" = (),
+    outstanding: "int | object | None" = None,
+    calls: int | None = None,
 ) -> nn.Module:
     """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
 
@@ -55,14 +60,23 @@ def prepare(
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
+    If `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
     anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
     of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
-    Raises UnsupportedModel if the model has no parameters, was prepared for another device or `param_dtype`, or has
-    shares and a mesh of two axes; InvalidOption if `param_dtype` is unknown, or `shares` do not fit the mesh; and
-    RanksDiffer if ranks have different shares.
+    `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
+    schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
+    `calls` are the forwards of a step, by default as many. The plan counts what all of them hold. Each bucket is
+    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
+    last backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages.
+
+    Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
+    backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
+    parts; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
+    if ranks have different shares.
 
     Example:
         layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
@@ -70,27 +84,16 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh)
+    asked = calls_asked(model, outstanding, calls)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
         if prepared is not None:
-            here = prepared.executor.device
-            if here != target and device is not None:
-                raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
-            if param_dtype is not None:
-                _require_masters(model, param_dtype)
+            _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
+            take_calls(prepared, asked)
             return model
-        if ranks is None:
-            if shares:
-                check_shares(shares, 1)
-            materialize(model)
-        else:
-            share_out(ranks, shares)
-            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
-        if param_dtype is not None:
-            cast(model, param_dtype)
-        managed = ManagedModel([model], target, ranks)
+        managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
+        take_calls(managed, asked)
         managed.swap_modules()
         managed.move_rest()
     return model
@@ -186,6 +189,37 @@ def prepared_model(model: nn.Module, name: str) -> ManagedModel:
     if managed is None:
         raise NotPrepared(f"`{name}` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
     return managed
+
+
+def _share(
+    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> tuple[Ranks | None, TensorAxis | None]:
+    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
+    axis, each None if there is none."""
+    axis = tensor_axis_of(model, mesh)
+    ranks = ranks_of(mesh, axis)
+    if ranks is not None:
+        share_out(ranks, shares)
+    elif shares:
+        check_shares(shares, 1)
+    if ranks is None and axis is None:
+        materialize(model)
+    else:
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
+    if param_dtype is not None:
+        cast(model, param_dtype)
+    return ranks, axis
+
+
+def _require_as_prepared(
+    model: nn.Module, prepared: ManagedModel, target: torch.device | None, param_dtype: ParamDtype | None
+) -> None:
+    """Raise UnsupportedModel if `model` was prepared for another device than `target`, or without masters."""
+    here = prepared.executor.device
+    if target not in (None, here):
+        raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
+    if param_dtype is not None:
+        _require_masters(model, param_dtype)
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:

@@ -147,7 +147,7 @@ def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.T
     for slot in slots:
         with graph.inserting_before(graph.output_node()):
             options = {"dtype": slot.param.dtype, "device": slot.device, "pin_memory": False}
-            zeros = graph.call_function(torch.ops.aten.full.default, (list(slot.param.shape), 0), options)
+            zeros = graph.call_function(torch.ops.aten.full.default, (list(slot.shape), 0), options)
             zeros.meta = {"val": _like(slot, example)}
             marker_node(graph, gradient, (zeros, slot.key), {"val": None})
 
@@ -155,7 +155,7 @@ def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.T
 def _like(slot: Slot, example: torch.Tensor) -> torch.Tensor:
     """Return a fake tensor of the full parameter, in the fake mode of `example`."""
     with compat.own_fake_mode(example):
-        return torch.empty(slot.param.shape, dtype=slot.param.dtype, device=slot.device)
+        return torch.empty(slot.shape, dtype=slot.param.dtype, device=slot.device)
 
 
 def _copied(half: fx.GraphModule) -> fx.GraphModule:

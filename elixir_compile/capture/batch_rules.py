@@ -45,6 +45,7 @@ RULES: dict[str, Rule] = {
         "hardsigmoid_backward hardshrink_backward mish_backward softshrink_backward clone",
     ),
     **_entries(shapes.pointwise, "convert_element_type device_put fma", library="prims"),
+    **_entries(shapes.pointwise, "all_reduce wait_tensor", library="_c10d_functional"),
     **_entries(shapes.like, "full_like zeros_like ones_like empty_like rand_like randn_like randint_like"),
     **_entries(shapes.new, "new_zeros new_ones new_full new_empty"),
     # Views, and ops that work along some dimensions.

@@ -29,6 +29,7 @@ from elixir_compile.capture.batch_rules import CREATES, LOOKUPS, RANDOM, is_line
 from elixir_compile.capture.batch_sizes import check_sizes, has_rows_at
 from elixir_compile.capture.markers import MARKERS, gradient
 from elixir_compile.capture.node_facts import as_node, is_number, is_pure, tensor_of, value_of
+from elixir_compile.capture.rings import is_collective
 from elixir_compile.capture.views import view_chain
 from elixir_compile.ir import Batched
 
@@ -229,6 +230,8 @@ class _Walk:
 def _why_impure(node: fx.Node) -> str:
     if compat.is_op_overload(node.target) and compat.schema_of(node.target).is_mutable:
         return "it writes one of its inputs"
+    if is_collective(node):
+        return "a collective joins the rows of several ranks"
     return f"no rule says how {node.target} treats the rows of the batch"
 
 

@@ -36,6 +36,7 @@ from elixir_compile.capture.node_facts import (
     storage_keys_of,
     tensor_of,
 )
+from elixir_compile.capture.rings import ring_of
 from elixir_compile.capture.views import ops_of, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import Batched, Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
@@ -304,11 +305,9 @@ class _Builder:
         num_before = len(self.drafts)
         storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
-        mutated = _mutated(node, storages)
-        if overwritten is not None:
-            mutated.extend(storages[overwritten])
-            for storage in storages[overwritten]:  # zeros, into which each micro-batch adds, become a sum
-                self.drafts[storage].batched = walked.batched(node, 0)
+        mutated = [*_mutated(node, storages), *(() if overwritten is None else storages[overwritten])]
+        for storage in () if overwritten is None else storages[overwritten]:
+            self.drafts[storage].batched = walked.batched(node, 0)  # zeros, into which each micro-batch adds
         reads = tuple(inputs) if made or mutated else ()
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops, flops_size = self._count(flops_of(node))
@@ -327,6 +326,7 @@ class _Builder:
             kernel=kernel_of(node) if self.captured.fused else Kernel.OPAQUE,
             once=bool(mutated) or runs_once(node),
             mixes=walked.mixes.get(node, ""),
+            ring=ring_of(node, self._count),
         )
 
 

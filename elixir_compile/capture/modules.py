@@ -15,7 +15,7 @@ from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.gather import GATHER, Gate
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import is_dtensor, own_part, rehome
+from elixir_compile.ops.shards import DTensor, is_dtensor, own_part, rehome
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
@@ -175,7 +175,12 @@ def _swapped_class(module: nn.Module) -> type:
 
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
-    size, stride = list(slot.param.shape), list(slot.param.stride())
+    size, stride = list(slot.shape), list(slot.stride)
+    axis = slot.sink.tensor_axis
+    is_cut = axis is not None and slot.part is not None and not slot.part.is_plain
+    # Dynamo traces `from_local` with these.
+    mesh, placements = (axis.mesh, (slot.part.placement,)) if axis is not None and slot.part is not None else (None, ())
+    whole, whole_stride = slot.param.shape, slot.param.stride()
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
@@ -191,8 +196,12 @@ def _gathered(name: str, slot: Slot) -> property:
             if param.device == slot.device and not slot.is_dtensor:
                 return param  # eager code reads the parameter itself, `.grad` included
             owner: Owner = module.__dict__[_MODEL].executor
-            return _copy_for_eager_code(owner, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
-        return GATHER(getattr(module, attribute), size, stride, key)
+            gathered = _copy_for_eager_code(owner, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
+        else:
+            gathered = GATHER(getattr(module, attribute), size, stride, key)
+        if not is_cut:
+            return gathered
+        return DTensor.from_local(gathered, mesh, placements, run_check=False, shape=whole, stride=whole_stride)
 
     def write(module: nn.Module, value: object) -> None:
         _give_back(module)

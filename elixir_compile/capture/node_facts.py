@@ -37,6 +37,10 @@ def tensor_of(node: fx.Node) -> torch.Tensor:
     return value
 
 
+_SUMS_OVER_RANKS = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
+"""Ops that add up the same element of each rank, and so compute each element by itself."""
+
+
 def is_number(node: fx.Node) -> bool:
     """Return whether the value of `node` is a symbolic number, not a tensor."""
     return isinstance(value_of(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -46,7 +50,8 @@ def is_pure(node: fx.Node) -> bool:
     """Return whether `node` is an operator of torch that writes none of its inputs."""
     if not compat.is_op_overload(node.target):
         return is_number(node)
-    return node.target.namespace in ("aten", "prims") and not compat.schema_of(node.target).is_mutable
+    is_sum = str(node.target) in _SUMS_OVER_RANKS
+    return (is_sum or node.target.namespace in ("aten", "prims")) and not compat.schema_of(node.target).is_mutable
 
 
 def size_of(node: fx.Node) -> "int | torch.SymInt":

@@ -178,7 +178,7 @@ def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:
 
 
 def _gather_for_each_user(graph: fx.Graph, node: fx.Node, after: fx.Node, slot: Slot) -> None:
-    size, stride = list(slot.param.shape), list(slot.param.stride())
+    size, stride = list(slot.shape), list(slot.stride)
     for user in list(node.users):
         with graph.inserting_after(after):
             gathered = graph.call_function(GATHER, (node, size, stride, slot.key))

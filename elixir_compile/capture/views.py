@@ -10,6 +10,7 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.capture.markers import MARKERS, parameter
 from elixir_compile.capture.node_facts import int_of, ints_of, is_number, source_of, tensor_of, value_of
+from elixir_compile.capture.rings import is_wait
 
 _VIEWS_BEYOND_SCHEMAS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 """Targets that return a view although their schema does not say so."""
@@ -20,7 +21,8 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
     With dynamic shapes, the sizes of a view are inputs of the node too: `view(x, [s0, 64])`.
     """
-    if node.target not in _VIEWS_BEYOND_SCHEMAS and not getattr(node.target, "is_view", False):
+    is_one = node.target in _VIEWS_BEYOND_SCHEMAS or getattr(node.target, "is_view", False) or is_wait(node.target)
+    if not is_one:
         return None
     bases = [source for source in node.all_input_nodes if not is_number(source)]
     return bases[0] if len(bases) == 1 else None

@@ -88,7 +88,7 @@ def rank_group_of(model: nn.Module, doing: str) -> RankGroup:
     In the main thread, ranks first exchange what each is `doing`. Raises RanksDiffer if a rank trains instead.
     """
     executor = executor_of(model)
-    ranks = None if executor is None else executor.ranks
-    if ranks is not None and threading.current_thread() is threading.main_thread():
-        ranks.control.exchange("", "a save, load or export", doing)
-    return RankGroup(ControlChannel(None, (0,), 0) if ranks is None else ranks.checkpoint_control)
+    peers = None if executor is None else executor.peers
+    if peers is not None and threading.current_thread() is threading.main_thread():
+        peers.control.exchange("", "a save, load or export", doing)
+    return RankGroup(ControlChannel(None, (0,), 0) if peers is None else peers.checkpoint_control)

@@ -207,7 +207,8 @@ def optimizer_targets(
         form, param = forms[key], like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
         if param is not None and is_dtensor(param) and _is_shared_out(key, form, param) and not is_count:
-            shape = (*own_part(param).shape[:1], *form.shape[1:])
+            own = own_part(param).shape
+            shape = own if form.shape == param.shape else (*own[:1], *form.shape[1:])
             found[key] = as_dtensor(torch.empty(shape, dtype=form.dtype, device="cpu"), param)
         else:
             found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")

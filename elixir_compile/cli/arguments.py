@@ -6,6 +6,13 @@ from typing import Annotated
 import typer
 
 BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
+OWN_BATCH = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples per device and forward, by default 8; with --stages per step, by default 8 per micro-batch.",
+    ),
+]
 SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
 DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
 RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
@@ -41,6 +48,12 @@ TOKENS = Annotated[
 ]
 ACCUMULATE = Annotated[
     bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
+]
+STAGES = Annotated[
+    int | None, typer.Option(min=1, help="Cut the model into stages of a pipeline that runs --micro-batches.")
+]
+SCHEDULE = Annotated[
+    str | None, typer.Option(help="With --stages, of torch: gpipe, 1f1b, interleaved-1f1b or looped-bfs.")
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."

@@ -15,7 +15,6 @@ import typer
 from elixir_compile.cli import arguments
 from elixir_compile.cli.study_command import study
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import InvalidOption
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -176,7 +175,7 @@ def plan(
     model: Annotated[str, typer.Argument(help=arguments.MODEL)],
     hardware: arguments.HARDWARE = None,
     ranks: arguments.RANKS = 1,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per device and forward; 8 by default.")] = None,
+    batch: arguments.OWN_BATCH = None,
     seq: arguments.SEQ = 1024,
     dtype: arguments.DTYPE = "bfloat16",
     recompute: arguments.RECOMPUTE = False,
@@ -198,6 +197,8 @@ def plan(
     largest_batch: arguments.LARGEST_BATCH = False,
     tune: arguments.TUNE = False,
     tokens_per_step: arguments.TOKENS = None,
+    stages: arguments.STAGES = None,
+    schedule: arguments.SCHEDULE = None,
     output: arguments.OUTPUT = None,
     as_json: arguments.JSON = False,
 ) -> None:
@@ -205,10 +206,8 @@ def plan(
     typed = locals()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
+        from elixir_compile.cli.asked import run_asked
         from elixir_compile.cli.plan import Request
-        from elixir_compile.cli.reports import fail
-        from elixir_compile.cli.shares import plan_or_share
-        from elixir_compile.cli.tune import TuneRequest, run_tune
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -219,30 +218,7 @@ def plan(
         model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
         options=options,
     )  # fmt: skip
-    states = tuple(state_bytes or ())
-    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
-    if wrong is not None:
-        code = fail(wrong, as_json=as_json)
-    elif tune:
-        tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
-        code = run_tune(tuned, output=output, as_json=as_json)
-    else:
-        state = next(iter(states), None)
-        code = plan_or_share(request, state_bytes=state, is_largest=largest_batch, output=output, as_json=as_json)
-    raise typer.Exit(code=code)
-
-
-def _wrong_beside_plan(
-    tokens_per_step: str | None, states: tuple[int, ...], *, is_tuned: bool, is_largest: bool
-) -> InvalidOption | None:
-    """Return the error if an argument of `plan` needs `--tune`, or cannot be given with it; else None."""
-    if is_tuned and is_largest:
-        return InvalidOption("largest_batch", True, "no --largest-batch beside --tune, which finds the fastest batch")
-    if tokens_per_step is not None and not is_tuned:
-        return InvalidOption("tokens_per_step", tokens_per_step, "--tune beside it; without, --batch and --seq count")
-    if len(states) > 1 and not is_tuned:
-        return InvalidOption("state_bytes", states, "a single number; several need --tune")
-    return None
+    raise typer.Exit(code=run_asked(request, typed))
 
 
 @app.command()

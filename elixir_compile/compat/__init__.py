@@ -34,11 +34,15 @@ from elixir_compile.compat.compilers import report_forward as report_forward
 from elixir_compile.compat.distributed import awaited_local_tensor as awaited_local_tensor
 from elixir_compile.compat.distributed import default_timeout as default_timeout
 from elixir_compile.compat.distributed import dtensor_like as dtensor_like
+from elixir_compile.compat.distributed import dtensor_of as dtensor_of
 from elixir_compile.compat.distributed import flat_collectives as flat_collectives
+from elixir_compile.compat.distributed import group_size as group_size
+from elixir_compile.compat.distributed import joined_mesh as joined_mesh
 from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
 from elixir_compile.compat.distributed import storage_info as storage_info
+from elixir_compile.compat.distributed import strided_shard as strided_shard
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import belongs_to_module as belongs_to_module
 from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
@@ -66,6 +70,8 @@ from elixir_compile.compat.history import allocator_snapshot as allocator_snapsh
 from elixir_compile.compat.history import start_allocator_history as start_allocator_history
 from elixir_compile.compat.history import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.kernels import Kernels as Kernels
+from elixir_compile.compat.pipelining import ScheduledStage as ScheduledStage
+from elixir_compile.compat.pipelining import scheduled_stages as scheduled_stages
 from elixir_compile.compat.symbols import is_multiple as is_multiple
 from elixir_compile.compat.symbols import may_have_any_value_from as may_have_any_value_from
 from elixir_compile.compat.symbols import stand_in as stand_in

@@ -1,7 +1,7 @@
 """Collectives, the local tensors of DTensors, and the records of distributed checkpoints."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -80,10 +82,53 @@ def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
     if spec.tensor_meta is None:
         raise TypeError("a DTensor without shape and dtype has no layout to take over")
     form = spec.tensor_meta._replace(dtype=local.dtype)
-    if local.shape[1:] != form.shape[1:]:
-        full = torch.empty((form.shape[0], *local.shape[1:]), device="meta")
-        form = form._replace(shape=full.shape, stride=full.stride())
+    if local.shape[1:] != local_tensor(like).shape[1:]:
+        full = list(local.shape)
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
+            if placement.is_shard() and placement.dim:  # pyright: ignore[reportAttributeAccessIssue]  shards have it
+                full[placement.dim] *= size  # pyright: ignore[reportAttributeAccessIssue]  as above
+        row = torch.empty((form.shape[0], *full[1:]), device="meta")
+        form = form._replace(shape=row.shape, stride=row.stride())
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
+
+
+def dtensor_of(
+    local: torch.Tensor,
+    mesh: "DeviceMesh",
+    placements: "Sequence[Placement]",
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> "DTensor":
+    """Return the DTensor of the full `shape` and `stride` with `local`, on whatever device, as its local tensor.
+
+    `torch.distributed.tensor._dtensor_spec`, as in FSDP2: torch 2.11 to 2.13. Gone: ImportError in `prepare` of a
+    tensor-parallel model.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    form = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=form), requires_grad=False)
+
+
+def joined_mesh(outer: "DeviceMesh", inner: "DeviceMesh") -> "DeviceMesh":
+    """Return the mesh with the axes of `outer`, then those of `inner`, both of which are axes of one mesh.
+
+    `DeviceMesh._concatenate`, as in FSDP2: checked on torch 2.13. Gone: AttributeError in `prepare` of a
+    tensor-parallel model over a data axis.
+    """
+    return type(outer)._concatenate([outer, inner])
+
+
+def strided_shard(dim: int, num_parts: int) -> "Placement":
+    """Return the placement that cuts each of `num_parts` parts along `dim`, which an inner axis of the mesh makes.
+
+    `torch.distributed.tensor.placement_types._StridedShard`, as in FSDP2: torch 2.11 to 2.13. Gone: ImportError in
+    `prepare` of a tensor-parallel model over a data axis.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=num_parts)
 
 
 def awaited_local_tensor(wait: Callable[[torch.Tensor], None]) -> dict[str, property]:
@@ -107,6 +152,18 @@ def _local_tensor_descriptor() -> Any:
     from torch.distributed.tensor import DTensor
 
     return vars(DTensor)["_local_tensor"]
+
+
+def group_size(group: Any) -> int:
+    """Return the number of ranks of the process group that a collective in a graph names.
+
+    `torch.distributed.distributed_c10d._resolve_process_group`, which finds a group by its name: torch 2.11 to 2.13.
+    Gone: KeyError at the first capture of a tensor-parallel model.
+    """
+    import torch.distributed.distributed_c10d as found
+
+    named: Any = vars(found)["_resolve_process_group"]
+    return (named(group) if isinstance(group, str) else group).size()
 
 
 def default_timeout() -> timedelta:

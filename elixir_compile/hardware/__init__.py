@@ -1,11 +1,13 @@
 """Machines as values: devices, hosts and links; common machines by name; profiles as JSON."""
 
+from elixir_compile.hardware.along_data import along_data
 from elixir_compile.hardware.cluster import (
     Cluster,
     DeviceProfile,
     HostProfile,
     Link,
     Node,
+    TensorRing,
     cluster_from_json,
     cluster_to_json,
     hardware_fingerprint,
@@ -37,6 +39,8 @@ __all__ = [
     "Link",
     "Node",
     "Seat",
+    "TensorRing",
+    "along_data",
     "cluster_from_json",
     "cluster_to_json",
     "fleet_from_json",

@@ -148,6 +148,18 @@ class Node:
             raise InvalidProfile(what, "peer", f"a link, as there are {self.num_devices} devices", None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRing:
+    """The ranks with the other parts of a tensor-parallel model, for each rank of a cluster, and the link to them."""
+
+    num_ranks: int
+    link: Link
+    """From each rank to the next, in a ring of the ranks along the tensor axis."""
+
+    def __post_init__(self) -> None:
+        require_positive("tensor axis", num_ranks=self.num_ranks)
+
+
 MOST_RANKS = 1 << 20
 """The most ranks of a plan or a machine. Shards are listed by rank, so a typing error must not fill the memory."""
 
@@ -161,6 +173,8 @@ class Cluster:
     """From each node to the next, in a ring of all devices; None for a single node."""
     num_elsewhere: int = field(default=0, metadata=LEFT_OUT)
     """Ranks on other hosts, whatever their devices are, beside those of a single node: see `fleet.Fleet.seen_by`."""
+    tensor: TensorRing | None = field(default=None, metadata=LEFT_OUT)
+    """The tensor axis, whose ranks are no ranks of this cluster: see `along_data`. None if there is none."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -181,7 +195,8 @@ class Cluster:
         """The name in plans: `4 x a100-40g`, or `2 x 4 x a100-40g` for two nodes of four devices."""
         nodes = f"{len(self.nodes)} x " if len(self.nodes) > 1 else ""
         elsewhere = f" and {self.num_elsewhere} elsewhere" if self.num_elsewhere else ""
-        return f"{nodes}{self.num_local_ranks} x {self.device.name}{elsewhere}"
+        tensor = "" if self.tensor is None else f", each x {self.tensor.num_ranks} along the tensor axis"
+        return f"{nodes}{self.num_local_ranks} x {self.device.name}{elsewhere}{tensor}"
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,7 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import ONCE, Calls
 from elixir_compile.ir.codec import (
     fingerprint,
     graph_from_json,
@@ -10,7 +11,7 @@ from elixir_compile.ir.codec import (
     record_from_json,
     record_to_json,
 )
-from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
+from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
     Batched,
@@ -29,7 +30,7 @@ from elixir_compile.ir.kinds import (
     Update,
     Verb,
 )
-from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
@@ -50,6 +51,7 @@ from elixir_compile.ir.schedule import (
 
 __all__ = [
     "ITEM_BYTES",
+    "ONCE",
     "PLAN_FORMAT",
     "Action",
     "Activations",
@@ -57,6 +59,7 @@ __all__ = [
     "Bucket",
     "BucketId",
     "BucketRef",
+    "Calls",
     "Decision",
     "GradientRef",
     "GroupId",
@@ -78,6 +81,7 @@ __all__ = [
     "Region",
     "RegionId",
     "RegionRef",
+    "Ring",
     "Saving",
     "Schedule",
     "Span",
@@ -87,6 +91,7 @@ __all__ = [
     "StorageId",
     "Tally",
     "Target",
+    "TensorTraffic",
     "Tier",
     "Update",
     "Verb",

@@ -101,6 +101,7 @@ def fingerprint(graph: StepGraph) -> str:
             op.kernel,
             op.once,
             *(["mixes"] if op.mixes else []),
+            *([] if op.ring is None else ["ring", op.ring.num_ranks, op.ring.passes]),
         ]
         for op in graph.ops
     ]

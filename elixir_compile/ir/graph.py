@@ -63,6 +63,31 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The messages of a collective in the graph itself, between the ranks of a tensor axis."""
+
+    num_ranks: int
+    nbytes: int
+    """Bytes of the whole tensor: of the sum of an all-reduce, of the result of an all-gather, of the input of a
+    reduce-scatter."""
+    passes: int
+    """How often the tensor goes round the ring, a part of `num_ranks` at a time: twice for an all-reduce."""
+    size: str = ""
+    """`nbytes` as an expression of the graph's symbols; empty if it is constant."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_ranks, self.passes) < 1 or self.nbytes < 0:
+            raise InvalidPlan(
+                f"a collective of {self.nbytes} bytes goes {self.passes} times round {self.num_ranks} ranks; expected "
+                "0 bytes or more, and 1 or more of both."
+            )
+
+    def __str__(self) -> str:
+        size = f" {word(self.size)}" if self.size else ""
+        return f"{self.nbytes}{size} x {self.passes} round {self.num_ranks} ranks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """A node of the captured graph."""
 
@@ -93,6 +118,8 @@ class Op:
     times: int = field(default=1, metadata=LEFT_OUT)
     """How many times the op runs in a step. More than 1 only in a graph that `analysis.recompute.as_run` has divided
     into micro-batches."""
+    ring: Ring | None = field(default=None, metadata=LEFT_OUT)
+    """What a collective over the tensor axis sends; None for every other op."""
 
     def __post_init__(self) -> None:
         if self.times < 1:
@@ -115,6 +142,7 @@ class Op:
         parts += ["once"] if self.once else []
         parts += [f"mixes {word(self.mixes)}"] if self.mixes else []
         parts += [f"times {self.times}"] if self.times > 1 else []
+        parts += [f"sends {self.ring}"] if self.ring is not None else []
         return "  ".join(parts)
 
 
@@ -199,15 +227,23 @@ def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
         raise InvalidPlan(f"graph {graph.name} has no symbol {unknown[0]}; its symbols are: {known}.")
     new_values = {**old_values, **values}
     texts = {storage.size for storage in graph.storages} | {op.flops_size for op in graph.ops}
+    texts |= {op.ring.size for op in graph.ops if op.ring is not None}
     value_of = {text: sizes.evaluate(text, new_values) for text in texts if text}
     grown = {storage.id: value_of[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
 
     def moved(op: Op) -> int:
         return max(0, op.moved_bytes + sum(grown.get(name, 0) for name in (*op.reads, *op.writes)))
 
+    def ring(op: Op) -> Ring | None:
+        own = op.ring
+        return own if own is None or not own.size else replace(own, nbytes=value_of[own.size])
+
     return replace(
         graph,
-        ops=tuple(replace(op, flops=value_of.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
+        ops=tuple(
+            replace(op, flops=value_of.get(op.flops_size, op.flops), moved_bytes=moved(op), ring=ring(op))
+            for op in graph.ops
+        ),
         storages=tuple(
             replace(storage, nbytes=value_of.get(storage.size, storage.nbytes)) for storage in graph.storages
         ),
@@ -233,6 +269,7 @@ def _check_sizes(graph: StepGraph) -> None:
         raise InvalidPlan(f"graph {graph.name} has the symbols {graph.symbols}; expected each once, 0 or more.")
     stated = {(storage.size, storage.nbytes) for storage in graph.storages if storage.size}
     stated |= {(op.flops_size, op.flops) for op in graph.ops if op.flops_size}
+    stated |= {(op.ring.size, op.ring.nbytes) for op in graph.ops if op.ring is not None and op.ring.size}
     for text, number in sorted(stated):
         sizes.check_text(text)
         if sizes.evaluate(text, values) != number:

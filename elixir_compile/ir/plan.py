@@ -8,6 +8,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import ONCE, Calls
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
 from elixir_compile.ir.rank_class import RankClass
@@ -68,6 +69,24 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTraffic:
+    """The collectives over the tensor axis that a rank runs in a step, inside of its regions."""
+
+    num_ranks: int
+    """Ranks along the axis."""
+    num_collectives: int
+    """Counted once for each micro-batch."""
+    nbytes: int
+    """Bytes of their whole tensors."""
+    run_s: float
+    """The seconds of their messages, which are a part of the seconds of compute."""
+
+    def __str__(self) -> str:
+        line = f"tensor {self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
+        return f"{line}  seconds {real(self.run_s)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget.
 
@@ -95,6 +114,8 @@ class Plan:
     """The placement of each bucket, in the order of `buckets`."""
     activations: tuple[Activations, ...] = ()
     """Groups of activations with their treatment; activations in no group are kept."""
+    calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
+    """How often a step calls the graph, and how many of its forwards are outstanding at once."""
     loss_chunks: int = 1
     """Number of chunks over tokens in which the graph computes its loss; 1 if the loss is not chunked."""
     update: Update = Update.AFTER_BACKWARD
@@ -104,6 +125,8 @@ class Plan:
     """The schedule of each rank, or a single one for all ranks."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
+    tensor: TensorTraffic | None = field(default=None, metadata=LEFT_OUT)
+    """What the step sends along the tensor axis; None if the model has no such axis."""
     planner: str = "greedy"
     """The planner that made the plan, as the option `planner` names it."""
     bound_s: float | None = None
@@ -216,7 +239,9 @@ class Plan:
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
+        lines += [f"  {calls_text(self.calls)}"] if self.calls.num > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
+        lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
@@ -259,6 +284,15 @@ class Plan:
 def _counted_bytes(bucket: Bucket) -> int:
     """Return an upper limit of the bytes of a bucket: parameters, gradients, state and flat buffers of all ranks."""
     return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
+
+
+def calls_text(calls: Calls) -> str:
+    """Return the printed line of the calls of a step."""
+    numbers = f"calls {calls.num}  outstanding {calls.outstanding}  outputs {calls.more_outputs}"
+    sums = ("  loss" if calls.has_loss else "") + ("  scaled" if calls.is_scaled else "")
+    sums += "  sums float32" if calls.sums_in_fp32 else ""
+    sums += "  sums stay" if calls.sums_stay else ""
+    return f"{numbers}  output grads {calls.output_grads}  input grads {calls.input_grads}{sums}"
 
 
 def share_text(share: Share) -> str:

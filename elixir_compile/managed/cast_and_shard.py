@@ -23,18 +23,20 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from elixir_compile.capture.modules import unmanaged_reason
 from elixir_compile.errors import PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.ir import Plan
 from elixir_compile.ir.share import largest_remainder
+from elixir_compile.managed.tensor_axis import part_along
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.optimizers import note_replaced
 from elixir_compile.ops.portion import Portion, new_portion
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.optim.host.flat_step import split
 from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -135,8 +137,8 @@ def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return elements.as_strided(like.shape, like.stride())
 
 
-def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
-    """Return the ranks of `mesh`; None if there is no mesh or it has one rank.
+def ranks_of(mesh: "DeviceMesh | None", tensor_axis: TensorAxis | None = None) -> Ranks | None:
+    """Return the ranks of `mesh`, beside the `tensor_axis`; None if there is no mesh or it has one rank.
 
     Raises UnsupportedModel for a mesh of more than two axes.
     """
@@ -144,19 +146,23 @@ def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
         return None
     if mesh.ndim > 2:
         raise UnsupportedModel("the mesh", f"it has {mesh.ndim} axes; one cuts parameters and one more copies them")
-    return Ranks(mesh)
+    return Ranks(mesh, tensor_axis)
 
 
 @torch.no_grad()
-def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
-    """Make the parameters of `model` DTensors over `ranks`. Every rank must call this together.
+def shard_parameters(
+    model: nn.Module, ranks: Ranks | None, dtype: torch.dtype | None, axis: TensorAxis | None = None
+) -> None:
+    """Make the parameters of `model` DTensors over `ranks`, and over the tensor `axis` if there is one. Every rank must
+    call this together.
 
     If `dtype` is given, parameters are cast to it and get masters. A parameter that cannot become a gather stays
-    complete on each rank, and its gradient is averaged over the ranks.
+    complete on each rank, and its gradient is averaged over the ranks. Without `ranks`, only parameters along the
+    `axis` are replaced, if they were on `meta` or are cast.
 
     Raises UnsupportedModel if parameters share memory, or if a module on `meta` cannot initialise itself.
     """
-    for name, other in aliases(model.named_parameters()).items():
+    for name, other in aliases(model.named_parameters() if ranks is not None else ()).items():
         because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
         raise UnsupportedModel(name, because)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -177,7 +183,7 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
         module._parameters.update(finished)
         for name, param in before.items():
             if id(param) not in done:
-                now = _sharded(module, name, f"{path}.{name}" if path else name, ranks, dtype)
+                now = _sharded(module, name, f"{path}.{name}" if path else name, ranks, dtype, axis, param)
                 if now is not param:
                     note_replaced(param)
                 for owner, local in owners[id(param)]:
@@ -185,35 +191,46 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
                 done.add(id(param))
                 done.add(id(now))
         for buffer in module.buffers(recurse=False):
-            _from_first(buffer, ranks)
+            _from_first(buffer, ranks, axis)
 
 
 def _stand_in(param: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="cpu"), requires_grad=param.requires_grad)
 
 
-def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return the parameter called `local` in `module`, and `name` in the model, as a DTensor over `ranks`.
+def _sharded(
+    module: nn.Module,
+    local: str,
+    name: str,
+    ranks: Ranks | None,
+    dtype: torch.dtype | None,
+    axis: TensorAxis | None,
+    original: nn.Parameter,
+) -> nn.Parameter:
+    """Return the parameter called `local` in `module`, and `name` in the model, as a DTensor over `ranks` and `axis`.
 
-    Returns the parameter itself, with the values of the first rank, if it cannot become a gather.
+    `original` is the parameter before its module had values. Returns the parameter itself, with the values of the first
+    rank, if it cannot become a gather, or if nothing is to be changed.
     """
     param = module._parameters[local]
     assert param is not None
     if unmanaged_reason(module, local) is not None:
-        _from_first(param.data, ranks)
-        if param.requires_grad:
+        if is_dtensor(original):
+            raise UnsupportedModel(name, f"{unmanaged_reason(module, local)}, and it is cut along a tensor axis")
+        _from_first(param.data, ranks, axis)
+        if param.requires_grad and ranks is not None:
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
         return param
-    whole = param.detach().contiguous()
-    is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
-    if is_sharded and ranks.state:
-        cut = _portion(whole, ranks)
-    else:
-        cut = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=is_sharded))
-    if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
-        cut = as_dtensor(own_part(cut).to(whole.device), cut)
-    if dtype is None or not gets_master(param, dtype):
-        return nn.Parameter(cut, requires_grad=param.requires_grad)
+    is_cast = dtype is not None and gets_master(param, dtype)
+    if ranks is None and not is_dtensor(original):  # `cast` casts it
+        _from_first(param.data, ranks, axis)
+        return param
+    if ranks is None and param is original and not is_cast:
+        return param
+    cut = _cut(param, original, ranks, axis)
+    if dtype is None or not is_cast:
+        now = nn.Parameter(cut, requires_grad=param.requires_grad)
+        return _noted(now, original, axis)
     if param.dtype == dtype:
         high, rest = cut, None
     else:
@@ -221,7 +238,32 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
         high = as_dtensor(own, cut)
     now = nn.Parameter(high, requires_grad=param.requires_grad)
     add_master(now, rest)
+    return _noted(now, original, axis)
+
+
+def _noted(now: nn.Parameter, original: nn.Parameter, axis: TensorAxis | None) -> nn.Parameter:
+    """Return `now`, after a note for its module that the parameter `original` was a plain tensor, if it was."""
+    if axis is not None and not is_dtensor(original):
+        axis.note_plain(now)
     return now
+
+
+def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None) -> torch.Tensor:
+    """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
+    whole = param.detach().contiguous() if axis is None else part_along(axis, param, original)
+    if ranks is None:
+        assert axis is not None
+        assert isinstance(original, DTensor)
+        return axis.with_axis(whole, (), original.placements[0], original)
+    is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
+    over_data = ranks.placements(is_sharded=is_sharded)
+    cut = _portion(whole, ranks) if is_sharded and ranks.state else distribute_tensor(whole, ranks.mesh, over_data)
+    if axis is not None:
+        placement = original.placements[0] if isinstance(original, DTensor) else Replicate()
+        return axis.with_axis(own_part(cut).to(whole.device), over_data, placement, original)
+    if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
+        cut = as_dtensor(own_part(cut).to(whole.device), cut)
+    return cut
 
 
 def _portion(whole: torch.Tensor, ranks: Ranks) -> Portion:
@@ -244,9 +286,11 @@ def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
     grad.copy_(mean)
 
 
-def _from_first(tensor: torch.Tensor, ranks: Ranks) -> None:
+def _from_first(tensor: torch.Tensor, ranks: Ranks | None, axis: TensorAxis | None) -> None:
     """Fill `tensor` with the values of the first rank."""
-    tensor.copy_(distribute_tensor(tensor, ranks.mesh, [Replicate()] * ranks.mesh.ndim).to_local())
+    for mesh in (None if axis is None else axis.mesh, None if ranks is None else ranks.mesh):
+        if mesh is not None:
+            tensor.copy_(distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim).to_local())
 
 
 def materialize(model: nn.Module) -> None:

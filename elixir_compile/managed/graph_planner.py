@@ -64,8 +64,10 @@ class GraphPlanner:
 
     @property
     def may_replan(self) -> bool:
-        """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
-        return self._options.replan and self._options.plan is None and self._executor.ranks is None
+        """Whether the first steps may change the plan: it is neither the user's, nor a plan of several ranks, nor of
+        several calls in a step, whose seconds include waiting for other stages."""
+        may = self._options.replan and self._options.plan is None and self._executor.peers is None
+        return may and self._executor.calls.spec.num == 1
 
     @property
     def is_budget_given(self) -> bool:
@@ -139,7 +141,7 @@ class GraphPlanner:
     def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
         """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
         executor = self._executor
-        may_move = executor.ranks is None and not executor.saved.outstanding_owners()
+        may_move = executor.peers is None and not executor.saved.outstanding_owners()
         return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
 
     def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
@@ -169,7 +171,7 @@ class GraphPlanner:
         path = None if captured.backward is None else self._options.plan
         if path is None:
             return self.search
-        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies)
+        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies, problem.calls)
 
     def whole_first(self, make: Callable[[], Made], *, keeps_whole: bool = False) -> Made:
         """Return the result of `make`, which plans the graph.

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from elixir_compile.capture.modules import is_swapped, model_of, swap, undo_swap, unmanaged_reason
-from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.errors import InvalidOption, NotPrepared, UnsupportedModel
 from elixir_compile.managed.cast_and_shard import check_masters, check_reduces
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.outstanding import OutstandingForwards
@@ -34,7 +34,9 @@ from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import is_dtensor
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.options import Options
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor, executor_of_slot
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -51,14 +53,17 @@ class ManagedModel:
         roots: Sequence[nn.Module],
         device: torch.device,
         ranks: Ranks | None = None,
+        tensor_axis: TensorAxis | None = None,
         *,
+        peers: Peers | None = None,
         originals: Sequence[nn.Module] = (),
     ) -> None:
         """Make a slot for every parameter of `roots` that can become a gather. The modules are not changed yet.
 
         If `roots` are stand-ins, `originals` are their models: they show which parameters share memory.
         """
-        self.executor = Executor(device, type(roots[0]).__name__, ranks)
+        name = type(roots[0]).__name__
+        self.executor = Executor(device, name, ranks, tensor_axis=tensor_axis, peers=peers)
         self.graphs: list[PlannedGraph] = []
         """The captured graphs, in order of capture."""
         self.compilations: list[Compilation] = []
@@ -127,7 +132,7 @@ class ManagedModel:
         found = _with_reasons(self.roots) if wanted else ()
         known = self.unmanaged_because
         new = [name for name, param, reason in found if id(param) in wanted and reason is None and name not in known]
-        if new and self.executor.ranks is not None:
+        if new and self.executor.peers is not None:
             because = (
                 "it came after `prepare(model, mesh=...)`, and is not shared. Change the model before it is prepared"
             )
@@ -139,10 +144,13 @@ class ManagedModel:
     def use(self, options: Options) -> None:
         """Apply the `options` that hold for all graphs of the model.
 
-        Raises WrongDtype if a parameter was prepared without the master that the options ask for, and PlanMismatch if
-        the user's plan reduces gradients in another dtype.
+        Raises WrongDtype if a parameter was prepared without the master that the options ask for, PlanMismatch if the
+        user's plan reduces gradients in another dtype, and InvalidOption if a schedule changes gradients after updates.
         """
         executor = self.executor
+        if options.update == "in_backward" and executor.calls.spec.is_scaled:
+            expected = '"across_steps" or "after_backward", or a schedule made with `scale_grads=False`'
+            raise InvalidOption("update", options.update, expected)
         if options.param_dtype is not None:
             check_masters(executor.slots.values(), options.param_dtype)
         executor.gradients.stay |= bool(options.accumulate)
@@ -162,6 +170,7 @@ class ManagedModel:
 
         `graph_break` has file, line and reason of the graph break at which it ends.
         """
+        self._outstanding.has_breaks |= graph_break is not None
         name, number = self.executor.name, len(self.graphs)
         return PlannedGraph(
             f"{name}.{number}" if number else name,
@@ -266,9 +275,10 @@ def prepare_again(old: ManagedModel) -> None:
                 undo_swap(module)
         if not before.saved.outstanding_owners():
             old.forget_parameters()
-        new = ManagedModel(roots, before.device, before.ranks)
+        new = ManagedModel(roots, before.device, before.ranks, tensor_axis=before.tensor_axis, peers=before.peers)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
+        new.executor.calls.spec = before.calls.spec
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

@@ -91,6 +91,8 @@ class OutstandingForwards:
         """`graphs` are the captured graphs of the model, which adds later ones to the same sequence."""
         self._executor = executor
         self._graphs = graphs
+        self.has_breaks = False
+        """Whether a graph ends at a graph break, so that a call of the model runs several graphs."""
         self.is_crowded = False
         """Whether a forward found too little device memory beside the activations of outstanding forwards."""
 
@@ -139,6 +141,8 @@ class OutstandingForwards:
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
         """Record the graphs of all `outstanding` forwards, if these are more than ever beside `graph`."""
+        if self._executor.calls.spec.num > 1:  # the plan of the graph counts its own
+            outstanding = [other for other in outstanding if other is not graph]
         if len(outstanding) > len(graph.runs.beside):
             graph.runs.beside = tuple(outstanding)
 
@@ -156,6 +160,11 @@ class OutstandingForwards:
             or other in graph.runs.beside
             or graph in other.runs.beside
         )
+
+    def counted_as(self, graph: JointGraph) -> object:
+        """Return for what the calls of a step that run `graph` are counted: the graph, if a call runs several graphs
+        one after another, else the executor."""
+        return graph if self.has_breaks else self._executor
 
     def names(self) -> list[str]:
         """Return the name of the graph of each outstanding forward, in order."""

@@ -201,12 +201,12 @@ class PlannedGraph:
 
     def run_forward(self, args: list[Any]) -> Any:
         """Run the forward once."""
-        input_storages, programs = storages_of(args), self.programs.last
+        input_storages, programs, executor = storages_of(args), self.programs.last, self._executor
         try:
-            results = self._executor.ledger.run(programs.plan.name, programs.forward.forward, args)
-            self._executor.end()
+            counted = None if self.is_inference else self._outstanding.counted_as(self)
+            results = executor.run_forward(counted, programs.plan.name, programs.forward.forward, args)
         except BaseException:
-            self._executor.abandon()
+            executor.abandon()
             raise
         if not self.is_inference:
             self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
@@ -221,7 +221,7 @@ class PlannedGraph:
             self._variants.begin_backward(ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
-            return self._executor.ledger.run(name, program.forward, args)
+            return self._executor.run_backward(self._outstanding.counted_as(self), ticket, name, program.forward, args)
         except BaseException as error:
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)

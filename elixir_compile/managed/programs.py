@@ -53,12 +53,10 @@ class Programs:
         self.graph, self.plan = graph, plan
         self.chooses_strides = may_choose_strides and is_one_region_each(plan) and captured.backward is not None
         """Whether Inductor chose the strides of the activations that the forward saves."""
-        self._executor = executor
-        self._regions = regions
-        self._progress = progress
+        self._executor, self._regions, self._progress = executor, regions, progress
         self._partition = partition_of(captured, graph, plan.activations, is_divided=bool(laps_of(plan)))
         self._strides: Mapping[str, compat.Strides] = {}
-        self.device_bytes = _saved_device_bytes(graph, plan)
+        self.device_bytes = saved_device_bytes(graph, plan)
         """Device bytes of activations that one forward saves for its backward."""
         self.given_bytes = given_bytes(graph)
         """Bytes of inputs that the backward reads."""
@@ -107,6 +105,7 @@ class Programs:
         ticket = results[self._partition.captured.num_outputs]
         activations = self.saved_only(results, input_storages)
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
+        self._executor.calls.note_forward(number_of(ticket))
         return ticket
 
     def saves_as(self, other: "Programs") -> bool:
@@ -325,7 +324,7 @@ def ticket_position(captured: Captured) -> int:
     return next(index for index, node in enumerate(placeholders) if node.target == TICKET)
 
 
-def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
+def saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
     """Return the bytes of saved activations left on the device by a forward under `plan`."""
     waited = {action.target for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
     away = {

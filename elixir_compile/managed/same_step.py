@@ -74,6 +74,6 @@ class EarlierCaptures:
         own.is_superseded = False
 
     def _of(self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph) -> list[_Captured]:
-        if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
+        if self._executor.peers is not None:  # another rank may have no such capture, and would wait for this rank
             return []
         return [other for other in graphs if other is not own and other.is_planned and other.active.is_of(step)]

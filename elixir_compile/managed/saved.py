@@ -12,6 +12,8 @@ from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, Qu
 from elixir_compile.folders import write_whole
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
+    ONCE,
+    Calls,
     Plan,
     Record,
     StepGraph,
@@ -171,17 +173,22 @@ def load_plan_or_record(path: "str | Path") -> Plan | Record:
     return record_from_json(text) if _says_record(text) else plan_from_json(text)
 
 
-def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1) -> Plan:
-    """Return the plan in the file at `path`, verified for `graph` on `cluster` with `num_copies` ranks per shard.
+def load_plan_for(
+    path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1, calls: Calls = ONCE
+) -> Plan:
+    """Return the plan in the file at `path`, verified for `graph` on `cluster` with `num_copies` ranks per shard, in
+    steps of `calls`.
 
     Raises PlanMismatch with the value in the file and the value here if the graph, the name of the machine, the number
-    of ranks or the number of copies differs.
+    of ranks, the number of copies or the calls of a step differ.
     """
     plan = load_plan(path)
     require_same_graph(plan, graph)
     require_same_machine(plan, cluster)
     if plan.num_copies != num_copies:
         raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))
+    if (plan.calls.num, plan.calls.outstanding) != (calls.num, calls.outstanding):
+        raise PlanMismatch("number of calls in a step", str(plan.calls), str(calls))
     plan = plan_at(graph, plan)
     verify(graph, plan)
     return plan

@@ -58,10 +58,11 @@ class StepProfiler:
     def forward_begins(self, problem: Problem, outstanding: Collection[str] = ()) -> StepStats | None:
         """Note a forward that solves `problem`; return the measurements, once, if enough steps have passed.
 
-        `outstanding` are the names of the graphs of outstanding forwards. If the graph itself is among them, this is no
-        new step. If another is, that graph reads the peak of the step.
+        `outstanding` are the names of the graphs of outstanding forwards. If the graph itself is among them, or an
+        earlier call of the step has had its backward, this is no new step. If another is, that graph reads the peak of
+        the step.
         """
-        if not self._is_on or self._name in outstanding:
+        if not self._is_on or self._name in outstanding or self._executor.calls.is_under_way:
             return None
         self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())

@@ -8,10 +8,11 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.analysis.laps import micro_batches_of
+from elixir_compile.analysis.recompute import given_bytes
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.roll_call import RollCall, Step, call_the_roll, meet_in_backward
-from elixir_compile.managed.programs import Programs
+from elixir_compile.managed.programs import Programs, saved_device_bytes
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -111,6 +112,9 @@ class ActivePlan:
 def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: int) -> ActivePlan:
     """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
     problem = replace(problem, micro_batches=micro_batches_of(plan))
+    if plan.calls.outstanding > 1:  # the plan counts other outstanding forwards of the graph
+        own_bytes = saved_device_bytes(problem.graph, plan) + given_bytes(problem.graph)
+        beside_bytes += (plan.calls.outstanding - 1) * own_bytes
     return ActivePlan(captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes)
 
 
@@ -186,10 +190,10 @@ class PlanVariants:
 
         `key_of_graph` computes `key`; it is called only if there are several ranks.
         """
-        ranks = self._executor.ranks
-        if ranks is not None:
+        peers = self._executor.peers
+        if peers is not None:
             self.key = key_of_graph()
-            _ = ranks.num_local  # a collective: later, planning may have failed on one rank alone
+            _ = peers.num_local  # a collective: later, planning may have failed on one rank alone
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
             self.graph_set_digest = call.graph_set_digest
 

@@ -133,5 +133,16 @@ def _require_present(optimizer: Optimizer, args: object, kwargs: object) -> None
             raise OptimizerTooEarly(type(optimizer).__name__)
 
 
+def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise IncompleteStep if a model with parameters of `optimizer` has gradients of some calls of a step only.
+
+    Runs before each step of any optimizer.
+    """
+    found = (slot_of(param) for group in optimizer.param_groups for param in group["params"])
+    for owner in {id(slot.sink): slot.sink for slot in found if slot is not None}.values():
+        owner.require_whole_step()
+
+
 register_optimizer_step_pre_hook(_require_present)
+register_optimizer_step_pre_hook(_require_whole_step)
 register_optimizer_step_post_hook(_note_update)

@@ -14,6 +14,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.shards import full_tensor, is_dtensor, is_sharded, own_part, version
+from elixir_compile.ops.tensor_axis import TensorAxis, TensorPart, is_over_data
 
 
 class GradientSink(Protocol):
@@ -60,6 +61,15 @@ class SlotOwner(Protocol):
         """Takes the gradients of the executor's parameters."""
         ...
 
+    @property
+    def tensor_axis(self) -> TensorAxis | None:
+        """The tensor axis of the model; None if no parameter is cut along one."""
+        ...
+
+    def require_whole_step(self) -> None:
+        """Raise IncompleteStep if the model is called several times in each step, and the last backward is not done."""
+        ...
+
     def check_same_op(self, slot: "Slot") -> None:
         """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
         ...
@@ -68,7 +78,7 @@ class SlotOwner(Protocol):
 class Slot:
     """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "part", "sink")
 
     def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
@@ -76,6 +86,8 @@ class Slot:
         self.param = param
         self.device = device
         self.sink = sink
+        self.part: TensorPart | None = None if sink.tensor_axis is None else sink.tensor_axis.part_of(param)
+        """The part of the parameter along the tensor axis, which a gather returns; None if it has no such axis."""
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
         self._node: compat.AccumulateNode | None = None
@@ -102,9 +114,24 @@ class Slot:
             _BY_PARAM[id(param)] = self
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the gathered parameter: of its part along the tensor axis, or of the full parameter."""
+        return self.param.shape if self.part is None else self.part.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the gathered parameter."""
+        return self.param.stride() if self.part is None else self.part.stride
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the gathered parameter."""
+        return self.shape.numel()
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the full parameter."""
-        return self.param.numel() * self.param.element_size()
+        """Bytes of the gathered parameter."""
+        return self.numel * self.param.element_size()
 
     @property
     def own(self) -> torch.Tensor:
@@ -132,9 +159,11 @@ class Slot:
         The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks must call
         this together. Raises RanksDiffer if a rank does another op.
         """
-        if is_sharded(self.param):
+        if is_sharded(self.param) if self.part is None else is_over_data(self.param):
             self.sink.check_same_op(self)
         self.sink.buckets.await_update(self)
+        if self.part is not None and self.sink.tensor_axis is not None:
+            return self.sink.tensor_axis.gathered(self.param, self.part, self.device)
         # Autograd makes the result a node of its graph; a model whose local tensor is such a node cannot be copied.
         return full_tensor(self.param, self.device).detach()
 
@@ -229,6 +258,13 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of `param`, None if no prepared model has the parameter."""
     slot = _BY_PARAM.get(id(param))
     return slot if slot is not None and slot.param is param else None
+
+
+def gathered_numel(param: torch.Tensor) -> int:
+    """Return the number of elements of `param` that a gather returns: of its part along a tensor axis, if it has one,
+    or all."""
+    slot = slot_of(param)
+    return param.numel() if slot is None else slot.numel
 
 
 def forget(slot: Slot) -> None:

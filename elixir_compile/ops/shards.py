@@ -5,13 +5,17 @@ as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 from elixir_compile import compat
 from elixir_compile.ops.portion import Portion, rows_of, with_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 if TYPE_CHECKING or distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -27,7 +31,12 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a sharded DTensor."""
-    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(map(cuts, tensor.placements))
+
+
+def cuts(placement: "Placement") -> bool:
+    """Return whether `placement` cuts a tensor. `is_shard()` is False for parts that an inner axis has cut before."""
+    return not (placement.is_replicate() or placement.is_partial())
 
 
 def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -76,8 +85,17 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if isinstance(param, Portion):
         return value[param.own_rows].clone()
     mesh = param.device_mesh
-    parts, index = value.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
-    return (parts[index] if index < len(parts) else value[:0]).clone()
+    # The last axis first: a tensor axis cuts before the data axis does. See `ops.tensor_axis`.
+    for axis, placement in reversed(list(enumerate(param.placements))):
+        if cuts(placement):
+            value = value.tensor_split(*_cuts(value, placement, mesh.size(axis)))[mesh.get_local_rank(axis)]
+    return value.clone()
+
+
+def _cuts(value: torch.Tensor, placement: Any, num_parts: int) -> tuple[list[int], int]:
+    """Return the places at which the rule of `torch.chunk` cuts `value`, and the dimension of `placement`."""
+    length = -(-value.shape[placement.dim] // num_parts)
+    return [length * part for part in range(1, num_parts)], placement.dim
 
 
 def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
@@ -87,14 +105,18 @@ def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
 
 def part_numels(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:
     """Return the number of elements in each of `num_shards` shards of `param`; in each copy if it is replicated."""
-    if not is_sharded(param):
-        return (param.numel(),) * num_shards
-    row_numel, rows = math.prod(param.shape[1:]), rows_of(param)
-    if rows is not None:
-        return tuple(row_numel * own for own in rows)
-    num_rows = -(-param.shape[0] // num_shards)
+    rows = rows_of(param)
+    if is_sharded(param) and rows is not None:
+        return tuple(math.prod(param.shape[1:]) * own for own in rows)
+    return shard_numels(param.shape, num_shards) if is_sharded(param) else (param.numel(),) * num_shards
+
+
+def shard_numels(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
+    """Return the number of elements in each of the `num_shards` shards of a tensor of `shape`, by the rule of
+    `torch.chunk`."""
+    num_rows = -(-shape[0] // num_shards)
     starts = range(0, num_rows * num_shards, num_rows)
-    return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
+    return tuple(math.prod(shape[1:]) * min(max(shape[0] - start, 0), num_rows) for start in starts)
 
 
 def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:
@@ -134,16 +156,23 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over_parts(number: float, param: torch.Tensor) -> float:
-    """Return the sum of `number` over the ranks with the shards of `param`, which must all call this together.
+def cut_axes(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the axes of the mesh of `param` along which it is sharded; empty if it is no DTensor."""
+    if not isinstance(param, DTensor):
+        return ()
+    return tuple(axis for axis, placement in enumerate(param.placements) if cuts(placement))
+
+
+def sum_over_parts(number: float, param: torch.Tensor, axes: Sequence[int]) -> float:
+    """Return the sum of `number` over the ranks along `axes` of the mesh of `param`, which all call this together.
 
     Raises TypeError if `param` is no DTensor.
     """
     if not isinstance(param, DTensor):
         raise TypeError("the parameter is no DTensor")
-    mesh = param.device_mesh
-    total = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
-    distributed.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
+    total = torch.tensor(number, dtype=torch.float64, device=param.device_mesh.device_type)
+    for axis in axes:
+        distributed.all_reduce(total, group=param.device_mesh.get_group(axis))
     return float(total)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
-from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.registry import gathered_numel, slot_of
 from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, Overflow
 from elixir_compile.optim.rule import UpdateRule, scaled
@@ -104,7 +104,7 @@ class Hybrid(torch.optim.Optimizer):
             found.append(
                 ParamState(
                     group=group,
-                    nbytes=sum(layout.nbytes(param.numel()) for layout in layouts.values()),
+                    nbytes=sum(layout.nbytes(gathered_numel(param)) for layout in layouts.values()),
                     dtype=rule.narrow_dtype(param, hyperparameters),
                     narrower_nbytes=rule.narrower_nbytes(param, hyperparameters),
                 )

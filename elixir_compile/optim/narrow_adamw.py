@@ -15,6 +15,7 @@ import torch
 
 from elixir_compile.ir.bucket import STATE_DTYPES
 from elixir_compile.ops.masters import REST_NAMES, has_master
+from elixir_compile.ops.registry import gathered_numel
 from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.host.flat_step import joined, split
 from elixir_compile.optim.host.passes import Extras, bf16_adamw, coalesce, mixed_adamw, split_adamw
@@ -98,7 +99,7 @@ class NarrowAdamWRule(MixedAdamWRule):
         if not self.precision.is_exact or group["amsgrad"] or not may_be_narrow(param):
             return {}
         of = {dtype: self._layouts(param, group, MomentForm(dtype)).values() for dtype in STATE_DTYPES}
-        return {dtype: sum(layout.nbytes(param.numel()) for layout in layouts) for dtype, layouts in of.items()}
+        return {dtype: sum(layout.nbytes(gathered_numel(param)) for layout in layouts) for dtype, layouts in of.items()}
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Write the rest of the master of `param` to fresh `state`, unless `param` is its own master."""

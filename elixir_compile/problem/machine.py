@@ -29,7 +29,7 @@ from elixir_compile.measure.machine import available_host_bytes, memory_sizes_by
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.units import GIB
 
 
@@ -179,7 +179,7 @@ def _text_of_file(hardware: str) -> str | None:
 
 
 def device_budget_bytes(
-    options: Options, cluster: Cluster, device: torch.device, held_bytes: int, ranks: Ranks | None = None
+    options: Options, cluster: Cluster, device: torch.device, held_bytes: int, peers: Peers | None = None
 ) -> int:
     """Return the device budget: the option, or else the free bytes plus `held_bytes` less the reserve.
 
@@ -193,7 +193,7 @@ def device_budget_bytes(
         reusable_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
         available_bytes = min(reusable_bytes, memory.limit_bytes - memory.allocated_bytes)
         return max(available_bytes + held_bytes - cluster.device.reserve_bytes, 1)
-    return _free_host_bytes(ranks) + held_bytes
+    return _free_host_bytes(peers) + held_bytes
 
 
 @functools.cache
@@ -227,18 +227,18 @@ def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
     return handles_bytes + _STEP_COUNT_BYTES * sum(slot.param.requires_grad for slot in slots) + ticket_bytes
 
 
-def host_budget_bytes(options: Options, ranks: Ranks | None = None) -> int:
+def host_budget_bytes(options: Options, peers: Peers | None = None) -> int:
     """Return the host budget of one rank: the option, or else its part of the free host memory."""
-    return options.host_memory if options.host_memory is not None else _free_host_bytes(ranks)
+    return options.host_memory if options.host_memory is not None else _free_host_bytes(peers)
 
 
-def num_sharing_host(ranks: Ranks | None) -> int:
-    """Return the number of ranks on this host, or on the host with the most ranks; it is equal on all `ranks`."""
-    if ranks is None or ranks.control.is_echo:
+def num_sharing_host(peers: Peers | None) -> int:
+    """Return the number of ranks on this host, or on the host with the most ranks; it is equal on all `peers`."""
+    if peers is None or peers.control.is_echo:
         return num_local_ranks()
     # Ranks of another model may run on this host too.
-    return max(ranks.num_local, num_local_ranks(1))
+    return max(peers.num_local, num_local_ranks(1))
 
 
-def _free_host_bytes(ranks: Ranks | None) -> int:
-    return available_host_bytes() // num_sharing_host(ranks)
+def _free_host_bytes(peers: Peers | None) -> int:
+    return available_host_bytes() // num_sharing_host(peers)

@@ -8,7 +8,7 @@ from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_by
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Bucket, Kind, Placement
 from elixir_compile.ops.optimizers import ParamState
-from elixir_compile.ops.registry import Slot
+from elixir_compile.ops.registry import Slot, gathered_numel
 from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
 from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.runtime.bucket import RunningBucket
@@ -23,7 +23,7 @@ def state_of_hybrid_adamw(param: torch.Tensor) -> ParamState:
     moments in fp32, and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
     """
     rule, group = NarrowAdamWRule(StatePrecision()), {"amsgrad": False}
-    sizes = [layout.nbytes(param.numel()) for layout in rule.state_layouts(param, group).values()]
+    sizes = [layout.nbytes(gathered_numel(param)) for layout in rule.state_layouts(param, group).values()]
     return ParamState(group=0, nbytes=sum(sizes), narrower_nbytes=rule.narrower_nbytes(param, group))
 
 
@@ -90,7 +90,7 @@ def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) 
 def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
     """Return the bytes of the gradient and the optimizer state of one parameter."""
     numel = slot.own.numel()
-    state_bytes = state_of_hybrid_adamw(slot.param).nbytes * numel // max(slot.param.numel(), 1)
+    state_bytes = state_of_hybrid_adamw(slot.param).nbytes * numel // max(slot.numel, 1)
     return grad_dtype_of(slot, ranks).itemsize * numel + state_bytes
 
 

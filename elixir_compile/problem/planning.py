@@ -11,8 +11,8 @@ import torch
 
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.hardware import Cluster, along_data, with_devices
+from elixir_compile.ir import ONCE, Bucket, Calls, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.share import Share
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
@@ -34,17 +34,18 @@ from elixir_compile.problem.outside import (
     outside_host_bytes,
     state_of_hybrid_adamw,
 )
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import NarrowerState, Problem
 
 
-def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Cluster:
-    """Return `cluster` with one device for each rank.
+def cluster_of(cluster: Cluster, peers: Peers | None, options: Options) -> Cluster:
+    """Return `cluster` with one device for each of `peers`.
 
     Raises InvalidOption if the user named a machine with another number of devices.
     """
-    num_ranks = 1 if ranks is None else ranks.num_ranks
+    num_ranks = 1 if peers is None else peers.num_ranks
     if options.hardware is not None and cluster.num_ranks not in (1, num_ranks):
         expected = "a machine with one device" if num_ranks == 1 else f"a machine with {num_ranks} devices"
         raise InvalidOption("hardware", options.hardware, expected)
@@ -54,7 +55,7 @@ def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Clust
     alone = cluster.alone()
     if num_ranks == 1:
         return alone
-    num_local = num_sharing_host(ranks)
+    num_local = num_sharing_host(peers)
     num_nodes = num_ranks // num_local if num_ranks > num_local and num_ranks % num_local == 0 else 1
     return with_devices(alone, num_ranks // num_nodes, num_nodes)
 
@@ -153,6 +154,7 @@ def build_problem(
     rank: int = 0,
     num_copies: int = 1,
     in_force: Collection[tuple[Bucket, Placement]] = (),
+    calls: Calls = ONCE,
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
@@ -189,6 +191,7 @@ def build_problem(
         least_alike=least_alike_of(options),
         micro_batches=micro_batches_asked(graph, options),
         base_bytes=memory.base_bytes,
+        calls=calls,
         buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
@@ -201,7 +204,9 @@ def problem_of(
     is_training = captured.backward is not None
     accumulates = is_training and executor.gradients.stay
     ranks = executor.ranks
-    cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
+    peers, axis = executor.peers, executor.tensor_axis
+    cluster = cluster_of(machine(executor.device, options.hardware), peers, options)
+    cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
     in_force = executor.buckets.in_force(for_training=is_training)
@@ -211,9 +216,9 @@ def problem_of(
         held_bytes += sum(executor.gradients.unmanaged_nbytes.values()) if accumulates else 0
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
-        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
         base_bytes=held_bytes + fixed_bytes,
-        host_budget_bytes=host_budget_bytes(options, ranks),
+        host_budget_bytes=host_budget_bytes(options, peers),
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
         host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
     )
@@ -231,7 +236,13 @@ def problem_of(
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
+        calls=_calls_of(executor, stay=accumulates) if is_training else ONCE,
     )
+
+
+def _calls_of(executor: Executor, *, stay: bool) -> Calls:
+    spec, gradients = executor.calls.spec, executor.gradients
+    return spec if spec.num == 1 else replace(spec, sums_in_fp32=gradients.sums_in_fp32, sums_stay=stay)
 
 
 def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:
@@ -243,14 +254,14 @@ def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedPara
         narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
         masters=_masters(trained),
         reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
-        grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.param.numel() for slot in trained},
+        grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.numel for slot in trained},
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         groups={name: state.group for name, state in states.items()},
     )
 
 
 def _masters(trained: Sequence[Slot]) -> Mapping[StorageId, int]:
-    return {StorageId(slot.name): slot.param.numel() for slot in trained if has_master(slot.param)}
+    return {StorageId(slot.name): slot.numel for slot in trained if has_master(slot.param)}
 
 
 def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[StorageId, str]:

@@ -22,6 +22,7 @@ from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.node_facts import reads_seed_on_host
+from elixir_compile.capture.rings import is_collective
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.folders import cache_dir, write_cached
 from elixir_compile.ir import OpId, Phase, Region, StepGraph
@@ -69,6 +70,9 @@ class RegionProfile:
     num_regions: int
     """Finest regions of the step, including the regions not measured for lack of time or memory, and those of
     `num_skipped`."""
+    num_joined: int = 0
+    """Regions that are never run alone: the other ranks would not take part in their collectives. Their seconds are
+    predicted instead."""
     num_skipped: int = 0
     """Regions that are never run alone: their attention with dropout reads the seed of its random numbers on the host,
     and made-up inputs are on the device. Their seconds are predicted instead."""
@@ -94,6 +98,8 @@ class RegionProfile:
         line = f"profiled {num_distinct} distinct regions of {self.num_regions} in {format_s(self.took_s)}"
         if self.num_run < num_distinct:
             line += f", {num_distinct - self.num_run} of them in an earlier run"
+        if self.num_joined:
+            line += f", {self.num_joined} not run, as their collectives take all ranks"
         if self.num_skipped:
             line += f", {self.num_skipped} not run, as their dropout in attention reads its seed on the host"
         above = {own.key: own for own in self.regions if (own.peak_bytes or 0) > own.live_bytes + _TOLERANCE_BYTES}
@@ -123,11 +129,14 @@ class Profiler:
         """
         began_s = time.perf_counter()
         found: list[ProfiledRegion] = []
-        num_skipped = 0
+        num_skipped = num_joined = 0
         finest = _finest_regions(problem)
         step = as_run(problem.graph)
         for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
+            if any(map(is_collective, graph.module.graph.nodes)):
+                num_joined += 1
+                continue  # ranks measure for as long as their own clocks say
             if any(reads_seed_on_host(node) for node in graph.module.graph.nodes):
                 num_skipped += 1
                 continue  # made-up inputs are on the device, where the kernel must not read its seed
@@ -146,6 +155,7 @@ class Profiler:
         return RegionProfile(
             regions=tuple(found),
             num_regions=len(finest),
+            num_joined=num_joined,
             num_skipped=num_skipped,
             num_run=self._num_run,
             took_s=time.perf_counter() - began_s,

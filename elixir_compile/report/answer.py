@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.calls import Calls
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
-from elixir_compile.ir.plan import Decision, Plan, Prediction
+from elixir_compile.ir.plan import Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, Region, RegionRef
 from elixir_compile.report.activations import (
@@ -85,12 +86,16 @@ class PlanAnswer:
     """The time at which buckets are updated."""
     disk_bytes: int
     """Bytes of optimizer state on disk."""
+    calls: Calls
+    """How often a step calls the graph."""
     staying_gradient_bytes: Mapping[str, int]
     """Bytes of gradients of earlier backward passes that stay through the step, by home; empty if none stay."""
     num_streamed: int
     """Number of buckets with streamed updates."""
     num_buckets: Mapping[str, int]
     """Number of buckets by their homes, in words."""
+    tensor: TensorTraffic | None
+    """What the step sends along the tensor axis; None if there is none."""
     activations: tuple[SavingAnswer, ...]
     """Bytes and layers of activations by treatment; empty if all are kept."""
     num_regions: int
@@ -141,8 +146,10 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
+        calls=plan.calls,
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
+        tensor=plan.tensor,
         activations=saving_answers(plan),
         num_regions=len(plan.regions),
         counts=dict(Counter(action.verb for action in actions_of(plan))),

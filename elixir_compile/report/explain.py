@@ -25,7 +25,7 @@ from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Saving, Tier, Verb
-from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.ir.plan import Decision, Plan, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass, spans_text
 from elixir_compile.report.activations import SAID, GroupAnswer, LayerAnswer, layer_answers
 from elixir_compile.report.answer import (
@@ -105,9 +105,11 @@ def _plan_text(found: PlanAnswer) -> str:
             ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
             ("host", [format_bytes(made.host_peak_bytes)]),
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
+            ("calls", [str(found.calls)] if found.calls.num > 1 else []),
             ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("ranks", [_class_text(line, found.rank) for line in found.classes]),
+            ("tensor axis", [] if found.tensor is None else [_tensor_text(found.tensor)]),
             ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
@@ -132,6 +134,13 @@ def _plan_text(found: PlanAnswer) -> str:
 def _kept_text(found: PlanAnswer) -> str:
     kept = [f"{format_bytes(nbytes)} on the {home}" for home, nbytes in found.staying_gradient_bytes.items()]
     return f"gradients of earlier backward passes stay: {' and '.join(kept)}"
+
+
+def _tensor_text(found: TensorTraffic) -> str:
+    return (
+        f"{found.num_ranks} ranks: {_count_text(found.num_collectives, 'collective')} of {format_bytes(found.nbytes)} "
+        f"in all, {format_s(found.run_s)} of compute"
+    )
 
 
 def _class_text(line: RankClass, rank: int) -> str:

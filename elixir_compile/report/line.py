@@ -17,6 +17,7 @@ def plan_line(plan: Plan) -> str:
         f"host {format_bytes(expected.host_peak_bytes)}",
         f"step {format_s(expected.step_s)}",
         _hidden(plan),
+        *([str(plan.calls)] if plan.calls.num > 1 else []),
     ]
     parts += [f"activations {savings_text(plan)}"] if plan.activations else []
     parts += _moments(plan)

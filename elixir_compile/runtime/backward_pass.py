@@ -44,6 +44,10 @@ class BackwardPass:
             self.asked[slot.key] = _asked_for(slot)
         return self.asked[slot.key]
 
+    def asks_for_any(self, slots: Iterable[Slot]) -> bool:
+        """Return whether the backward asks for the gradient of any of `slots`."""
+        return self.asks_for_all or any(self.asks_for(slot) is not compat.Asked.NOT for slot in slots)
+
     def goes_through_autograd(self, slot: Slot) -> bool:
         """Whether autograd itself takes the gradient of the slot's parameter."""
         return self.asks_for(slot) is compat.Asked.TO_RETURN or slot.has_hooks

@@ -6,16 +6,21 @@ return a `Transfer`; `wait` takes the transfer. The executor's `PlacedBuckets` o
 clean up after a program that raised an exception.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import StaleParameters
+from elixir_compile.errors import StaleParameters, UnsupportedBackward
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
+from elixir_compile.runtime.calls import StepCalls
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
@@ -25,8 +30,11 @@ from elixir_compile.runtime.ledger import ledger_for
 from elixir_compile.runtime.parts import InParts
 from elixir_compile.runtime.phases import Phases
 from elixir_compile.runtime.placed import PlacedBuckets
-from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.saved import SavedActivations, number_of
 from elixir_compile.runtime.slices import LeavingView, Slicing
+
+Program = Callable[[list[Any]], Any]
+"""A program of a graph: it empties the list of its inputs."""
 
 
 class Executor:
@@ -36,11 +44,28 @@ class Executor:
     more than 20 methods: 11 are the verbs, which programs call on one object.
     """
 
-    def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:
-        """`name` is the name of the model in messages; `ranks` train it together, None if this process trains alone."""
+    def __init__(
+        self,
+        device: torch.device,
+        name: str,
+        ranks: Ranks | None = None,
+        *,
+        tensor_axis: TensorAxis | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        """`name` is the name of the model in messages; `ranks` share its parameters, None if no others do.
+
+        `tensor_axis` is that along which parameters were cut before. `peers` are those of an executor before this one,
+        if there was one; otherwise all ranks make this at the same point.
+        """
         self.device = device
         self.name = name
         self.ranks = ranks
+        self.tensor_axis = tensor_axis
+        if ranks is None and peers is None and tensor_axis is not None:
+            peers = Peers(tensor_axis.ranks)
+        self.peers = peers if ranks is None else ranks.peers
+        """All ranks of the model, which must run the same collectives; None if this process runs it alone."""
         self.lanes = lanes_for(device)
         self.ledger = ledger_for(self.lanes)
         self.slots: dict[str, Slot] = {}
@@ -52,6 +77,8 @@ class Executor:
         self.phases = Phases(self.slots, self.lanes, self.ledger)
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
+        self.calls = StepCalls(name)
+        """Which call of a step runs, if a step calls the model several times."""
         self.saved = SavedActivations(self.lanes, self.ledger)
         """The activations of outstanding forwards."""
         self.buckets = PlacedBuckets(self.lanes, ranks, self.slots, self.sites, self.saved, self.ledger)
@@ -61,6 +88,7 @@ class Executor:
             ledger=self.ledger,
             saved=self.saved,
             buckets=self.buckets,
+            calls=self.calls,
             ranks=ranks,
         )
         self.nothing = torch.empty(0, device=device)
@@ -86,10 +114,60 @@ class Executor:
         self.sites.clear()
         self.buckets.forget()
 
+    def run_forward(self, graph: object | None, name: str, program: Program, args: list[Any]) -> Any:
+        """Return the result of `program`, the forward of `graph` with that name; the graph is None for inference.
+
+        The calls of a step are counted for each `graph`. It is this executor if each call runs one of several graphs,
+        as for micro-batches of other sizes.
+
+        Raises TooManyForwards if more forwards of `graph` wait for their backward than `prepare` was told.
+        """
+        is_call = graph is not None and self.calls.spec.num > 1
+        with self.calls.forward(graph, self.saved.numbers) if is_call else nullcontext():
+            results = self.ledger.run(name, program, args)
+            self.end()
+        return results
+
+    def run_backward(self, graph: object, ticket: torch.Tensor, name: str, program: Program, args: list[Any]) -> Any:
+        """Return the result of `program`, the backward of `graph` with that name for the forward of `ticket`.
+
+        Raises UnsupportedBackward if a step has several calls, whose gradients are summed, and the backward asks for
+        the gradients of chosen parameters, or is the second one of its forward.
+        """
+        if self.calls.spec.num == 1:
+            return self.ledger.run(name, program, args)
+        number, backward = number_of(ticket), self.gradients.begin_backward()
+        trains = backward.asks_for_any(self.slots.values())
+        if trains and not backward.asks_for_all:
+            asked = f"a backward for chosen parameters in a step of {self.calls.spec}"
+            instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
+            raise UnsupportedBackward(self.name, asked, instead)
+        if trains and not self.calls.waits(graph, number):
+            asked = f"a second backward of a forward in a step of {self.calls.spec}"
+            raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
+        with self.calls.backward(graph, number, trains=trains):
+            results = self.ledger.run(name, program, args)
+            if self.calls.is_last and trains and graph is self:
+                self._reduce_rest()
+        return results
+
+    def _reduce_rest(self) -> None:
+        """Reduce the sums of buckets for which the last call of a step has no gradient, as a graph for other inputs."""
+        for bucket in self.buckets:
+            if self.gradients.sums.holds_any_of(bucket):
+                self.wait(self.reduce(bucket.spec.id, (), []))
+                if bucket.is_on_host:
+                    self.wait(self.offload(bucket.spec.id))
+
+    def require_whole_step(self) -> None:
+        """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done."""
+        if self.calls.spec.num > 1:
+            self.calls.require_whole_step(self.saved.numbers)
+
     def check_same_op(self, slot: Slot) -> None:
         """Wait until every rank is about to gather this parameter. Raises RanksDiffer if a rank does something else."""
-        assert self.ranks is not None, "only a parameter that several ranks share is gathered by all of them"
-        self.ranks.control.check_same_op(slot.name, "a parameter")
+        assert self.peers is not None, "only a parameter that several ranks share is gathered by all of them"
+        self.peers.control.check_same_op(slot.name, "a parameter")
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep `tensors`, which copies on `lanes.d2h` read, alive until the next forward; it waits for the copies."""
@@ -137,11 +215,13 @@ class Executor:
         """Start copying the parameters of a host bucket to the device, after its queued updates."""
         return self._gathers.begin(self.buckets[bucket_id])
 
-    def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
-        """Make compute issued from now on wait for `transfer`, and return its tensors.
+    def wait(self, transfer: Transfer | None) -> tuple[torch.Tensor, ...]:
+        """Make compute issued from now on wait for `transfer`, and return its tensors: none if it is None.
 
         Raises the exception of an update before the transfer if the update failed.
         """
+        if transfer is None:
+            return ()
         self.lanes.compute_waits(transfer.ensure_issued())
         transfer.sources = ()
         if isinstance(transfer, ShardReduce):
@@ -157,7 +237,12 @@ class Executor:
         return self.wait(self.gather(bucket_id)) if copy is None else copy
 
     def release(self, bucket_id: BucketId) -> None:
-        """Drop the gathered copy of a host bucket; its memory is free after the last region with a view of it."""
+        """Drop the gathered copy of a host bucket; its memory is free after the last region with a view of it.
+
+        If later calls of the step need the copy, it stays.
+        """
+        if not self.calls.is_last:
+            return
         with self.ledger.span(Lane.COMPUTE, label(Verb.RELEASE, BucketRef(bucket_id))):
             self.buckets[bucket_id].release()
         self.gradients.close(self.buckets[bucket_id], Verb.RELEASE)
@@ -166,8 +251,8 @@ class Executor:
         """Add gradients of a bucket, average them over ranks; see `GradientAccumulator.reduce`."""
         return self.gradients.reduce(self.buckets[bucket_id], params, grads)
 
-    def offload(self, bucket_id: BucketId) -> Transfer:
-        """Start copying the gradients of a host bucket to the host."""
+    def offload(self, bucket_id: BucketId) -> Transfer | None:
+        """Start copying the gradients of a host bucket to the host; return None before the last call of the step."""
         return self.gradients.offload(self.buckets[bucket_id])
 
     @torch.no_grad()
@@ -221,6 +306,7 @@ class Executor:
         self.lanes.h2d.synchronize()
         self.lanes.d2h.synchronize()
         self.saved.begin()
+        self.calls.abandon()
         self.gradients.abandon()
         self.phases.abandon()
         for bucket in self.buckets:

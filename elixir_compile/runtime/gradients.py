@@ -26,6 +26,8 @@ from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.backward_pass import BackwardPass
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.call_sums import SumsOfCalls
+from elixir_compile.runtime.calls import StepCalls
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
 from elixir_compile.runtime.lanes import Lanes, LateTransfer, Transfer
@@ -46,10 +48,11 @@ class GradientAccumulator:
         ledger: Ledger,
         saved: SavedActivations,
         buckets: PlacedBuckets,
+        calls: StepCalls,
         ranks: Ranks | None,
     ) -> None:
-        """`name` is the model's name, and `buckets` are the buckets in force. `ranks` train the model together; None if
-        a single rank trains it."""
+        """`name` is the model's name, and `buckets` are the buckets in force. `calls` tell which call of a step runs.
+        `ranks` train the model together; None if a single rank trains it."""
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
         """Keys of the slots whose gradients eager code made; planning counts the bytes of these gradients."""
@@ -67,6 +70,9 @@ class GradientAccumulator:
         self._ledger = ledger
         self._saved = saved
         self._buckets = buckets
+        self._calls = calls
+        self.sums = SumsOfCalls()
+        """The sums of gradients over the calls of a step, before the last."""
         self._ranks = ranks
         self._backwards: dict[int, BackwardPass] = {}
         """Running backward passes by autograd's number of the pass; several if passes are nested."""
@@ -118,9 +124,18 @@ class GradientAccumulator:
         """Add gradients to the sums of `bucket`; `params` holds the position in the bucket of each gradient.
 
         A position may occur several times. For a sharded bucket, empty `grads`, start the collective, and return the
-        transfer whose wait adds this rank's part of the means.
+        transfer whose wait adds this rank's part of the means. Before the last call of a step, keep the sums over its
+        calls, and do no more.
         """
         backward = self.begin_backward()
+        if not self._calls.trains:
+            grads.clear()
+            return None
+        if not self._calls.is_last:
+            self._lanes.touches(grads)
+            self.sums.add(bucket, params, grads, in_fp32=self.sums_in_fp32)
+            return None
+        params, grads = self.sums.with_sums(bucket, params, grads)
         if isinstance(bucket, ShardedBucket):
             self._ledger.takes_gradients(grads)
             land = functools.partial(self._add, backward)
@@ -170,9 +185,14 @@ class GradientAccumulator:
     # Offload, early publishing, and hand-over to autograd.
 
     @torch.no_grad()
-    def offload(self, bucket: RunningBucket) -> Transfer:
-        """Start copying the gradients of `bucket`, whose home is the host, to the host."""
+    def offload(self, bucket: RunningBucket) -> Transfer | None:
+        """Start copying the gradients of `bucket`, whose home is the host, to the host.
+
+        Before the last call of a step, nothing is copied, and None returned.
+        """
         backward = self.begin_backward()
+        if not (self._calls.is_last and self._calls.trains):
+            return None
         if bucket.spec.id in backward.reducing and not self._lanes.d2h.is_asynchronous:
             return LateTransfer(_offload_label(bucket), functools.partial(self._offload, backward, bucket))
         return self._offload(backward, bucket)
@@ -195,6 +215,8 @@ class GradientAccumulator:
                 pending = backward.pending.get(slot.key)
                 if pending is None or pending[1].device != self._lanes.device:
                     continue  # There is no gradient, or another graph of this backward has offloaded it.
+                if pending[1].dtype != target.dtype:  # a sum in fp32 over the calls of a step
+                    target = bucket.fp32_sum_buffer(slot)
                 d2h.copy(target, pending[1])
                 moved.append((slot, pending[1], target))
                 backward.pending[slot.key] = (slot, target)
@@ -300,6 +322,7 @@ class GradientAccumulator:
     def abandon(self) -> None:
         """Drop all unpublished gradients; called after an exception."""
         self._backwards.clear()
+        self.sums.clear()
         self.norm_cache.drop()
 
     def _publish(self, backward: BackwardPass, slots: Iterable[Slot]) -> None:

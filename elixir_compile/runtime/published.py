@@ -81,6 +81,8 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[
     grad = fitted(param, grad)
     widen_sum(param, grad.dtype, new_buffer)
     if param.grad is None:
+        if grad.dtype != param.dtype and not is_dtensor(param):  # a sum over the calls of a step
+            param.grad_dtype = None
         param.grad = as_dtensor(grad, param)
     elif is_dtensor(param):
         own_part(param.grad).add_(grad)

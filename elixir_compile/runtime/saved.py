@@ -287,6 +287,11 @@ class SavedActivations:
         """The number of outstanding forwards, counting a forward whose backward is running."""
         return len(self._forwards)
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The numbers of the outstanding forwards."""
+        return frozenset(self._forwards.copy())
+
     def drop_free_slabs(self) -> None:
         """Unmap every slab without a forward."""
         self._drop(only_idle=False)

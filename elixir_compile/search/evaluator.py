@@ -84,7 +84,8 @@ class Evaluator:
             self._ops,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
-        self.away_bytes = sum(interval.nbytes for interval in facts.offload_intervals) + staging_bytes
+        away_bytes = sum(interval.nbytes for interval in facts.offload_intervals)
+        self.away_bytes = problem.calls.outstanding * away_bytes + staging_bytes
         """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
         self.update = asked_time(problem)
         """When the host updates its buckets."""

@@ -223,6 +223,7 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
         _host_state_bytes(found) if _would_do_with_disk(problem, search) else 0,
         staying_bytes=error.staying_bytes,
         micro_batches=problem.micro_batches,
+        is_static=problem.fractions is not None,
     )
 
 

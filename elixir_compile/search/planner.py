@@ -21,6 +21,7 @@ from elixir_compile.options import Planner
 from elixir_compile.search.best import counted_draft, place_best
 from elixir_compile.search.clock import Clock
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
+from elixir_compile.search.heuristics.gemini import with_chunks
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import (
     MAX_PLACEMENTS,
@@ -52,6 +53,8 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     `NoFeasiblePlan` with the smallest budget for which this planner finds a plan, and `InvalidOption` if the planner is
     `exhaustive` and there are too many candidates.
     """
+
+    problem = with_chunks(problem) if planner == "gemini" else problem
 
     def search(variant: Problem) -> Plan:
         clock = Clock()
@@ -184,8 +187,8 @@ def _is_large(evaluator: Evaluator) -> bool:
 
 
 def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
-    if evaluator.facts.problem.fractions is not None:
-        raise InvalidOption("planner", planner, '"milp", "greedy" or "exhaustive": other planners keep no fractions')
+    if evaluator.facts.problem.fractions is not None and planner != "gemini":
+        raise InvalidOption("planner", planner, '"milp", "greedy", "exhaustive" or "gemini", which keep fractions')
     levels = RULES[planner](evaluator)
     if not evaluator.fits(levels, ahead=0):
         raise _no_plan(evaluator, _at_use(evaluator, levels))
@@ -258,6 +261,7 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
             returned=returned,
             staying_bytes=staying,
             micro_batches=problem.micro_batches,
+            is_static=problem.fractions is not None,
         )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
@@ -271,6 +275,7 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
         "host",
         staying_bytes=sum(staying_bytes.values()),
         micro_batches=problem.micro_batches,
+        is_static=problem.fractions is not None,
     )
 
 

@@ -9,7 +9,19 @@ from elixir_compile.codec import LEFT_OUT
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import (
+    ONCE,
+    Activations,
+    Bucket,
+    BucketId,
+    Calls,
+    Placement,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+)
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.options import Fractions
 from elixir_compile.units import MIB
@@ -93,6 +105,8 @@ class Problem:
     regions. If None, regions begin only where the plan acts."""
     bucket_min_bytes: int = 16 * MIB
     bucket_max_bytes: int = 128 * MIB
+    bucket_numel: int | None = field(default=None, metadata=LEFT_OUT)
+    """The elements of each new bucket, whatever its bytes and layers; None if the limits above and layers decide."""
     buckets: tuple[Bucket, ...] = ()
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
@@ -102,6 +116,8 @@ class Problem:
     every other sharded bucket stays gathered. None if the planner may choose."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
+    calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
+    """How often a step calls the graph, and how many of its forwards are outstanding at once."""
     common_rows: int | None = None
     """The greatest common divisor of the batches of all ranks, in rows: a number of micro-batches that the search
     chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""
@@ -113,6 +129,8 @@ class Problem:
                 f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
                 f"{self.bucket_max_bytes} must be positive and in this order."
             )
+        if self.bucket_numel is not None and self.bucket_numel < 1:
+            raise InvalidPlan(f"problem {self.name}: buckets of {self.bucket_numel} elements; expected 1 or more.")
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")

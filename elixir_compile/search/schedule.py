@@ -50,7 +50,9 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
         starts |= {facts.offload_intervals[number].leave + 1, end + 1}
     for bucket, gradients in enumerate(facts.gradients):
         spec = facts.buckets[bucket]
-        if gradients is not None and (is_gathered(spec, levels[bucket]) or spec.is_packed):
+        # Gradients of each of several calls are added to their sums, and freed, as soon as they are complete.
+        leaves = is_gathered(spec, levels[bucket]) or spec.is_packed or facts.problem.calls.num > 1
+        if gradients is not None and leaves:
             starts.add(gradients.complete + 1)
     if facts.laps:
         starts |= {start for span in facts.spans for start in (span.first, span.last + 1)}

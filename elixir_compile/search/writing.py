@@ -5,18 +5,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.formula import peak_formula
+from elixir_compile.analysis.laps import laps_in
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import (
     Activations,
     Bucket,
+    Calls,
     Decision,
+    Lane,
     OpId,
     Placement,
     Plan,
     Prediction,
+    Record,
     Region,
     Schedule,
+    Verb,
     fingerprint,
+    verb_of,
 )
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
@@ -26,6 +32,7 @@ from elixir_compile.search.schedule import cut_regions, regions, schedule, step_
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
 from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
+from elixir_compile.simulate.traffic import tensor_traffic
 from elixir_compile.units import format_bytes, format_s
 
 
@@ -33,7 +40,9 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     """Return `draft` as a plan."""
     evaluator = evaluator.at(draft.modes)
     draft = replace(draft, decisions=policy_decisions(evaluator.facts, draft))
-    facts, problem, proved = evaluator.facts, evaluator.facts.problem, draft.certificate
+    facts, problem = evaluator.facts, evaluator.facts.problem
+    # The search counts more bytes than several calls hold at once, so its bound is none for the plans of such a step.
+    proved = draft.certificate if problem.calls.num == 1 else None
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = step_actions(facts, draft.levels, draft.moves, cuts)
     streamed = draft.moves.streamed
@@ -48,7 +57,7 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
         )
     peak = plan_timeline(problem.graph, unpredicted).peak
     record = simulate(problem.graph, unpredicted, problem.cluster, problem.measured)
-    prediction = prediction_of(record, peak.nbytes, peak.op)
+    prediction = of_all_calls(prediction_of(record, peak.nbytes, peak.op), record, problem.calls)
     return replace(
         unpredicted,
         prediction=prediction,
@@ -60,6 +69,13 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
         formula=peak_formula(problem.graph, unpredicted),
         symbols=problem.graph.symbols,
     )
+
+
+def of_all_calls(prediction: Prediction, record: Record, calls: Calls) -> Prediction:
+    """Return the `prediction` of a step that calls the graph once for a step of `calls`, each of which runs all regions
+    of `record`. Transfers of activations in the other calls count as hidden."""
+    runs = (span for span in record.spans if span.lane is Lane.COMPUTE and verb_of(span.label) == Verb.RUN)
+    return replace(prediction, step_s=prediction.step_s + (calls.num - 1) * sum(s.end_s - s.start_s for s in runs))
 
 
 _NOTHING = Prediction(
@@ -89,12 +105,14 @@ def unpredicted_plan(
         buckets=tuple(buckets),
         placements=placements,
         activations=activations,
+        calls=problem.calls,
         update=update_time(problem, placements),
         regions=regions,
         schedules=(schedule,),
         decisions=(),
         prediction=_NOTHING,
         planner=planner,
+        tensor=tensor_traffic(problem.graph, activations, laps_in(regions), problem.cluster),
     )
 
 

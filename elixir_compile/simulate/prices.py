@@ -182,10 +182,11 @@ class OpSeconds:
     """Seconds of the ops of a graph with any activations; what does not depend on them is computed once."""
 
     def __init__(self, graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> None:
-        self._graph, self._device = graph, cluster.device
+        self._graph, self._device, self._tensor = graph, cluster.device, cluster.tensor
         step = as_run(graph, measured.activations, laps_at(graph, measured.activations, measured.micro_batches))
-        dtypes = _dtypes(step)
-        seconds = [op_s(op, self._device, _dtype(op, dtypes)) for op in step.ops]
+        self._dtypes = dtypes = _dtypes(step)
+        """By storage of the measured step: micro-batches fuse other ops, so another step may lack some of them."""
+        seconds = [self._priced_s(op, dtypes) for op in step.ops]
         index = {op.id: i for i, op in enumerate(step.ops)} if measured.stretches else {}
         self._before = {op.id: op for op in step.ops}
         """The ops of the measured step."""
@@ -206,10 +207,12 @@ class OpSeconds:
         own_id = op.id if op.id in self._known_s else self._original.get(op.id, op.id)
         found, before = self._known_s.get(own_id, 0.0), self._before.get(own_id)
         if before is not None and before.times != op.times:
-            priced_s = op_s(op, self._device, _dtype(op, dtypes))
-            before_s = op_s(before, self._device, _dtype(op, dtypes))
+            priced_s, before_s = self._priced_s(op, dtypes), self._priced_s(before, self._dtypes)
             return found * priced_s / before_s if before_s else priced_s
-        return found if bool(found) is not is_free(op) else op_s(op, self._device, _dtype(op, dtypes))
+        return found if bool(found) is not is_free(op) else self._priced_s(op, dtypes)
+
+    def _priced_s(self, op: Op, dtypes: Mapping[StorageId, str]) -> float:
+        return op_s(op, self._device, _dtype(op, dtypes), self._tensor)
 
 
 def _dtypes(step: StepGraph) -> Mapping[StorageId, str]:

@@ -10,14 +10,15 @@
 
 from collections.abc import Iterator, Mapping
 
-from elixir_compile.analysis.laps import laps_of
+from elixir_compile.analysis.laps import Lap, laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.slices import WHOLE, Crossing, crossings
-from elixir_compile.cost import stream_bytes
-from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.cost import ring_s, stream_bytes
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import InnerVerb, Kind, Lane, Saving, Tier, Verb
-from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.plan import Plan, TensorTraffic
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, StateRef, label
 
 Work = tuple[Lane, str, bool]
@@ -46,6 +47,22 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[Work, int]:
             found[lane, name, True] = beside_bytes = _beside_bytes(crossing)
             found[lane, name, False] = group.nbytes - beside_bytes
     return found
+
+
+def tensor_traffic(
+    graph: StepGraph, activations: tuple[Activations, ...], laps: tuple[Lap, ...], cluster: Cluster
+) -> TensorTraffic | None:
+    """Return what a step of `graph` sends along the tensor axis of `cluster`, with the `laps` in micro-batches; None if
+    there is no such axis."""
+    if cluster.tensor is None:
+        return None
+    ops = [op for op in as_run(graph, activations, laps).ops if op.ring is not None]
+    return TensorTraffic(
+        num_ranks=cluster.tensor.num_ranks,
+        num_collectives=sum(op.times for op in ops),
+        nbytes=sum(op.ring.nbytes for op in ops if op.ring is not None),
+        run_s=sum(ring_s(op, cluster.tensor) for op in ops),
+    )
 
 
 def _beside_bytes(crossing: Crossing | None) -> int:

@@ -22,12 +22,15 @@ SMALL = {
 
 UNDER_TORCHRUN = "two_ranks"
 UNEQUAL = "unequal_ranks"
+PIPELINE = "pipeline"
 
 
 @pytest.mark.parametrize(
     "folder",
     sorted(
-        path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name not in (UNDER_TORCHRUN, UNEQUAL)
+        path
+        for path in (ROOT / "examples").iterdir()
+        if path.is_dir() and path.name not in (UNDER_TORCHRUN, UNEQUAL, PIPELINE)
     ),
     ids=lambda path: path.name,
 )
@@ -98,3 +101,21 @@ def test_the_example_of_unequal_ranks_runs() -> None:
     assert sum(rows) == 16
     assert rows[0] > rows[1]
     assert done.stdout.count("step") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs"])
+def test_the_example_of_a_pipeline_runs(schedule: str) -> None:
+    """20 s of CPU time."""
+    folder = ROOT / "examples" / PIPELINE
+    assert (folder / "README.md").exists()
+    small = ["--layers", "4", "--width", "64", "--length", "32", "--steps", "3", "--inner", "aot_eager"]
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*started, str(folder / "main.py"), *small, "--schedule", schedule]
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("8 calls, 8 outstanding") == (4 if schedule == "looped-bfs" else 2)
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3

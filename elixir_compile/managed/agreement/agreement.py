@@ -157,18 +157,19 @@ def asked_by_all(executor: Executor, ask: Callable[[], _Made]) -> _Made:
     try:
         return ask()
     except Exception as error:
-        if executor.ranks is not None:
+        if executor.peers is not None:
             with suppress(ElixirError):
-                agreed_plan(executor.ranks.control, None, _never, failure=error)
+                agreed_plan(executor.peers.control, None, _never, failure=error)
         raise
 
 
 def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem], Plan], options: Options) -> Plan:
     """Return the plan of all ranks of `executor` by `agreed_plan`; on one rank, the result of `search`."""
-    if executor.ranks is None:
+    if executor.peers is None:
         return search(problem)
-    may_differ = options.plan is None
-    return agreed_plan(executor.ranks.control, problem, search, settings=settings_of(options), may_differ=may_differ)
+    # Collectives in the graph must be as many on all ranks, so their plans must recompute and divide the same ops.
+    may_differ = options.plan is None and executor.tensor_axis is None
+    return agreed_plan(executor.peers.control, problem, search, settings=settings_of(options), may_differ=may_differ)
 
 
 def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:
@@ -182,10 +183,10 @@ def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: 
         executor.buckets.adopt(plan.buckets, plan.placements, for_training=for_training)
 
     # Not asked of the plan: other ranks may have state on disk.
-    if executor.ranks is None or not is_new or executor.buckets.disk is None:
+    if executor.peers is None or not is_new or executor.buckets.disk is None:
         adopt()
     else:
-        run_on_all_ranks(executor.ranks.control, "room on the disk", adopt, lambda _: "")
+        run_on_all_ranks(executor.peers.control, "room on the disk", adopt, lambda _: "")
 
 
 def settings_of(options: Options) -> Mapping[str, str]:
@@ -197,9 +198,9 @@ def settings_of(options: Options) -> Mapping[str, str]:
 
 def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     """Return whether `is_so` is True on any rank of `executor`; all ranks must call this. `what` names the question."""
-    if executor.ranks is None:
+    if executor.peers is None:
         return is_so
-    return "yes" in executor.ranks.control.exchange("yes" if is_so else "no", what)
+    return "yes" in executor.peers.control.exchange("yes" if is_so else "no", what)
 
 
 def _never(problem: Problem) -> Plan:

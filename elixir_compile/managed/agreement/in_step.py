@@ -71,8 +71,8 @@ def planned_in_step(
     Raises RanksDiffer if models or settings differ, or if some ranks train and others do not, and NoFeasiblePlan on all
     ranks if the step of any rank does not fit.
     """
-    assert executor.ranks is not None
-    control = executor.ranks.control
+    assert executor.peers is not None
+    control = executor.peers.control
     uses = _uses_of_all(control, executor, captured)
 
     def ask() -> tuple[Captured, Problem]:

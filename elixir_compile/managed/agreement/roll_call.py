@@ -81,9 +81,9 @@ def call_the_roll(
 
     If a queued update of this rank failed, its error is raised here, and PeerFailed on the other ranks.
     """
-    if executor.ranks is None:
+    if executor.peers is None:
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
-    control = executor.ranks.control
+    control = executor.peers.control
     try:
         executor.buckets.check_updates()
     except Exception as error:
@@ -101,6 +101,6 @@ def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> Non
     This rank runs the backward of the graph `name`, for the forward of `ticket`. Raises RanksDiffer if a rank is about
     to run the backward of another call, or a forward, as after a graph break that no other rank has.
     """
-    if executor.ranks is not None:
+    if executor.peers is not None:
         what = f"backward of {executor.saved.call_of(ticket)}"
-        executor.ranks.control.exchange("", what, f"begins the backward of {name}")
+        executor.peers.control.exchange("", what, f"begins the backward of {name}")

@@ -65,6 +65,10 @@ def suggested_shares(ranks: Ranks) -> tuple[Share, ...]:
 def _require_one_axis(ranks: Ranks) -> None:
     if ranks.num_copies > 1:
         raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
+    if ranks.tensor_axis is not None:
+        raise UnsupportedModel(
+            "the mesh", "shares are for one axis; a tensor-parallel model has a tensor axis beside it"
+        )
 
 
 def _digest(shares: Sequence[Share]) -> str:

@@ -7,11 +7,8 @@ A gradient is the mean over all ranks. It is computed in fp32 for parameters wit
 """
 
 import logging
-import platform
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
 
 import torch
 from torch import distributed
@@ -24,12 +21,14 @@ from elixir_compile.ir.kinds import InnerVerb, Verb
 from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.shards import part_like, part_numels
+from elixir_compile.ops.shards import part_like, part_numels, shard_numels
+from elixir_compile.ops.tensor_axis import TensorAxis, is_over_data
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, new_control_channel
+from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.counted import Counted
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
+from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
 from elixir_compile.runtime.lanes import CopyLane
 from elixir_compile.runtime.ledger import Ledger
@@ -117,15 +116,19 @@ class Ranks:
     It has more than 15 attributes: the mesh and its groups, what sends messages over them, and the weights of ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, tensor_axis: TensorAxis | None = None) -> None:
+        """`tensor_axis` cuts parameters before these ranks do; None if nothing does."""
         self.mesh = mesh
+        self.tensor_axis = tensor_axis
         self.num_shards = mesh.size(-1)
         self.num_ranks = mesh.size()
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._copy_group = mesh.get_group(0) if mesh.ndim > 1 else None
         self._all_gather, self._reduce_scatter = compat.flat_collectives()
         self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
-        self.control = new_control_channel(mesh.mesh.flatten().tolist())
+        self.peers = Peers(mesh.mesh.flatten().tolist() if tensor_axis is None else tensor_axis.ranks)
+        """All ranks of the model: these, and those with other parts along the tensor axis."""
+        self.control = self.peers.control
         """The control channel for training."""
         self._thread = OwnThread()
         """The thread for reduces of gloo; not that of the control channel, beside whose exchanges they may run."""
@@ -155,33 +158,20 @@ class Ranks:
         """The part of every sharded parameter that each rank owns; empty if the ranks own equal parts."""
         return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
 
-    @cached_property
-    def checkpoint_control(self) -> ControlChannel:
-        """The control channel for checkpoints, separate because training continues during a save.
-
-        All ranks must read this for the first time at the same point.
-        """
-        return new_control_channel(self.mesh.mesh.flatten().tolist())
-
-    @cached_property
-    def num_local(self) -> int:
-        """The largest number of ranks on a host, told apart by host name.
-
-        All ranks must read this for the first time at the same point.
-        """
-        return max(
-            Counter(
-                self.control.exchange(platform.node(), "names of hosts", "is about to run its first graph")
-            ).values()
-        )
-
     def placements(self, *, is_sharded: bool) -> tuple[Placement, ...]:
         """Return the DTensor placements on the mesh of a parameter that is sharded, or else replicated."""
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if is_sharded else Replicate())
 
     def parts_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
-        return part_numels(param, self.num_shards)
+        part = None if self.tensor_axis is None else self.tensor_axis.part_of(param)
+        if part is None:
+            return part_numels(param, self.num_shards)
+        return (
+            shard_numels(part.shape, self.num_shards)
+            if is_over_data(param)
+            else (part.shape.numel(),) * self.num_shards
+        )
 
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the gradient of `param` is averaged."""
@@ -339,4 +329,6 @@ class Ranks:
         """
         self.control.check_same_op(name, "a gradient")
         (mean,) = self.means([grad], self.reduced_dtype(param))
-        return part_like(mean, param)
+        axis = self.tensor_axis
+        is_part = axis is not None and axis.part_of(param) is not None
+        return axis.shard_of(mean, param) if axis is not None and is_part else part_like(mean, param)

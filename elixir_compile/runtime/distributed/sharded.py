@@ -97,11 +97,11 @@ class ShardedBucket(RunningBucket):
     def from_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the full parameters from `rows`, the `own` of every rank."""
         if len(self.slots) == 1:
-            return (_shaped(rows.view(-1), self.slots[0].param),)
+            return (_shaped(rows.view(-1), self.slots[0]),)
         values = []
         for slot, columns in zip(self.slots, self._columns(), strict=True):
             part = rows[:, columns]
-            values.append(_shaped(torch.empty_like(part).copy_(part).view(-1), slot.param))
+            values.append(_shaped(torch.empty_like(part).copy_(part).view(-1), slot))
         return tuple(values)
 
     def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
@@ -145,8 +145,8 @@ class ShardedBucket(RunningBucket):
         return self.cut(slab.tensor(own, (ratio * self._total_bytes // own.itemsize,), 0))
 
 
-def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return flat[: param.numel()].view(param.shape)
+def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    return flat[: slot.numel].view(slot.shape)
 
 
 def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:

@@ -43,6 +43,10 @@ class _Param:
     uses: tuple[int, ...]
     """Indices of the forward ops that read the parameter, or of the backward ops if no forward op reads it."""
 
+    @property
+    def numel(self) -> int:
+        return self.storage.nbytes // ITEM_BYTES.get(self.storage.dtype, 1)
+
 
 def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     """Return the buckets in force that the graph touches, then new ones for every other parameter of the graph."""
@@ -50,8 +54,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     in_force = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
     if problem.state:
         in_force = tuple(bucket.seen_by(problem.rank) for bucket in in_force)
-    owned = {param for bucket in in_force for param in bucket.params}
-    params = [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
+    params = _new_params(problem)
     min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
@@ -63,7 +66,11 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     groups = [
         group
         for members in classes.values()
-        for group in _split(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
+        for group in (
+            _split(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
+            if problem.bucket_numel is None
+            else _filled(members, problem.bucket_numel)
+        )
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
@@ -73,9 +80,12 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
 def with_larger_buckets(problem: Problem) -> Problem | None:
     """Return `problem` with bucket sizes doubled until at most 192 buckets remain or the sizes are 8 times as large.
 
-    Return None if `problem` has at most 192 buckets already, or if all of its parameters are in buckets in force.
+    Return None if `problem` has at most 192 buckets already, if it fixes their size, or if all of its parameters are in
+    buckets in force.
     """
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
+    if problem.bucket_numel is not None:
+        return None
     if present.issubset({param for bucket in problem.buckets for param in bucket.params}):
         return None
     factor, larger = 1, problem
@@ -93,6 +103,16 @@ def _size_limits(problem: Problem, total_bytes: int) -> tuple[int, int]:
         return low, high
     scaled = max(1, total_bytes // MIN_BUCKETS)
     return scaled, max(scaled, high * scaled // low)
+
+
+def new_param_numels(problem: Problem) -> list[int]:
+    """Return the elements of each parameter that is in no bucket in force, in the order of first use."""
+    return [param.numel for param in _new_params(problem)]
+
+
+def _new_params(problem: Problem) -> list[_Param]:
+    owned = {param for bucket in problem.buckets for param in bucket.params}
+    return [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
 
 
 def _in_first_use_order(problem: Problem) -> list[_Param]:
@@ -169,6 +189,20 @@ def _split(
         yield group
 
 
+def _filled(params: list[_Param], numel: int) -> Iterator[list[_Param]]:
+    """Fill buckets of `numel` elements with parameters of a class in first-use order; a larger one is a bucket."""
+    group: list[_Param] = []
+    left = 0
+    for param in params:
+        if group and param.numel > left:
+            yield group
+            group = []
+        left = (left if group else max(numel, param.numel)) - param.numel
+        group.append(param)
+    if group:
+        yield group
+
+
 def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
     """Return whether a parameter of `nbytes` is cut into `num_shards` shards, and not kept complete on every rank."""
     return num_dims > 0 and nbytes * num_shards > _SMALL_BYTES
@@ -176,8 +210,7 @@ def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
 
 def _is_sharded(param: _Param, problem: Problem) -> bool:
     """Return whether each of several ranks owns a shard of the parameter, and not the complete parameter."""
-    numel = param.storage.nbytes // ITEM_BYTES.get(param.storage.dtype, 1)
-    return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
+    return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {param.numel}
 
 
 def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:

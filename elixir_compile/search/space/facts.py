@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import repeats
-from elixir_compile.analysis.windows import Window, use_windows
+from elixir_compile.analysis.windows import Window, one_in_each_phase, use_windows
 from elixir_compile.ir import Activations, Bucket, BucketId, BucketRef, GradientRef, GroupRef, Kind, Phase, StepGraph
 from elixir_compile.search.problem import Problem, may_stream
 from elixir_compile.search.space.buckets import form_buckets
@@ -140,6 +140,8 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     windows = tuple(
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
+    if problem.calls.num > 1:
+        windows = tuple(map(one_in_each_phase, windows))
     intervals = _by_layer(spans, offload_intervals(graph, lives, activations))
     choices = base.choices if base else _choices(problem, layers, buckets, windows)
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
@@ -207,16 +209,16 @@ def _choices(
         )
         for bucket, bucket_windows in zip(buckets, windows, strict=True)
     ]
+    if problem.calls.alternate:
+        # What a forward would release, the backward of an earlier call still reads.
+        choices = [gathered_as(levels, is_released=False) for levels in choices]
     released = problem.released
     if released is not None:
         choices = [
             gathered_as(levels, is_released=bucket.id in released) if bucket.is_sharded else levels
             for bucket, levels in zip(buckets, choices, strict=True)
         ]
-    fractions = problem.fractions
-    if fractions is not None:
-        choices = [limited(levels, bucket, fractions) for bucket, levels in zip(buckets, choices, strict=True)]
-    return tuple(choices)
+    return tuple(limited(problem, bucket, levels) for bucket, levels in zip(buckets, choices, strict=True))
 
 
 def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:

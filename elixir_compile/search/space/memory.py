@@ -5,6 +5,9 @@ begin and end. The ops between two neighbours of the set form a segment. Of all 
 each segment matters, so a step of 5,000 ops becomes a few hundred numbers.
 
     peak = max over segments s of (rest_bytes[s] + sum over buckets of bytes[bucket][level][s])
+
+If a step has several calls, they are counted as one that holds at least as much as any of them, so a candidate that
+fits here may hold less under `plan_timeline`, which counts each call.
 """
 
 import itertools
@@ -24,6 +27,15 @@ from elixir_compile.analysis.bucket_bytes import (
     resting,
     step_gradients,
     streamed_bytes,
+)
+from elixir_compile.analysis.calls import (
+    ONLY,
+    Ops,
+    call_at_most,
+    copy_at_most,
+    gradients_at_most,
+    storages_of_calls,
+    sum_nbytes,
 )
 from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.ir import Kind, Tier
@@ -45,6 +57,8 @@ class MemoryModel:
         self._sizes = [Sizes.of(bucket) for bucket in facts.buckets] if like is None else like._sizes
         self._resting_bytes = _resting_bytes(facts) if like is None else like._resting_bytes
         """Bytes of each bucket that are on the device during the whole step, by level."""
+        self._call = call_at_most(facts.problem.calls)
+        self._ops = Ops(facts.num_forward, facts.num_run, len(facts.graph.ops))
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
         self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
         self._late_bytes: dict[tuple[int, bool], int] = {}
@@ -122,7 +136,8 @@ class MemoryModel:
         found = self._copies.get((residency, is_on_host))
         if found is None:
             gather, wait, last, bucket = residency
-            rows = gathered_copy(self._sizes[bucket], gather, wait, last, is_sent=is_on_host)
+            sizes, residence = self._sizes[bucket], (gather, wait, last)
+            rows = copy_at_most(self._call, self._ops, sizes, residence, is_sent=is_on_host)
             found = self._copies[residency, is_on_host] = self._changes(rows)
         return found
 
@@ -134,12 +149,14 @@ class MemoryModel:
             facts, grads = self._facts, self._facts.gradients[bucket]
             assert grads is not None
             num_ops = len(facts.graph.ops)
-            rows = step_gradients(
+            rows = gradients_at_most(
+                self._call,
+                self._ops,
                 self._sizes[bucket],
                 grads.births,
+                sum_nbytes(facts.buckets[bucket], grads.births, facts.problem.calls, is_away=is_on_host),
                 grads.complete,
                 wait,
-                num_ops - 1,
                 last_with_gradients(facts.buckets[bucket], facts.num_run, num_ops),
                 is_away=is_on_host,
                 is_replaced=is_replaced,
@@ -258,6 +275,13 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
             changes[life.first] += storage.nbytes
             changes[life.last + 1] -= storage.nbytes
             ends.append((life.last, storage.nbytes))
+    call = call_at_most(facts.problem.calls)
+    if call is not ONLY:
+        lives = {name: (life,) for name, life in facts.lives.lives.items() if name not in offloaded}
+        for _, held in storages_of_calls(graph, lives, call, facts.problem.calls):
+            if held.first <= held.last:
+                changes[held.first] += held.nbytes
+                changes[held.last + 1] -= held.nbytes
     rest = np.cumsum(changes[:-1])
     # While other graphs run, this graph holds the storages that outlive its last forward op, or those of its update.
     last = facts.num_forward - 1

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.activations import Depth
+from elixir_compile.analysis.calls import Ops, crosses
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, Kind, OpId, StepGraph, StorageId
@@ -58,10 +59,12 @@ class Profile:
     added_s: _Added
     """(point, seconds) of compute beyond the seconds of the layer with every activation kept."""
     trips: tuple[Trip, ...]
+    num_outstanding: int = 1
+    """The most forwards that are outstanding at once."""
 
     @property
     def host_bytes(self) -> int:
-        return sum(trip.nbytes for trip in self.trips)
+        return self.num_outstanding * sum(trip.nbytes for trip in self.trips)
 
 
 def profiles(
@@ -93,13 +96,14 @@ class _RecomputedStep:
         ops: OpSeconds,
         kept_s: Mapping[OpId, float],
     ) -> None:
-        graph = problem.graph
+        graph, base = problem.graph, problem.as_run()
         self._ops = ops
         activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
         self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
         self._point_of = _points(self._step, index)
         self._number = {layer.name: i for i, layer in enumerate(layers)}
+        self.num_outstanding = problem.calls.outstanding
         makes = {op.id: op.writes for op in graph.ops}
         found = repeats(graph, activations)
         self._alone = _repeated_alone(graph, layers, depth)
@@ -111,6 +115,7 @@ class _RecomputedStep:
             for name in makes[repeat.op]
         }
         self._starts = np.searchsorted(self._point_of, np.arange(len(index)))
+        self.num_run_points = Ops.of(base).num_run
         self.bytes_per_op = self._bytes_by_layer(len(layers), owner)
         self.nbytes = self.highest(self.bytes_per_op)
         seconds = self._ops.of(activations, problem.laps(activations))
@@ -132,11 +137,15 @@ class _RecomputedStep:
 
     def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int]) -> NDArray[np.int64]:
         changes = np.zeros((num_layers, len(self._step.ops) + 1), dtype=np.int64)
+        ops = Ops.of(self._step)
         for storage in self._step.storages:
             layer, life = owner.get(storage.id), self._lives.lives.get(storage.id)
             if layer is not None and life is not None and storage.kind in _MOVABLE:
                 changes[layer, life.first] += storage.nbytes
                 changes[layer, life.last + 1] -= storage.nbytes
+                if crosses(life, ops.num_forward):  # other outstanding forwards hold it too
+                    changes[layer, 0] += (self.num_outstanding - 1) * storage.nbytes
+                    changes[layer, ops.num_run] -= (self.num_outstanding - 1) * storage.nbytes
         return np.cumsum(changes[:, :-1], axis=1)
 
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
@@ -245,7 +254,8 @@ def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
         nbytes = step.nbytes[number].copy()
         for trip in trips:
             nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
-    return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips)
+    nbytes[: step.num_run_points] -= (step.num_outstanding - 1) * sum(trip.nbytes for trip in trips)
+    return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips, num_outstanding=step.num_outstanding)
 
 
 def _points(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:

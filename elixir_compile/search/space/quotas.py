@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from elixir_compile.errors import StateNotApart
-from elixir_compile.ir import Bucket
+from elixir_compile.ir import Bucket, Phase
 from elixir_compile.options import Fractions
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.levels import Level
@@ -61,16 +61,21 @@ class Quota:
         return self.least <= self.met(levels) <= self.most
 
 
-def limited(levels: Sequence[Level], bucket: Bucket, fractions: Fractions) -> tuple[Level, ...]:
+def limited(problem: Problem, bucket: Bucket, levels: Sequence[Level]) -> tuple[Level, ...]:
     """Return those of the `levels` of `bucket` at which it meets the options whose fraction is 1, and none of those
-    whose fraction is 0.
+    whose fraction is 0; all `levels` if the user fixed no fractions.
 
-    A bucket in force that is away from the device stays at the first of its levels.
+    A bucket in force stays at its level if it has moved from the device, or if the graph does not train.
     """
-    if levels[0] is not Level.ON_DEVICE:
+    fractions = problem.fractions
+    if fractions is None:
+        return tuple(levels)
+    is_in_force = any(placement.bucket == bucket.id for placement in problem.placements)
+    if levels[0] is not Level.ON_DEVICE or (is_in_force and not _trains(problem)):
         return (levels[0],)
     found = tuple(levels)
-    for option in (PARAM, OPTIM):
+    # Other optimizers keep the state beside the parameter, so that it says nothing of its own.
+    for option in (PARAM, OPTIM) if problem.hybrid else (PARAM,):
         fraction = fraction_of(fractions, option)
         if fraction in (0.0, 1.0) and counts(option, bucket):
             found = tuple(level for level in found if meets(option, level) is (fraction == 1.0)) or found
@@ -82,6 +87,10 @@ def limited(levels: Sequence[Level], bucket: Bucket, fractions: Fractions) -> tu
     return found
 
 
+def _trains(problem: Problem) -> bool:
+    return any(op.phase is Phase.UPDATE for op in problem.graph.ops)
+
+
 def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Sequence[Level]]) -> tuple[Quota, ...]:
     """Return the quotas of `problem` over `buckets` with the levels `choices`, which `limited` left.
 
@@ -91,11 +100,12 @@ def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Seq
     fractions = problem.fractions
     if fractions is None:
         return ()
-    if fractions.offload_optim > 0.0 and fractions.offload_param < 1.0 and not problem.hybrid:
+    is_apart = fractions.offload_optim > 0.0 and fractions.offload_param < 1.0
+    if is_apart and not problem.hybrid and _trains(problem):
         num_elements = sum(bucket.numel for bucket in buckets if counts(OPTIM, bucket))
         if num_elements:
             raise StateNotApart(problem.graph.name, fractions.offload_optim, num_elements)
-    is_open = {SHARD: problem.released is None, OPTIM: True, PARAM: True}
+    is_open = {SHARD: problem.released is None, OPTIM: problem.hybrid, PARAM: True}
     wanted = ((option, fraction_of(fractions, option)) for option in OPTIONS if is_open[option])
     return tuple(_quota(option, fraction, buckets, choices) for option, fraction in wanted if 0.0 < fraction < 1.0)
 

@@ -111,11 +111,11 @@ def test_the_nearest_and_the_furthest_levels_meet_all_quotas(problem: Problem, a
 
 @pytest.mark.parametrize("cluster", ["cuda", "2 x cuda"])
 def test_auto_is_never_slower_than_fixed_fractions_and_the_solver_never_than_trying_all(cluster: str) -> None:
-    """At four budgets from all that training takes down to half of it, for every legal combination that fits."""
+    """At three budgets from all that training takes down to half of it, for every legal combination that fits."""
     problem = problem_of(chain_of(3), CLUSTERS[cluster], moves_what_fits=True)
     whole_bytes = plan(problem, "keep_all").prediction.device_peak_bytes
     num_compared = 0
-    for share in (1.0, 0.85, 0.7, 0.5):
+    for share in (1.0, 0.7, 0.5):
         tight = replace(problem, budget_bytes=int(share * whole_bytes))
         auto = plan(tight, timeout_s=1.0)
         for asked in legal():
@@ -129,7 +129,7 @@ def test_auto_is_never_slower_than_fixed_fractions_and_the_solver_never_than_try
             assert auto.prediction.step_s <= best.prediction.step_s, (share, asked)
             assert made.prediction.step_s <= best.prediction.step_s * (1 + TOLERANCE), (share, asked)
             assert (made.bound_s or math.inf) <= best.prediction.step_s * (1 + 1e-9), (share, asked)
-    assert num_compared >= 24
+    assert num_compared >= 18
 
 
 def test_the_legal_combinations_are_eleven_and_all_others_are_refused() -> None:
@@ -165,7 +165,7 @@ def test_state_cannot_leave_its_parameters_without_the_hybrid_optimizer() -> Non
 
 
 def test_a_rule_planner_keeps_no_fractions() -> None:
-    with pytest.raises(InvalidOption, match='"milp", "greedy" or "exhaustive"'):
+    with pytest.raises(InvalidOption, match='"exhaustive" or "gemini", which keep fractions'):
         plan(problem_of(chain_of(2), fractions=Fractions()), "zero_offload")
 
 
@@ -188,6 +188,18 @@ def test_buckets_in_force_that_moved_stay_and_count() -> None:
         assert all(homes[i] is Tier.HOST for i in there)
 
 
+def test_buckets_in_force_stay_in_a_graph_that_does_not_train() -> None:
+    """It has no optimizer that could say how its state may move, and uses what the training left where it is."""
+    asked = Fractions(offload_optim=1.0, offload_param=0.5)
+    made = plan(problem_of(chain_of(4), fractions=asked))
+    layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=64) for i in range(4)]
+    graph = chain(layers, training=False)
+    used = problem_of(
+        graph, hybrid=False, state_nbytes={}, fractions=asked, buckets=made.buckets, placements=made.placements
+    )
+    assert plan(used).placements == made.placements
+
+
 def test_a_plan_says_what_the_policy_fixed() -> None:
     made = plan(problem_of(chain_of(4), fractions=Fractions(offload_optim=0.5)))
     text = explain(made)
@@ -199,3 +211,12 @@ def test_a_plan_says_what_the_policy_fixed() -> None:
         assert "one of the 2 of 4 buckets with their state on the host" in reason
     whole = plan(problem_of(chain_of(4), fractions=Fractions(offload_optim=1.0)))
     assert "by placement_policy static: offload_optim_frac 1.0, offload_param_frac 0.0" in explain(whole, "b0")
+
+
+def test_a_budget_too_small_for_the_fractions_names_the_policy() -> None:
+    problem = problem_of(chain_of(4), fractions=Fractions())
+    kept_bytes = plan(problem).prediction.device_peak_bytes
+    with pytest.raises(NoFeasiblePlan, match='or other fractions or placement_policy="auto"') as caught:
+        plan(replace(problem, budget_bytes=kept_bytes - 1))
+    assert caught.value.needed_bytes == kept_bytes
+    assert plan(replace(problem, budget_bytes=kept_bytes - 1, fractions=None)).prediction.device_peak_bytes < kept_bytes

@@ -117,6 +117,75 @@ def test_combinations_train_the_bits_of_torch_on_two_ranks(
     assert len(first) == NUM_STEPS * len(combinations)
 
 
+class TwoGraphs(nn.Module):
+    """A graph break between two stacks: each has a graph, with buckets of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Stack(num_blocks=1), Stack(num_blocks=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first.features(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_each_graph_keeps_the_fractions_and_an_evaluation_moves_nothing() -> None:
+    model, twin = seeded(TwoGraphs), seeded(TwoGraphs)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    fractions = {"offload_optim_frac": 1.0, "offload_param_frac": 0.5}
+    step = compiled(model, placement_policy="static", **fractions)
+    homes: list[list[Placement]] = []
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(losses(step, optimizer), losses(twin, other), strict=True))
+        plans = [found.plan for found in elixir.compilations(step)]
+        homes.append(sorted({own for plan in plans for own in plan.placements}, key=lambda own: own.bucket))
+        with torch.no_grad():
+            assert torch.equal(step(BATCH), twin(BATCH))
+    assert homes[0] == homes[1]
+    for plan in plans[:2]:
+        assert_placed(plan, fractions)
+
+
+def in_turns(step: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Train four micro-batches as 1F1B does: two forwards wait, then each backward is followed by a forward."""
+    rows = BATCH.chunk(4)
+    waiting = [step(own) for own in rows[:2]]
+    done: list[torch.Tensor] = []
+    for own in (*rows[2:], None, None):
+        done.append(waiting.pop(0))
+        done[-1].backward()
+        waiting += [] if own is None else [step(own)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(done).detach()
+
+
+def test_a_stage_of_a_pipeline_keeps_the_fractions() -> None:
+    model, twin = elixir.prepare(seeded(small), outstanding=2, calls=4), seeded(small)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    fractions = {"offload_optim_frac": 1.0, "offload_param_frac": 0.5}
+    step = compiled(model, placement_policy="static", **fractions)
+    for _ in range(NUM_STEPS):
+        assert torch.equal(in_turns(step, optimizer), in_turns(twin, other))
+    assert_placed(elixir.compilations(step)[-1].plan, fractions)
+
+
+def test_the_rule_of_gemini_trains_the_bits_of_torch() -> None:
+    """The model is smaller than the smallest chunk, so it is one; its fractions move all of it or nothing."""
+    model, twin = seeded(small), seeded(small)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+    for fractions in ({}, {"placement_policy": "static", "offload_optim_frac": 0.5}):
+        step = compiled(model, planner="gemini", **fractions)
+        assert all(torch.equal(a, b) for a, b in zip(losses(step, optimizer), losses(twin, other), strict=True))
+        plan = elixir.compilations(step)[-1].plan
+        assert plan.planner == "gemini"
+        assert {own.optim for own in plan.placements} == {Tier.HOST if fractions else Tier.DEVICE}
+
+
 def test_state_stays_with_parameters_of_another_optimizer() -> None:
     model = seeded(small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -125,7 +125,7 @@ def trains(
         "exchanges": exchanges,
         "planners": planners,
         "because": model_of(model).compilations[-1].plan.decisions[0].because,
-        "sharing": num_sharing_host(executor.ranks),
+        "sharing": num_sharing_host(executor.peers),
         "homes": [home.param for record in model_of(model).compilations for home in record.plan.placements],
     }
 

@@ -1,0 +1,236 @@
+"""The bytes of one call in a step of several calls: what other calls hold meanwhile, and what stays for them.
+
+```text
+                    F1 F2 F3 F4 B1 B2 B3 B4       4 calls, 4 outstanding
+  outstanding       0  1  2  3  3  2  1  0        forwards beside the call
+  bucket b1         g--------r  g--------r        gathered in the first, released in the last
+  gradients                     +--+--+--r        summed over the calls, reduced in the last
+```
+
+All calls run the same ops, so a step has as many timelines of these ops as it has kinds of calls: the first, the last,
+and those between. The bytes at an op are the most of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.analysis.bucket_bytes import (
+    Births,
+    Held,
+    Sizes,
+    gather_buffers,
+    gathered_copy,
+    last_unreduced,
+    step_gradients,
+)
+from elixir_compile.analysis.liveness import Life
+from elixir_compile.ir import Bucket, Calls, Kind, Phase, StepGraph, Storage, StorageId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallKind:
+    """A kind of calls: the call of a step that is first, last, both, or between."""
+
+    is_first: bool = True
+    is_last: bool = True
+    alternate: bool = False
+    """Whether forwards and backward passes of the step alternate."""
+    beside_forward: int = 0
+    """Outstanding forwards beside the forward of the call."""
+    beside_backward: int = 0
+    """Outstanding forwards beside the backward of the call."""
+
+
+ONLY = CallKind()
+"""The only call of a step."""
+
+
+def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
+    """Return the kinds of calls in a step: one for a step of a single call, else up to three."""
+    if calls.num == 1:
+        return (ONLY,)
+    most, alternate = calls.outstanding - 1, calls.alternate
+    first = CallKind(is_last=False, alternate=alternate, beside_backward=most)
+    last = CallKind(is_first=False, alternate=alternate, beside_forward=most)
+    beside = most if alternate else most - 1
+    between = CallKind(
+        is_first=False, is_last=False, alternate=alternate, beside_forward=beside, beside_backward=beside
+    )
+    return (first, last) if calls.num == 2 else (first, between, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The numbers of ops of a step: those of the forward, those of both halves, all of them."""
+
+    num_forward: int
+    num_run: int
+    num: int
+
+    @classmethod
+    def of(cls, step: StepGraph) -> "Ops":
+        num_forward = sum(op.phase is Phase.FORWARD for op in step.ops)
+        num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
+        return cls(num_forward, num_run, len(step.ops))
+
+
+def copy_of_call(
+    call: CallKind, ops: Ops, sizes: Sizes, gather: int, wait: int, last: int, *, is_sent: bool
+) -> Iterator[Held]:
+    """Yield the bytes of a copy of a bucket in `call`: its gather is before op `gather`, its wait before op `wait`, and
+    its release after op `last`. `is_sent` if the parameters come from the host."""
+    end = last
+    if not call.is_last:
+        end = max(last, ops.num_run - 1 if call.alternate or last >= ops.num_forward else ops.num_forward - 1)
+    if call.is_first:
+        yield from gathered_copy(sizes, gather, wait, end, is_sent=is_sent)
+        return
+    start = 0 if call.alternate or gather < ops.num_forward else ops.num_forward
+    yield Held(Kind.GATHERED, sizes.flat_bytes, start, end)
+
+
+def sum_nbytes(bucket: Bucket, births: Births, calls: Calls, *, is_away: bool) -> int:
+    """Return the device bytes of the sums of the unreduced gradients `births` of `bucket` over the calls of a step.
+
+    `is_away` if the home of the gradients is not the device. 0 if `resting` counts these sums already: in fp32 on one
+    rank, where they become the sums over steps.
+    """
+    is_resting = bucket.sum_nbytes > 0 and not (is_away or bucket.is_sharded or calls.sums_stay)
+    if is_resting and calls.sums_in_fp32:
+        return 0
+    own_bytes = sum(nbytes for _, nbytes in births)
+    itemsize = bucket.nbytes // max(bucket.numel, 1)
+    return 4 * own_bytes // itemsize if calls.sums_in_fp32 and 0 < itemsize < 4 else own_bytes
+
+
+def gradients_of_call(
+    call: CallKind,
+    ops: Ops,
+    sizes: Sizes,
+    births: Births,
+    sum_bytes: int,
+    complete: int,
+    wait: int,
+    stays: int,
+    *,
+    is_away: bool,
+    is_replaced: bool = False,
+) -> Iterator[Held]:
+    """Yield the bytes of the gradients of a bucket in `call`, whose sums over the calls have `sum_bytes`.
+
+    See `step_gradients` for the ops and for what is the same in a step of one call.
+    """
+    births, end = tuple(births), ops.num - 1
+    if call.is_first and call.is_last:
+        yield from step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+        return
+    added = min(complete, ops.num_run - 1)
+    is_kept = call.is_first and sum_bytes == sum(nbytes for _, nbytes in births)
+    for birth, nbytes in births:  # the first gradients become the sums, later ones are added to them
+        yield Held(Kind.GRAD, nbytes, birth, ops.num_run - 1 if is_kept else added)
+    start = 0 if call.alternate else ops.num_forward
+    if call.is_first and not is_kept:
+        yield Held(Kind.GRAD, sum_bytes, added, ops.num_run - 1)
+    if not call.is_first and not call.is_last:
+        yield Held(Kind.GRAD, sum_bytes, start, ops.num_run - 1)
+    if call.is_last:
+        sums = [(start, sum_bytes)] if births else []
+        yield from step_gradients(sizes, sums, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+
+
+def crosses(life: Life, num_forward: int) -> bool:
+    """Return whether a storage with this `life` is there between the forward and the backward."""
+    return life.first < num_forward <= life.last
+
+
+def call_at_most(calls: Calls) -> CallKind:
+    """Return a kind of calls that holds at least as much as any call of a step: no bucket is released and no sum
+    reduced in it, beside as many outstanding forwards as there ever are. `ONLY` if the step has one call."""
+    if calls.num == 1:
+        return ONLY
+    most = calls.outstanding - 1
+    return CallKind(is_first=False, is_last=False, alternate=calls.alternate, beside_forward=most, beside_backward=most)
+
+
+def copy_at_most(
+    call: CallKind, ops: Ops, sizes: Sizes, residency: tuple[int, int, int], *, is_sent: bool
+) -> Iterator[Held]:
+    """Yield at least the bytes of a copy in any call, for `call` of `call_at_most`; `residency` has the ops of its
+    gather, its wait and its release."""
+    gather, wait, last = residency
+    yield from copy_of_call(call, ops, sizes, gather, wait, last, is_sent=is_sent)
+    if call is not ONLY and sizes.is_sharded:
+        yield from gather_buffers(sizes, gather, wait, is_sent=is_sent)
+
+
+def gradients_at_most(
+    call: CallKind,
+    ops: Ops,
+    sizes: Sizes,
+    births: Births,
+    sum_bytes: int,
+    complete: int,
+    wait: int,
+    stays: int,
+    *,
+    is_away: bool,
+    is_replaced: bool = False,
+) -> Iterator[Held]:
+    """Yield at least the bytes of the gradients of a bucket in any call, for `call` of `call_at_most`; see
+    `gradients_of_call`."""
+    if call is ONLY or not births:
+        yield from step_gradients(
+            sizes, births, complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
+        )
+        return
+    added, start = min(complete, ops.num_run - 1), 0 if call.alternate else ops.num_forward
+    for birth, nbytes in births:
+        yield Held(Kind.GRAD, nbytes, birth, added)
+    yield from step_gradients(
+        sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
+    )
+    left = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
+    yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
+
+
+def storages_of_calls(
+    step: StepGraph, lives: Mapping[StorageId, Sequence[Life]], call: CallKind, calls: Calls
+) -> Iterator[tuple[Storage, Held]]:
+    """Yield the bytes of storages of other calls that are there during `call`.
+
+    `lives` are the lives of the storages of a call under its plan. Saved activations wait for their backward; the
+    caller holds the inputs of all calls, and outputs and gradients as `calls` says.
+    """
+    if calls.num == 1:
+        return
+    ops, outputs = Ops.of(step), frozenset(step.outputs)
+    tangents = _tangents(step, ops)
+    for storage in step.storages:
+        saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
+        is_output = storage.id in outputs
+        if storage.kind is Kind.INPUT:
+            yield storage, Held(Kind.INPUT, (calls.num - 1) * storage.nbytes, 0, ops.num - 1)
+            given = min(calls.input_grads - 1, int(not call.is_first) if not call.is_last else calls.num)
+            yield storage, Held(Kind.INPUT, given * storage.nbytes, ops.num_forward, ops.num_run - 1)
+        elif storage.id in tangents and calls.output_grads > 1:
+            yield storage, Held(storage.kind, (calls.output_grads - 1) * storage.nbytes, 0, ops.num_run - 1)
+            yield storage, Held(storage.kind, storage.nbytes, 0, ops.num_forward - 1)
+            last = max((life.last for life in lives.get(storage.id, ())), default=ops.num_forward - 1)
+            yield storage, Held(storage.kind, storage.nbytes, last + 1, ops.num_run - 1)
+        elif storage.kind in (Kind.SAVED, Kind.TEMP) and (saved or is_output):
+            most, more = calls.num - 1, calls.more_outputs if is_output else 0
+            loss = int(is_output and calls.has_loss)
+            forward = min(call.beside_forward + (more if calls.alternate else 0), most) + loss * call.beside_forward
+            yield storage, Held(storage.kind, forward * storage.nbytes, 0, ops.num_forward - 1)
+            # The caller holds the output of the call itself until its backward has ended.
+            own = int(is_output and not saved)
+            backward = min(call.beside_backward + more, most) + loss * call.beside_backward + own
+            yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
+
+
+def _tangents(step: StepGraph, ops: Ops) -> frozenset[StorageId]:
+    """Return the gradients of outputs, which the first op of the backward reads without a write before."""
+    if ops.num_forward >= ops.num_run:
+        return frozenset()
+    first = step.ops[ops.num_forward]
+    return frozenset(name for name in first.writes if name in first.reads)

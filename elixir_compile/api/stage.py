@@ -1,0 +1,88 @@
+"""What `prepare` is told of the calls of a step: by numbers, or by a schedule of torch.distributed.pipelining."""
+
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.errors import InvalidOption, UnsupportedModel
+from elixir_compile.ir import Calls
+from elixir_compile.managed.model import ManagedModel
+
+_SCHEDULES = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+
+
+def calls_asked(model: nn.Module, outstanding: object, calls: object) -> Calls | None:
+    """Return the calls of a step of `model`, given the arguments `outstanding` and `calls` of `prepare`; None if
+    neither is given.
+
+    Raises InvalidOption for a value that is neither a number of 1 or more nor such a schedule, and UnsupportedModel if
+    the schedule has no such stage, or splits the backward.
+    """
+    if outstanding is None:
+        if calls is not None:
+            raise InvalidOption("calls", calls, "no `calls` without `outstanding`, the most forwards that wait at once")
+        return None
+    if not isinstance(outstanding, int):
+        if calls is not None:
+            raise InvalidOption("calls", calls, "no `calls` beside a schedule, which has their number")
+        return _calls_of(model, outstanding)
+    for name, value in (("outstanding", outstanding), ("calls", outstanding if calls is None else calls)):
+        if type(value) is not int or value < 1:
+            raise InvalidOption(name, value, "a number of 1 or more, or for `outstanding` the schedule of the stage")
+    number = outstanding if calls is None else calls
+    assert isinstance(number, int)
+    if number < outstanding:
+        raise InvalidOption("calls", number, f"at least the {outstanding} forwards that are outstanding at once")
+    return Calls(num=number, outstanding=outstanding)
+
+
+def _calls_of(model: nn.Module, schedule: object) -> Calls:
+    stages = compat.scheduled_stages(schedule)
+    name = type(model).__name__
+    if stages is None:
+        expected = f"a number, or a schedule of torch.distributed.pipelining: {_SCHEDULES}"
+        raise InvalidOption("outstanding", type(schedule).__name__, expected)
+    stage = next((own for own in stages if compat.undo_compile(own.module) is model), None)
+    if stage is None:
+        found = ", ".join(f"stage {own.index} is {type(compat.undo_compile(own.module)).__name__}" for own in stages)
+        raise UnsupportedModel(
+            name,
+            f"{type(schedule).__name__} has no such stage on this rank ({found}). Give `prepare` the module that its "
+            "PipelineStage was made with",
+        )
+    if "S" in stage.order:
+        because = f"{type(schedule).__name__} splits its backward in two, which compiled code cannot. Use {_SCHEDULES}"
+        raise UnsupportedModel(name, because)
+    most = waiting = 0
+    for letter in stage.order:
+        waiting += 1 if letter == "F" else -1
+        most = max(most, waiting)
+    number = stage.num_micro_batches
+    return Calls(
+        num=number,
+        outstanding=most,
+        more_outputs=number - 1 if stage.is_last else min(stage.num_sent, number - 1),
+        output_grads=1 if stage.is_last else number,
+        input_grads=1 if stage.is_first else min(stage.num_sent + 1, number),
+        has_loss=stage.is_last,
+        is_scaled=stage.scales and number > 1,
+    )
+
+
+def take_calls(managed: ManagedModel, calls: Calls | None) -> None:
+    """Let each step call `managed` as `calls` say from now on.
+
+    Raises UnsupportedModel if it has no parameters, or has trained in steps of other calls.
+    """
+    executor = managed.executor
+    if calls is None or calls == executor.calls.spec:
+        return
+    if not executor.slots:
+        because = "it has no parameter that a plan could place. Leave it as it is: a pipeline runs it without `prepare`"
+        raise UnsupportedModel(executor.name, because)
+    if any(not graph.is_inference for graph in managed.graphs):
+        because = (
+            f"it has trained in steps of {executor.calls.spec} already, and cannot change to {calls}. Call `prepare` "
+            "with `outstanding` before its first step"
+        )
+        raise UnsupportedModel(executor.name, because)
+    executor.calls.spec = calls

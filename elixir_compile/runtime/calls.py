@@ -1,0 +1,123 @@
+"""Which call of a step runs: the first gathers buckets, the last releases them and reduces the gradients of all.
+
+```text
+  forward    number 1 2 3 4           = backward passes that have ended + forwards that wait + 1
+  backward   number 1 2 3 4           = backward passes that have ended + 1
+```
+
+The numbers follow from what waits and what has ended, so a forward whose result is dropped, or whose backward asks for
+gradients of inputs alone, is no call of the step. torch's pipelines run such a forward to learn the shapes of tensors.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from elixir_compile.errors import IncompleteStep, TooManyForwards
+from elixir_compile.ir.calls import ONCE, Calls
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The calls of the running step of a graph."""
+
+    num_done: int = 0
+    """Backward passes that have ended."""
+    waiting: set[int] = field(default_factory=set)
+    """The numbers of the forwards whose backward has not begun; a forward that was dropped may still be among them."""
+
+
+class StepCalls:
+    """The calls of the steps of an executor, counted for each of its graphs."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the name of the model in messages."""
+        self.spec: Calls = ONCE
+        """How often each step calls the model."""
+        self.is_last = True
+        """Whether the program that runs now is the last of its half in the step."""
+        self.trains = True
+        """Whether the backward that runs now asks for gradients of parameters; else none is summed or reduced."""
+        self.num_steps = 0
+        """Steps of several calls that have ended."""
+        self._name = name
+        self._last: _Progress | None = None
+        """The calls to which the forward that ran last belongs."""
+        self._progress: weakref.WeakKeyDictionary[object, _Progress] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has had its first backward, and not its last."""
+        return any(progress.num_done for progress in list(self._progress.values()))
+
+    def has_begun(self, graph: object, alive: Collection[int]) -> bool:
+        """Return whether a step of `graph` has begun and not ended; `alive` are the numbers of outstanding forwards."""
+        progress = self._progress.get(graph)
+        return progress is not None and (progress.num_done > 0 or not progress.waiting.isdisjoint(alive))
+
+    def require_whole_step(self, alive: Collection[int]) -> None:
+        """Raise IncompleteStep if a step of any graph has begun and not ended: not all its gradients are summed up."""
+        for graph, progress in list(self._progress.items()):
+            if progress.num_done and self.has_begun(graph, alive):
+                num_waiting = len(progress.waiting.intersection(alive))
+                raise IncompleteStep(self._name, progress.num_done, num_waiting, self.spec.num)
+
+    @contextlib.contextmanager
+    def forward(self, graph: object, alive: Collection[int]) -> Iterator[None]:
+        """Run the program of a forward of `graph`.
+
+        `alive` are the numbers of outstanding forwards. Raises TooManyForwards if more of them wait than `prepare` was
+        told.
+        """
+        progress = self._progress.setdefault(graph, _Progress())
+        progress.waiting &= set(alive)
+        number = progress.num_done + len(progress.waiting) + 1
+        if number > self.spec.num or len(progress.waiting) >= self.spec.outstanding:
+            numbers = (len(progress.waiting), progress.num_done, self.spec.num, self.spec.outstanding)
+            raise TooManyForwards(self._name, *numbers)
+        with self._as(is_last=number == self.spec.num, trains=True):
+            yield
+        self._last = progress
+
+    def waits(self, graph: object, number: int) -> bool:
+        """Return whether the forward `number` of `graph` waits for its backward."""
+        progress = self._progress.get(graph)
+        return progress is not None and number in progress.waiting
+
+    def note_forward(self, number: int) -> None:
+        """Note that the forward that ran last, number `number` of all, waits for its backward."""
+        if self._last is not None:
+            self._last.waiting.add(number)
+
+    @contextlib.contextmanager
+    def backward(self, graph: object, number: int, *, trains: bool) -> Iterator[None]:
+        """Run the program of the backward of the forward `number` of `graph`.
+
+        If it does not train, because it asks for no gradient of a parameter, it is no call of the step.
+        """
+        progress = self._progress.setdefault(graph, _Progress())
+        is_call = trains and number in progress.waiting
+        progress.waiting.discard(number)
+        is_alone = not is_call and not progress.num_done and not progress.waiting
+        with self._as(is_last=is_alone or (is_call and progress.num_done + 1 == self.spec.num), trains=trains):
+            yield
+        if is_call:
+            progress.num_done += 1
+        if progress.num_done == self.spec.num:
+            progress.num_done = 0
+            self.num_steps += 1
+
+    def abandon(self) -> None:
+        """Begin a new step with the next forward; called after an exception."""
+        self._progress.clear()
+        self._last = None
+
+    @contextlib.contextmanager
+    def _as(self, *, is_last: bool, trains: bool) -> Iterator[None]:
+        before = self.is_last, self.trains
+        self.is_last, self.trains = is_last, trains
+        try:
+            yield
+        finally:
+            self.is_last, self.trains = before

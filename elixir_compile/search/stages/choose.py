@@ -1,0 +1,334 @@
+"""Choose the stages of a pipeline for a captured step, and compare the schedules of torch.
+
+```text
+  layers --costs--> options of each stage --split--> cuts --op by op--> seconds and bytes --simulate--> step, bubbles
+```
+"""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+
+from elixir_compile.analysis.activations import Depth
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.stage_layers import layered
+from elixir_compile.analysis.stage_memory import stage_memory
+from elixir_compile.errors import ElixirError, InvalidOption, NoFeasibleStages
+from elixir_compile.hardware import Cluster, Fleet, Link
+from elixir_compile.ir import Activations, Saving, StepGraph
+from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards, pipeline_order
+from elixir_compile.ir.pipeline_plan import PipelinePlan, RankOutlook, ScheduleOutlook, StageOutlook, layers_text
+from elixir_compile.search.shares.costs import treatments_of
+from elixir_compile.search.shares.offers import Budget
+from elixir_compile.search.space.levels import Level, level_text
+from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of, layers_of, saving_of
+from elixir_compile.search.stages.costs import LEVELS, StageCosts, StageFacts, TrainedBytes, phase_s
+from elixir_compile.search.stages.split import Cut, Option, Room, best_split
+from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline
+
+_MOST_TRIES = 4
+_ENDLESS = 1 << 60
+"""More bytes than any memory has."""
+_SAVINGS = frozenset({Saving.KEEP, Saving.RECOMPUTE})
+_SHARES = tuple(Fraction(quarters, 4) for quarters in range(5))
+"""The shares of the layers of a stage whose activations are computed again that are offered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAsk:
+    """The question: which layers of `graph` each rank of `fleet` trains."""
+
+    graph: StepGraph
+    """The captured step on one micro-batch."""
+    rows: int
+    """Rows of the batch of a step."""
+    micro_batches: int
+    fleet: Fleet
+    budgets: tuple[Budget, ...]
+    """The memory of each rank."""
+    base_bytes: int = 0
+    """Device bytes of each rank outside of its stages, as of libraries."""
+    trained: TrainedBytes
+    savings: frozenset[Saving] = frozenset(Saving)
+
+
+class StageSearch:
+    """The search for the stages of one captured step, under any schedule."""
+
+    def __init__(self, ask: StageAsk) -> None:
+        self.ask = ask
+        classes = ask.fleet.classes()
+        self._class_of = {rank: number for number, ranks in enumerate(classes) for rank in ranks}
+        clusters = [ask.fleet.seen_by(ranks[0]) for ranks in classes]
+        step = layered(ask.graph)
+        treatments = treatments_of(ask.graph, ask.savings & _SAVINGS)
+        self._costs = StageCosts(step, treatments, ask.trained, clusters)
+        self.num_layers = len(step.layers)
+
+    def best(self, schedule: TorchSchedule, num_stages: int) -> PipelinePlan:
+        """Return the stages with the fastest slowest stage under `schedule`.
+
+        Raises InvalidOption for numbers that torch does not take and for more stages than layers, and NoFeasibleStages
+        if no stages fit the ranks.
+        """
+        ask, fleet = self.ask, self.ask.fleet
+        order = pipeline_order(schedule, num_stages, fleet.num_ranks, ask.micro_batches)
+        if num_stages > self.num_layers:
+            expected = f"at most {self.num_layers}, as many as {ask.graph.name} has layers at which it can be cut"
+            raise InvalidOption("stages", num_stages, expected)
+        return _Chosen(ask, self._costs, order, self._class_of).plan()
+
+    def compared(self, num_stages: int) -> tuple[ScheduleOutlook, ...]:
+        """Return the step of each schedule of torch with stages of its own: one for each rank if the schedule takes no
+        more, else `num_stages`, or two for each rank if those are as many as the ranks."""
+        num_ranks = self.ask.fleet.num_ranks
+        looped = num_stages if num_stages > num_ranks else 2 * num_ranks
+        return tuple(self._outlook(each, looped if each.is_looped else num_ranks) for each in TorchSchedule)
+
+    def _outlook(self, schedule: TorchSchedule, num_stages: int) -> ScheduleOutlook:
+        try:
+            made = self.best(schedule, num_stages)
+        except (InvalidOption, NoFeasibleStages) as error:
+            return ScheduleOutlook(schedule=schedule, num_stages=num_stages, because=_short(error))
+        return ScheduleOutlook(
+            schedule=schedule,
+            num_stages=num_stages,
+            step_s=made.step_s,
+            bubble=sum(rank.bubble for rank in made.ranks) / len(made.ranks),
+            peak_bytes=max(rank.peak_bytes for rank in made.ranks),
+            sent_bytes=sum(rank.sent_bytes for rank in made.ranks),
+        )
+
+
+def _short(error: ElixirError) -> str:
+    if isinstance(error, InvalidOption):
+        return f"{error.name} {error.got}: expected {error.expected}"
+    return "does not fit"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a stage runs: what is done with its activations, and its homes."""
+
+    share: Fraction
+    """The share of its layers whose activations are computed again."""
+    level: Level
+
+    def mixed(self, kept: float, recomputed: float) -> float:
+        """Return the figure of this way between those of the ways that treat all layers alike."""
+        return kept + float(self.share) * (recomputed - kept)
+
+
+class _Chosen:
+    """The stages of one schedule."""
+
+    def __init__(self, ask: StageAsk, costs: StageCosts, order: PipelineOrder, class_of: dict[int, int]) -> None:
+        self._ask, self._costs, self._order, self._class_of = ask, costs, order, class_of
+        self._outstanding = [outstanding_forwards(order, stage) for stage in range(order.num_stages)]
+        shares = _SHARES if len(costs.treatments) > 1 else _SHARES[:1]
+        self._ways = [_Way(share, level) for share in shares for level in LEVELS]
+        self._rooms = [
+            Room(device_bytes=each.device_bytes - ask.base_bytes, host_bytes=each.host_bytes) for each in ask.budgets
+        ]
+
+    def _cluster(self, stage: int) -> Cluster:
+        return self._costs.clusters[self._class_of[stage % self._order.num_ranks]]
+
+    def _options(self, stage: int, first: int, end: int) -> tuple[Option, ...]:
+        """Return the ways to run a stage of these layers of which no other is both faster and leaner."""
+        facts = self._costs.facts(first, end)
+        every = [self._option(stage, first, end, facts, number) for number in range(len(self._ways))]
+        return tuple(own for own in every if not any(_is_better(other, own) for other in every if other is not own))
+
+    def _option(self, stage: int, first: int, end: int, facts: StageFacts, number: int) -> Option:
+        way, cluster, num = self._ways[number], self._cluster(stage), self._order.num_micro_batches
+        rank_class, treated = self._class_of[stage % self._order.num_ranks], len(self._costs.treatments) - 1
+        pairs = zip(*(self._costs.stage_s(rank_class, each, first, end) for each in (0, treated)), strict=True)
+        forward_s, backward_s = (way.mixed(*pair) for pair in pairs)
+        gather_s = facts.gather_s(way.level, cluster)
+        exposed_s = max(0.0, gather_s - forward_s) + max(0.0, gather_s - backward_s)
+        saved_bytes = math.ceil(way.mixed(facts.saved_bytes[0], facts.saved_bytes[treated]))
+        gathered_bytes = facts.gathered_bytes(way.level)
+        passing_bytes = max(facts.running_bytes[0], facts.running_bytes[treated]) + facts.largest_grad_bytes
+        # Only breadth-first order is through with a stage before the next one of the rank begins.
+        is_alone = self._order.schedule is TorchSchedule.LOOPED_BFS
+        added_bytes = (
+            facts.held_bytes(way.level, num)
+            + self._outstanding[stage] * saved_bytes
+            + (0 if is_alone else gathered_bytes)
+        )
+        return Option(
+            seconds=num * (forward_s + backward_s) + exposed_s + facts.update_s(way.level, cluster),
+            added_bytes=added_bytes,
+            passing_bytes=passing_bytes + (gathered_bytes if is_alone else 0),
+            host_bytes=facts.host_bytes(way.level),
+            way=number,
+        )
+
+    def plan(self) -> PipelinePlan:
+        ask, order = self._ask, self._order
+        cuts, counted, peaks = self._fitting()
+        seconds = [each for each, _ in counted]
+        played = play_pipeline(order, seconds, lambda one, other: link_between(ask.fleet, one, other))
+        stages = tuple(self._stage_outlook(stage, cut, *counted[stage]) for stage, cut in enumerate(cuts))
+        ranks = tuple(
+            RankOutlook(
+                rank=rank,
+                device=ask.fleet.seats[rank].cluster.device.name,
+                busy_s=own.busy_s,
+                bubble=played.bubble(rank),
+                peak_bytes=peaks[rank] + ask.base_bytes,
+                budget_bytes=ask.budgets[rank].device_bytes,
+                host_bytes=sum(cut.option.host_bytes for cut in cuts[rank :: order.num_ranks]),
+                sent_bytes=own.sent_bytes,
+                received_bytes=own.received_bytes,
+            )
+            for rank, own in enumerate(played.ranks)
+        )
+        return PipelinePlan(
+            name=ask.graph.name,
+            hardware=ask.fleet.name,
+            schedule=order.schedule,
+            rows=ask.rows,
+            micro_batches=order.num_micro_batches,
+            step_s=played.step_s,
+            stages=stages,
+            ranks=ranks,
+        )
+
+    def _fitting(self) -> tuple[tuple[Cut, ...], list[tuple[StageSeconds, StageBytes]], tuple[int, ...]]:
+        """Return the stages, what each takes, and the peaks of the ranks, all within their budgets op by op.
+
+        If the sums of layers had too few bytes, the room of a rank shrinks by as many. Raises NoFeasibleStages.
+        """
+        rooms = list(self._rooms)
+        for _ in range(_MOST_TRIES):
+            cuts = best_split(len(self._costs.step.layers), self._order.num_stages, rooms, self._options)
+            if cuts is None:
+                break
+            counted = [self._counted(stage, cut) for stage, cut in enumerate(cuts)]
+            peaks = pipeline_peaks(self._order, [each for _, each in counted])
+            excess = [peak - room.device_bytes for peak, room in zip(peaks, self._rooms, strict=True)]
+            if max(excess) <= 0:
+                return cuts, counted, peaks
+            rooms = [
+                replace(room, device_bytes=room.device_bytes - max(0, over))
+                for room, over in zip(rooms, excess, strict=True)
+            ]
+        raise self._no_room()
+
+    def _counted(self, stage: int, cut: Cut) -> tuple[StageSeconds, StageBytes]:
+        """Return the seconds and bytes of `stage` as a step of its own, op by op."""
+        way, cluster = self._ways[cut.option.way], self._cluster(stage)
+        facts, num = self._costs.facts(cut.first, cut.end), self._order.num_micro_batches
+        graph = self._costs.step.stage_graph(cut.first, cut.end)
+        step = as_run(graph, _recomputed(graph, way.share, self._ask.savings))
+        memory = stage_memory(step)
+        forward_s, backward_s = phase_s(step, cluster)
+        seconds = StageSeconds(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            gather_s=facts.gather_s(way.level, cluster),
+            update_s=facts.update_s(way.level, cluster),
+            sent_bytes=facts.sent_bytes,
+        )
+        nbytes = StageBytes(
+            held_bytes=facts.held_bytes(way.level, num),
+            gathered_bytes=facts.gathered_bytes(way.level),
+            saved_bytes=memory.saved_bytes,
+            forward_bytes=memory.forward_bytes,
+            backward_bytes=memory.backward_bytes + facts.largest_grad_bytes,
+        )
+        return seconds, nbytes
+
+    def _stage_outlook(self, stage: int, cut: Cut, seconds: StageSeconds, nbytes: StageBytes) -> StageOutlook:
+        way, layers = self._ways[cut.option.way], self._costs.step.layers
+        own = layers[cut.first : cut.end]
+        return StageOutlook(
+            stage=stage,
+            rank=stage % self._order.num_ranks,
+            layers=tuple(layer.name for layer in own),
+            modules=tuple(module for layer in own for module in layer.modules),
+            forward_s=seconds.forward_s,
+            backward_s=seconds.backward_s,
+            update_s=seconds.update_s,
+            sent_bytes=seconds.sent_bytes,
+            outstanding=self._outstanding[stage],
+            saved_bytes=nbytes.saved_bytes,
+            treatment=_treatment_text(way.share),
+            homes=level_text(way.level),
+            copies=self._costs.shared_with_earlier(cut.first, cut.end),
+        )
+
+    def _no_room(self) -> NoFeasibleStages:
+        """Return the error with the rank that is short of the most bytes, if each stage is as lean as it can be."""
+        order = self._order
+        is_short_of_host = best_split(
+            len(self._costs.step.layers), order.num_stages, [replace(r, host_bytes=_ENDLESS) for r in self._rooms],
+            self._options,
+        ) is not None  # fmt: skip
+
+        def leanest(stage: int, first: int, end: int) -> tuple[Option, ...]:
+            found = [_bytes_of(option, is_short_of_host) for option in self._options(stage, first, end)]
+            return (Option(seconds=float(min(found)), added_bytes=0, passing_bytes=0, host_bytes=0),)
+
+        cuts = best_split(len(self._costs.step.layers), order.num_stages, self._rooms, leanest)
+        assert cuts is not None, "an option without bytes fits any room"
+        needed = [
+            sum(int(cut.option.seconds) for cut in cuts[rank :: order.num_ranks]) for rank in range(order.num_ranks)
+        ]
+        rooms = [room.host_bytes if is_short_of_host else room.device_bytes for room in self._rooms]
+        rank = max(range(order.num_ranks), key=lambda rank: needed[rank] - rooms[rank])
+        stage = max(range(rank, order.num_stages, order.num_ranks), key=lambda stage: cuts[stage].option.seconds)
+        layers = self._costs.step.layers[cuts[stage].first : cuts[stage].end]
+        base_bytes = 0 if is_short_of_host else self._ask.base_bytes
+        return NoFeasibleStages(
+            order.schedule,
+            layers_text([layer.name for layer in layers]),
+            max(needed[rank], rooms[rank] + 1) + base_bytes,
+            rooms[rank] + base_bytes,
+            "host" if is_short_of_host else "device",
+            self._outstanding[stage],
+        )
+
+
+def _recomputed(graph: StepGraph, share: Fraction, savings: frozenset[Saving]) -> tuple[Activations, ...]:
+    """Return the activations of `graph` if so many of its layers, from the first on, are computed again that at least a
+    `share` of the bytes is free that all of them would free."""
+    layers = layers_of(graph, savings & _SAVINGS)
+    depth = max(depths_of(layers), default=Depth.KEPT)
+    deepest_modes = [deepest(layer, depth, leaves=False) for layer in layers]
+    freed = [_freed_bytes(layer, layer.modes[mode]) for layer, mode in zip(layers, deepest_modes, strict=True)]
+    before = accumulate(freed, initial=0)
+    target_bytes = share * sum(freed)
+    modes = [mode if done < target_bytes else 0 for mode, done in zip(deepest_modes, before, strict=False)]
+    return activations_of(layers, modes)
+
+
+def _freed_bytes(layer: Layer, mode: Mode) -> int:
+    return sum(group.nbytes for group in layer.groups if saving_of(group, mode) is Saving.RECOMPUTE)
+
+
+def _treatment_text(share: Fraction) -> str:
+    if share == 0:
+        return "kept"
+    return "recomputed" if share == 1 else f"recomputed in {share} of the layers"
+
+
+def _bytes_of(option: Option, is_host: bool) -> int:
+    return option.host_bytes if is_host else option.added_bytes + option.passing_bytes
+
+
+def _is_better(one: Option, other: Option) -> bool:
+    """Return whether `one` is nowhere worse than `other`, and, of equal options, the earlier one."""
+    mine = (one.seconds, one.added_bytes, one.passing_bytes, one.host_bytes)
+    its = (other.seconds, other.added_bytes, other.passing_bytes, other.host_bytes)
+    return all(own <= theirs for own, theirs in zip(mine, its, strict=True)) and (mine != its or one.way < other.way)
+
+
+def link_between(fleet: Fleet, rank: int, other: int) -> Link | None:
+    """Return the link from `rank` to `other`: of their host, or the slowest of the ring over all ranks."""
+    one, two = fleet.seats[rank], fleet.seats[other]
+    peer = one.cluster.nodes[0].peer if one.host == two.host else None
+    return peer or fleet.collective

@@ -1,0 +1,225 @@
+"""Price every stage that consecutive layers can make: seconds on each device, bytes, and the ways to run it.
+
+```text
+  seconds   n (forward + backward) + update + gathers that compute does not hide          of a step of n micro-batches
+  bytes     n (received + gradients received) + inputs + state       torch allocates the buffers of all micro-batches
+            + outstanding forwards x saved + the most of any layer that runs
+```
+
+A sum over layers is exact for seconds; for what a running layer holds besides, the layer with the most counts. The
+stages that are chosen are counted again op by op. Offloaded activations are not offered: the plan of a stage may
+offload what this search keeps or recomputes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.stage_layers import LayeredStep
+from elixir_compile.analysis.stage_memory import stage_memory
+from elixir_compile.cost import copy_s, op_s
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import Kind, Phase, StepGraph, StorageId
+from elixir_compile.search.shares.costs import Treatment
+from elixir_compile.search.space.levels import Level
+
+LEVELS = (Level.ON_DEVICE, Level.STATE_OFF, Level.ALL_OFF_RELEASED)
+"""The homes that are offered for the parameters and the state of a stage, all alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBytes:
+    """What training keeps for each trained parameter."""
+
+    numels: Mapping[StorageId, int]
+    grad_bytes: Mapping[StorageId, int]
+    state_bytes: Mapping[StorageId, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """The bytes of the layers from `first` up to `end` as a stage, whatever rank runs it."""
+
+    numel: int
+    """Trained elements."""
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    largest_grad_bytes: int
+    """The gradients of the layer with the most, which one backward makes before they are added to those of others."""
+    input_bytes: int
+    """Inputs of the model that it reads, and buffers, of one micro-batch."""
+    received_bytes: int
+    """What comes from the stage before, of one micro-batch."""
+    sent_bytes: int
+    saved_bytes: tuple[int, ...]
+    """Of an outstanding forward, in each treatment."""
+    running_bytes: tuple[int, ...]
+    """The most that a running layer holds besides, in each treatment."""
+
+    def held_bytes(self, level: Level, micro_batches: int) -> int:
+        """Return the bytes on the device during the whole step: buffers of all micro-batches, and what of the training
+        state stays there at `level`."""
+        buffers_bytes = micro_batches * (self.received_bytes + self.sent_bytes + self.input_bytes)
+        kept_bytes = 0 if level.has_param_on_host else self.param_bytes + self.grad_bytes
+        return buffers_bytes + kept_bytes + (0 if level.has_state_on_host else self.state_bytes)
+
+    def gathered_bytes(self, level: Level) -> int:
+        """Return the bytes that are on the device from the first to the last forward or backward."""
+        return self.param_bytes + self.grad_bytes if level.has_param_on_host else 0
+
+    def host_bytes(self, level: Level) -> int:
+        """Return the bytes on the host."""
+        params_bytes = self.param_bytes + self.grad_bytes if level.has_param_on_host else 0
+        return params_bytes + (self.state_bytes if level.has_state_on_host else 0)
+
+    def gather_s(self, level: Level, cluster: Cluster) -> float:
+        """Return the seconds in which the parameters come to the device."""
+        return copy_s(self.param_bytes, cluster.h2d) if level.has_param_on_host else 0.0
+
+    def update_s(self, level: Level, cluster: Cluster) -> float:
+        """Return the seconds of the update behind the last backward, with the copies that it needs."""
+        if not self.numel:
+            return 0.0
+        if not level.has_state_on_host:
+            return cluster.device.launch_s + self.numel / cluster.device.update_elements_per_s
+        update_s = self.numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
+        update_s += copy_s(self.grad_bytes, cluster.d2h)
+        return update_s if level.has_param_on_host else update_s + copy_s(self.param_bytes, cluster.h2d)
+
+
+def phase_s(step: StepGraph, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward of `step` on the device of `cluster`."""
+    found = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.UPDATE: 0.0}
+    dtypes = {storage.id: storage.dtype for storage in step.storages}
+    for op in step.ops:
+        found[op.phase] += op_s(op, cluster.device, dtypes[op.writes[0]] if op.writes else "float32")
+    return found[Phase.FORWARD], found[Phase.BACKWARD]
+
+
+class StageCosts:
+    """The layers of a step on one micro-batch, with what every stage of them takes."""
+
+    def __init__(
+        self, step: LayeredStep, treatments: Sequence[Treatment], trained: TrainedBytes, clusters: Sequence[Cluster]
+    ) -> None:
+        """Count each layer in each of `treatments`, the first of which keeps all activations, on the device of each of
+        `clusters`, the classes of ranks."""
+        self.step, self.treatments, self.trained = step, tuple(treatments), trained
+        self.clusters = tuple(clusters)
+        self._kinds = {storage.id: storage.kind for storage in step.graph.storages}
+        self._rows: dict[int, tuple[StageFacts, ...]] = {}
+        self._seconds: dict[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = {}
+
+    @cached_property
+    def _steps(self) -> tuple[LayeredStep, ...]:
+        """The step as it runs in each treatment."""
+        return tuple(self.step.run_as(as_run(self.step.graph, each.activations)) for each in self.treatments)
+
+    @cached_property
+    def _given(self) -> tuple[tuple[frozenset[StorageId], frozenset[StorageId]], ...]:
+        """The parameters that each layer reads; and the inputs of the model and the buffers that its forward reads."""
+        params: list[set[StorageId]] = [set() for _ in self.step.layers]
+        inputs: list[set[StorageId]] = [set() for _ in self.step.layers]
+        for op in self.step.graph.ops:
+            at = self.step.numbers.get(op.id)
+            if at is None:
+                continue
+            params[at].update(name for name in op.reads if self._kinds[name] is Kind.PARAM)
+            if op.phase is Phase.FORWARD:
+                inputs[at].update(name for name in op.reads if self._kinds[name] in (Kind.INPUT, Kind.BUFFER))
+        return tuple((frozenset(own), frozenset(read)) for own, read in zip(params, inputs, strict=True))
+
+    @cached_property
+    def _saved(self) -> tuple[tuple[frozenset[StorageId], ...], ...]:
+        """What the backward of each layer reads of the forward, by treatment and layer."""
+        found: list[tuple[frozenset[StorageId], ...]] = []
+        for step in self._steps:
+            kinds = {storage.id: storage.kind for storage in step.graph.storages}
+            made: set[StorageId] = set()
+            read: list[set[StorageId]] = [set() for _ in step.layers]
+            for op in step.graph.ops:
+                if op.phase is Phase.FORWARD:
+                    made.update(name for name in op.writes if kinds[name] in (Kind.TEMP, Kind.SAVED))
+                elif op.phase is Phase.BACKWARD:
+                    read[step.numbers[op.id]].update(made.intersection(op.reads))
+            found.append(tuple(map(frozenset, read)))
+        return tuple(found)
+
+    @cached_property
+    def _running(self) -> tuple[tuple[int, ...], ...]:
+        """The most bytes that each layer holds beside what it saves, by treatment and layer."""
+        found: list[tuple[int, ...]] = []
+        for step in self._steps:
+            memories = [stage_memory(step.stage_graph(at, at + 1)) for at in range(len(step.layers))]
+            found.append(tuple(max(each.forward_bytes, each.backward_bytes) - each.saved_bytes for each in memories))
+        return tuple(found)
+
+    def shared_with_earlier(self, first: int, end: int) -> tuple[StorageId, ...]:
+        """Return the parameters of the layers from `first` up to `end` that an earlier layer reads too."""
+        earlier = frozenset[StorageId]().union(*(params for params, _ in self._given[:first]))
+        own = frozenset[StorageId]().union(*(params for params, _ in self._given[first:end]))
+        return tuple(sorted(own & earlier))
+
+    def facts(self, first: int, end: int) -> StageFacts:
+        """Return the bytes of the layers from `first` up to, not including, `end`."""
+        if first not in self._rows:
+            self._rows[first] = tuple(self._row(first))
+        return self._rows[first][end - first - 1]
+
+    def _row(self, first: int) -> list[StageFacts]:
+        nbytes, crossings, trained = self.step.nbytes, (*self.step.crossings, ()), self.trained
+        params: set[StorageId] = set()
+        inputs: set[StorageId] = set()
+        saved: list[set[StorageId]] = [set() for _ in self.treatments]
+        running, largest_grad_bytes = [0] * len(saved), 0
+        received = set(crossings[first])
+        found: list[StageFacts] = []
+        for at in range(first, len(self.step.layers)):
+            own, read = self._given[at]
+            params |= own
+            inputs |= read
+            grads_bytes = sum(trained.grad_bytes.get(name, 0) for name in own)
+            largest_grad_bytes = max(largest_grad_bytes, grads_bytes)
+            for number, kept in enumerate(saved):
+                kept |= self._saved[number][at] - received
+                running[number] = max(running[number], self._running[number][at])
+            sent = set(crossings[at + 1])
+            found.append(
+                StageFacts(
+                    numel=sum(trained.numels.get(name, 0) for name in params),
+                    param_bytes=sum(nbytes[name] for name in params),
+                    grad_bytes=sum(trained.grad_bytes.get(name, 0) for name in params),
+                    state_bytes=sum(trained.state_bytes.get(name, 0) for name in params),
+                    largest_grad_bytes=largest_grad_bytes,
+                    input_bytes=sum(nbytes[name] for name in inputs),
+                    received_bytes=sum(nbytes[name] for name in received),
+                    sent_bytes=sum(nbytes[name] for name in sent),
+                    saved_bytes=tuple(sum(nbytes[name] for name in kept | (sent - received)) for kept in saved),
+                    running_bytes=tuple(running),
+                )
+            )
+        return found
+
+    def stage_s(self, rank_class: int, treatment: int, first: int, end: int) -> tuple[float, float]:
+        """Return the seconds of a forward and of a backward of the layers from `first` up to `end` on one
+        micro-batch."""
+        key = (rank_class, treatment)
+        if key not in self._seconds:
+            self._seconds[key] = self._sums_s(*key)
+        forward, backward = self._seconds[key]
+        return forward[end] - forward[first], backward[end] - backward[first]
+
+    def _sums_s(self, rank_class: int, treatment: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the seconds of all layers before each layer, in the forward and in the backward."""
+        step, device = self._steps[treatment], self.clusters[rank_class].device
+        dtypes = {storage.id: storage.dtype for storage in step.graph.storages}
+        layer_s = {phase: [0.0] * len(step.layers) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        for op in step.graph.ops:
+            if op.id in step.numbers:
+                dtype = dtypes[op.writes[0]] if op.writes else "float32"
+                layer_s[op.phase][step.numbers[op.id]] += op_s(op, device, dtype)
+        forward, backward = (tuple(accumulate(own, initial=0.0)) for own in layer_s.values())
+        return forward, backward

@@ -1,0 +1,71 @@
+"""Bytes of steps of several calls: by three kinds of calls, and by all calls carried out."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.analysis.calls import ONLY, call_at_most, call_kinds
+from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json
+from elixir_compile.search import Problem, plan
+from tests.pure.calls_walk import peak_of_calls
+from tests.pure.search.test_planner import chain_of, problem_of
+
+
+def problem_of_calls(calls: Calls, layers: int = 4, share: float = 1.0) -> Problem:
+    """Return a chain of `layers` in steps of `calls`, under `share` of what it takes with everything kept."""
+    problem = replace(problem_of(chain_of(layers)), calls=calls)
+    kept = plan(replace(problem, budget_bytes=1 << 40), "keep_all")
+    return replace(problem, budget_bytes=int(share * kept.prediction.device_peak_bytes))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 9), st.integers(1, 9), st.sampled_from([2.0, 0.8, 0.6]), st.sampled_from(list(Saving)))
+def test_the_planned_peak_is_that_of_all_calls_carried_out(
+    num: int, outstanding: int, share: float, saving: Saving
+) -> None:
+    calls = Calls(num=num, outstanding=min(num, outstanding))
+    problem = replace(problem_of_calls(calls, share=share), savings=frozenset({Saving.KEEP, saving}))
+    try:
+        made = plan(problem, "greedy")
+    except NoFeasiblePlan:
+        return
+    assert made.prediction.device_peak_bytes <= problem.budget_bytes
+    assert plan_timeline(problem.graph, made).peak.nbytes == peak_of_calls(problem.graph, made)
+
+
+def test_more_outstanding_forwards_need_more_bytes() -> None:
+    peaks = [
+        plan(problem_of_calls(Calls(num=8, outstanding=k), share=2.0), "keep_all").prediction.device_peak_bytes
+        for k in (1, 2, 4, 7)
+    ]
+    assert peaks == sorted(set(peaks))
+    saved = {later - earlier for earlier, later in ((peaks[0], peaks[1]),)}
+    assert peaks[2] - peaks[1] == 2 * saved.pop()
+
+
+def test_activations_are_recomputed_or_offloaded_for_all_outstanding_forwards() -> None:
+    calls = Calls(num=8, outstanding=8)
+    problem = problem_of_calls(calls, share=0.6)
+    made = plan(problem, "milp", 1.0)
+    assert made.calls == calls
+    assert made.bound_s is None
+    assert {group.saving for group in made.activations} > {Saving.KEEP}
+    away = sum(group.nbytes for group in made.activations if group.saving is Saving.OFFLOAD)
+    assert made.prediction.host_peak_bytes >= 8 * away
+    assert plan_from_json(plan_to_json(made)) == made
+
+
+def test_a_step_of_one_call_is_a_plain_step() -> None:
+    assert call_kinds(Calls()) == (ONLY,)
+    assert call_at_most(Calls()) is ONLY
+    assert '"calls"' not in plan_to_json(plan(problem_of_calls(Calls()), "keep_all"))
+
+
+@pytest.mark.parametrize(("num", "outstanding"), [(0, 0), (2, 3), (2, 0), (-1, 1)])
+def test_impossible_calls_are_refused(num: int, outstanding: int) -> None:
+    with pytest.raises(InvalidPlan):
+        Calls(num=num, outstanding=outstanding)

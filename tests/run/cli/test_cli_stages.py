@@ -1,0 +1,209 @@
+"""`elixir-compile plan --stages` and `plan_stages`: stages of equal seconds within each budget, and clear errors."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from torch import nn
+from typer.testing import CliRunner
+
+import elixir_compile as elixir
+from elixir_compile.api.preview.capture import Capture
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.models import find_described
+from elixir_compile.api.stages import fleet_of_ranks, of_micro_batch, stage_search
+from elixir_compile.cli.main import app
+from elixir_compile.errors import InvalidOption, NoFeasibleStages, UnknownSchedule
+from elixir_compile.hardware import Fleet, parse_fleet
+from elixir_compile.ir.pipeline import TorchSchedule
+from elixir_compile.ir.pipeline_plan import PipelinePlan, pipeline_from_json, pipeline_to_json
+from elixir_compile.options import parse_options
+from elixir_compile.units import MIB
+
+MODEL = '''
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    """Eight equal layers; returns the loss."""
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+def make():
+    return Net(), (torch.empty(16, 512, 256),)
+'''
+TWO = "2 x a100-40g"
+GPIPE = TorchSchedule.GPIPE
+
+
+class Net(nn.Module):
+    """Eight equal layers; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@functools.cache
+def captured() -> Capture:
+    with torch.device("meta"):
+        model = Net()
+    return capture_model(find_described(model, INPUTS), INPUTS, options=parse_options({}))
+
+
+INPUTS = [torch.empty(16, 512, 256, device="meta")]
+
+
+def planned(
+    micro_batches: int = 4,
+    *,
+    schedule: TorchSchedule = TorchSchedule.ONE_F_ONE_B,
+    stages: int = 2,
+    hardware: "str | Fleet" = TWO,
+    ranks: int | None = None,
+    **options: object,
+) -> PipelinePlan:
+    """Return what `plan_stages` does for `Net`, which is captured once."""
+    chosen, fleet = parse_options(options), fleet_of_ranks(hardware, stages, schedule, ranks)
+    own = replace(captured(), graph=of_micro_batch(captured().graph, micro_batches))
+    return stage_search(own, fleet, chosen, 16, micro_batches).best(schedule, stages)
+
+
+def cli(*words: object) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, words)])
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    file = tmp_path / "net.py"
+    file.write_text(MODEL, encoding="utf-8")
+    return f"{file}:make"
+
+
+def test_equal_layers_make_equal_stages_with_the_figures_of_hand() -> None:
+    """A message is 4 rows of 512 x 256 fp32; a layer has 525,568 parameters in fp32, with gradient and moments."""
+    made = planned()
+    assert [len(stage.layers) for stage in made.stages] == [4, 4]
+    assert made.split_points == ("layers.4",)
+    assert [stage.outstanding for stage in made.stages] == [2, 1]
+    assert [stage.sent_bytes for stage in made.stages] == [4 * 512 * 256 * 4, 0]
+    assert [rank.sent_bytes for rank in made.ranks] == [4 * 4 * 512 * 256 * 4] * 2
+    state_bytes = 4 * (256 * 1024 * 2 + 1024 + 256) * 16
+    assert state_bytes < made.ranks[1].peak_bytes < state_bytes + 100 * MIB
+    assert {stage.treatment for stage in made.stages} == {"kept"}
+    assert made.stages[0].modules == tuple(f"layers.{number}" for number in range(4))
+
+
+def test_looped_stages_go_round_the_ranks_and_the_bubble_is_smaller() -> None:
+    made = elixir.plan_stages(Net(), INPUTS, stages=4, schedule="ScheduleLoopedBFS", micro_batches=4, hardware=TWO)
+    assert [stage.rank for stage in made.stages] == [0, 1, 0, 1]
+    assert [len(stage.layers) for stage in made.stages] == [2, 2, 2, 2]
+    outlook = {str(other.schedule): other for other in made.compared}
+    assert outlook.keys() == {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"}
+    assert outlook["looped-bfs"].step_s == made.step_s
+    assert outlook["1f1b"].peak_bytes < outlook["gpipe"].peak_bytes
+    assert pipeline_from_json(pipeline_to_json(made)) == made
+
+
+def test_less_memory_recomputes_then_moves_state_to_the_host_and_is_never_faster() -> None:
+    free = planned(8, schedule=GPIPE)
+    most_bytes = max(rank.peak_bytes for rank in free.ranks)
+    previous_s = free.step_s
+    seen: set[str] = set()
+    with pytest.raises(NoFeasibleStages) as failed:
+        planned(8, schedule=GPIPE, device_memory=8 * MIB)
+    for budget in (int(0.9 * most_bytes), most_bytes // 2, failed.value.needed_bytes):
+        made = planned(8, schedule=GPIPE, device_memory=budget)
+        assert all(rank.peak_bytes <= budget for rank in made.ranks)
+        assert made.step_s >= previous_s
+        previous_s = made.step_s
+        seen |= {stage.treatment for stage in made.stages} | {stage.homes for stage in made.stages}
+    assert any(text.startswith("recomputed") for text in seen)
+    assert any("optim host" in text for text in seen)
+
+
+def test_a_slower_rank_gets_fewer_layers() -> None:
+    made = planned(hardware=parse_fleet("1 x a100-40g | 1 x p40-24g"))
+    assert len(made.stages[0].layers) > len(made.stages[1].layers)
+    assert [rank.device for rank in made.ranks] == ["a100-40g", "p40-24g"]
+
+
+def test_what_does_not_fit_names_the_bytes_that_do() -> None:
+    with pytest.raises(NoFeasibleStages, match=r"layers\.\d .. layers\.\d needs .* budget 8.0 MiB") as failed:
+        planned(device_memory=8 * MIB)
+    enough = failed.value.needed_bytes
+    made = planned(device_memory=enough)
+    assert all(rank.peak_bytes <= enough for rank in made.ranks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"stages": 16, "schedule": GPIPE, "hardware": "a100-40g", "ranks": 16}, "got 16, expected at most 8"),
+        ({"stages": 3, "schedule": TorchSchedule.LOOPED_BFS}, "a multiple of the 2 ranks, such as 4"),
+        ({"stages": 4, "schedule": GPIPE}, "a stage per rank under gpipe"),
+        ({"micro_batches": 3}, "divides the batch of 16 rows, such as 2"),
+        ({"ranks": 3}, "2, as 2 x a100-40g has devices"),
+        ({"planner": "greedy"}, "option planner: got 'greedy', expected nothing beside stages"),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_refused_with_a_number_that_does(
+    asked: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(InvalidOption, match=expected):
+        planned(**asked)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_schedule_of_another_name_is_refused_before_the_capture() -> None:
+    with pytest.raises(UnknownSchedule, match="Did you mean 'gpipe'"):
+        elixir.plan_stages(Net(), INPUTS, stages=2, schedule="gpip", micro_batches=4)
+
+
+def test_the_command_prints_stages_ranks_and_every_schedule(net: str, tmp_path: Path) -> None:
+    file = tmp_path / "stages.json"
+    asked = ("--stages", 4, "--schedule", "looped-bfs", "--micro-batches", 4, "--batch", 16, "--dtype", "float32")
+    done = cli(net, *asked, "--hardware", TWO, "-o", file)
+    assert done.exit_code == 0, done.output
+    for text in ("layers.0 .. layers.1", "split points", "layers.2, layers.4, layers.6", "interleaved-1f1b  4 stages"):
+        assert text in done.output
+    saved = pipeline_from_json(file.read_text(encoding="utf-8"))
+    assert (saved.rows, saved.micro_batches, len(saved.stages)) == (16, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--stages", 4], 1, "a number beside --stages, such as --micro-batches 8"),
+        (["--schedule", "gpipe"], 1, "--stages beside it"),
+        (["--stages", 2, "--micro-batches", 4, "--tune"], 1, "no --tune and no --largest-batch beside --stages"),
+        (["--stages", 2, "--micro-batches", 3, "--batch", 16], 1, "divides the batch of 16 rows, such as 2"),
+        (
+            ["--stages", 2, "--micro-batches", 2, "--batch", 16, "--device-memory", "8MiB"],
+            2,
+            "no stages fit under 1f1b",
+        ),
+    ],
+)
+def test_arguments_that_do_not_go_together_exit_with_an_error(
+    net: str, words: list[object], code: int, expected: str
+) -> None:
+    done = cli(net, *words, "--hardware", TWO, "--dtype", "float32", "--json")
+    assert done.exit_code == code, done.output
+    assert expected in json.loads(done.output)["error"]

@@ -1,0 +1,130 @@
+"""Stages of torch.distributed.pipelining on real ranks train as one process does, within the budget of their plans."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.pipeline import parse_schedule, pipeline_order
+from tests.run.pipeline_checks import (
+    NUM_MICRO_BATCHES,
+    NUM_STEPS,
+    each_schedule,
+    measure_pipeline,
+    train_grid,
+    train_sharded,
+)
+from tests.run.processes import spawn
+
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+TIGHT = {"device_memory": "290KiB"}
+"""GPipe and breadth-first loops offload and recompute activations within it, on every stage."""
+OUTSTANDING = {
+    "ScheduleGPipe": [["8 calls, 8 outstanding"]] * 2,
+    "Schedule1F1B": [["8 calls, 2 outstanding"], ["8 calls, 1 outstanding"]],
+    "ScheduleInterleaved1F1B": [
+        ["8 calls, 4 outstanding", "8 calls, 2 outstanding"],
+        ["8 calls, 3 outstanding", "8 calls, 1 outstanding"],
+    ],
+    "ScheduleLoopedBFS": [["8 calls, 8 outstanding"] * 2] * 2,
+}
+"""By rank, what the plans of its stages say of the calls of a step."""
+
+
+def check(found: dict[str, Any], *, within: float) -> None:
+    """Check the result of `train_pipeline` on one rank: weights, one reduce per bucket and step, offloads per call."""
+    assert found["apart"] <= within
+    for planned, executed in zip(found["planned"], found["executed"], strict=True):
+        assert executed["reduce"] == NUM_STEPS * planned["reduce"]
+        assert executed["update"] == NUM_STEPS * planned["update"]
+        for verb in ("offload", "prefetch"):
+            # One more call learns the shapes of tensors before the first step, on the first stage without a backward.
+            more = executed.get(verb, 0) - NUM_STEPS * NUM_MICRO_BATCHES * planned.get(verb, 0)
+            assert more in (0, planned.get(verb, 0))
+
+
+def messages_of(name: str, rank: int, num_ranks: int) -> dict[str, int]:
+    """Return the sends and the receives of `rank` in a step, by the order of the schedule."""
+    schedule = parse_schedule(name)
+    num_stages = num_ranks * (2 if schedule.is_looped else 1)
+    order = pipeline_order(schedule, num_stages, num_ranks, NUM_MICRO_BATCHES)
+    runs = list(order.runs(rank))
+    first, last = 0, num_stages - 1
+    received = [run for run in runs if run.stage != (first if run.phase is Phase.FORWARD else last)]
+    counts = Counter(action.verb.value for action in order.actions[rank])
+    assert counts["recv"] == len(received)
+    return {"send": counts["send"], "recv": counts["recv"]}
+
+
+def test_each_schedule_trains_stages_as_one_process_does(tmp_path: Path) -> None:
+    for rank, found in enumerate(spawn(each_schedule, 2, SCHEDULES, TIGHT, "float64", folder=tmp_path, limit_s=240)):
+        for name in SCHEDULES:
+            check(found[name], within=1e-12)
+            assert found[name]["plans"] == OUTSTANDING[name][rank]
+            assert found[name]["messages"] == messages_of(name, rank, 2)
+        for name in ("ScheduleGPipe", "ScheduleLoopedBFS"):
+            assert found[name]["saved"] == [["offload", "recompute"]] * len(found[name]["plans"])
+
+
+def test_a_stage_shared_by_ranks_is_gathered_and_reduced_once(tmp_path: Path) -> None:
+    for found in spawn(train_sharded, 2, "FFBFBFBB", {"device_memory": "2300KiB"}, folder=tmp_path, limit_s=120):
+        assert found["apart"] <= 1e-12
+        assert found["calls"] == "4 calls, 2 outstanding"
+        assert found["planned"]["gather"] == found["executed"]["gather"] == found["executed"]["release"]
+        assert found["planned"]["reduce"] == found["executed"]["reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["keep", "recompute", "offload"])
+def test_sums_of_gradients_in_fp32_are_bitwise_those_of_one_process(tmp_path: Path, saved: str) -> None:
+    """The micro-batches have their backward in the same order."""
+    budget = {} if saved == "keep" else {"device_memory": "150KiB"}
+    options = {"activations": saved, **budget}
+    for found in spawn(each_schedule, 2, SCHEDULES, options, "float32", folder=tmp_path, limit_s=240):
+        for name in SCHEDULES:
+            check(found[name], within=0.0)
+    if saved != "keep":
+        assert found["ScheduleGPipe"]["saved"] in ([["keep", saved]], [[saved]])
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    ranks = spawn(each_schedule, 4, SCHEDULES, TIGHT, "float64", folder=tmp_path, limit_s=400, timeout_s=120)
+    for rank, found in enumerate(ranks):
+        for name in SCHEDULES:
+            check(found[name], within=1e-12)
+            assert found[name]["messages"] == messages_of(name, rank, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"device_memory": "1320KiB"},
+        {"device_memory": "1700KiB", "activations": "recompute"},
+        {"device_memory": "1700KiB", "activations": "offload"},
+    ],
+    ids=["free", "tight", "recompute", "offload"],
+)
+def test_the_peak_of_each_rank_is_planned_within_one_percent(
+    tmp_path: Path, name: str, world_size: int, options: dict[str, Any]
+) -> None:
+    for found in spawn(measure_pipeline, world_size, name, options, folder=tmp_path, limit_s=200, timeout_s=100):
+        assert abs(found["measured"] / found["planned"] - 1) <= 0.01
+        assert found["measured"] <= found["budget"]
+        assert found["executed"]["reduce"] == found["actions"]["reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
+def test_stages_on_a_mesh_of_two_axes_gather_and_reduce_once(tmp_path: Path, name: str) -> None:
+    for found in spawn(train_grid, 4, name, {"device_memory": "2500KiB"}, folder=tmp_path, limit_s=300, timeout_s=120):
+        assert found["apart"] <= 1e-12
+        assert found["gathered"] == found["planned"]["gather"]
+        assert found["reduced"] == found["planned"]["reduce"]
+        assert found["gathered"] <= 2 * found["num_buckets"]

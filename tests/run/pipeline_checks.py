@@ -1,0 +1,291 @@
+"""Train stages of a pipeline on real ranks by torch's schedules, and compare with one process on the whole batch."""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Verb
+
+WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
+DEFAULTS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+
+
+class Block(nn.Module):
+    """A layer with a skip connection."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """Some layers of the model."""
+
+    def __init__(self, num_layers: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last layer."""
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of a micro-batch."""
+    return (output - target).square().mean()
+
+
+def train_pipeline(
+    rank: int, world_size: int, name: str, options: Mapping[str, Any], dtype: str = "float64", num_layers: int = 1
+) -> dict[str, Any]:
+    """Train by the schedule `name` and by one process; return how far weights are apart, and what was counted."""
+    torch._dynamo.reset()
+    own_dtype = getattr(torch, dtype)
+    num_stages = world_size * (2 if name in LOOPED else 1)
+    own = list(range(rank, num_stages, world_size))
+    torch.manual_seed(0)
+    whole = [Stage(num_layers).to(own_dtype) for _ in range(num_stages)]
+    torch.manual_seed(0)
+    modules = [Stage(num_layers).to(own_dtype) for _ in range(num_stages)]
+    x, y = torch.randn(ROWS, WIDTH, dtype=own_dtype), torch.randn(ROWS, WIDTH, dtype=own_dtype)
+    compiled = [
+        torch.compile(elixir.prepare(modules[i]), backend="elixir", options={**DEFAULTS, **options}) for i in own
+    ]
+    stages = [
+        PipelineStage(module, i, num_stages, torch.device("cpu")) for i, module in zip(own, compiled, strict=True)
+    ]
+    made = getattr(pipelining, name)
+    schedule = made(stages if name in LOOPED else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of)
+    for i in own:
+        elixir.prepare(modules[i], outstanding=schedule)
+    optimizers = [elixir.HybridAdamW(modules[i].parameters(), lr=1e-3) for i in own]
+    double = torch.optim.AdamW([p for module in whole for p in module.parameters()], lr=1e-3)
+    reverses = name == "ScheduleLoopedBFS"
+    messages: collections.Counter[str] = collections.Counter()
+    for _ in range(NUM_STEPS):
+        losses: list[torch.Tensor] = []
+        targets = {"target": y, "losses": losses} if num_stages - 1 in own else {}
+        messages.clear()
+        with counted_messages(messages):
+            schedule.step(*([x] if rank == 0 else []), **targets)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step_whole(whole, double, x, y, reverses=reverses)
+    plans = [elixir.compilations(modules[i])[-1].plan for i in own]
+    return {
+        "apart": apart([modules[i] for i in own], [whole[i] for i in own]),
+        "messages": dict(messages),
+        "plans": [str(plan.calls) for plan in plans],
+        "planned": [counted(plan) for plan in plans],
+        "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
+        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
+    }
+
+
+def train_sharded(
+    rank: int, world_size: int, order: str, options: Mapping[str, Any], dtype: str = "float64", width: int = 64
+) -> dict[str, Any]:
+    """Train one stage, sharded over all ranks, whose forwards and backward passes come in `order`, and one process.
+
+    Returns how far weights are apart, and what was counted in each step after the first.
+    """
+    torch._dynamo.reset()
+    own_dtype, number = getattr(torch, dtype), order.count("F")
+    torch.manual_seed(0)
+    double = Stage(2, width).to(own_dtype)
+    torch.manual_seed(0)
+    module = Stage(2, width).to(own_dtype)
+    most = max(order[:end].count("F") - order[:end].count("B") for end in range(1, len(order)))
+    mesh = init_device_mesh("cpu", (world_size,))
+    elixir.prepare(module, mesh=mesh, outstanding=most, calls=number)
+    compiled = torch.compile(module, backend="elixir", options={**DEFAULTS, **options})
+    optimizer = elixir.HybridAdamW(module.parameters(), lr=1e-3)
+    double_optimizer = torch.optim.AdamW(double.parameters(), lr=1e-3)
+    x, y = torch.randn(ROWS, width, dtype=own_dtype), torch.randn(ROWS, width, dtype=own_dtype)
+    per_step, losses, counts = ROWS // number, [], {}
+    for _ in range(NUM_STEPS):
+        before = dict(executor_of(module).ledger.counts)
+        waiting = collections.deque()
+        rows = iter(zip(x.split(per_step), y.split(per_step), strict=True))
+        for letter in order:
+            if letter == "F":
+                xs, ys = (part.chunk(world_size)[rank] for part in next(rows))
+                waiting.append(loss_of(compiled(xs), ys) / number)
+            else:
+                loss = waiting.popleft()
+                loss.backward()
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        after = executor_of(module).ledger.counts
+        counts = {verb: after[verb] - before.get(verb, 0) for verb in after}
+        for xs, ys in zip(x.split(per_step), y.split(per_step), strict=True):
+            (loss_of(double(xs), ys) / number).backward()
+        double_optimizer.step()
+        double_optimizer.zero_grad()
+    plan = elixir.compilations(module)[-1].plan
+    off = max(
+        (p.full_tensor() - q).abs().max().item() for p, q in zip(module.parameters(), double.parameters(), strict=True)
+    )
+    return {"apart": off, "calls": str(plan.calls), "planned": counted(plan), "executed": counts, "plan": str(plan)}
+
+
+def train_grid(rank: int, world_size: int, name: str, options: Mapping[str, Any], width: int = 64) -> dict[str, Any]:
+    """Train two stages, each sharded over half of the ranks, by the schedule `name`, and one process; return how far
+    weights are apart, and what was counted in the last step."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    index, part = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    torch.manual_seed(0)
+    whole = [Stage(2, width).double() for _ in range(2)]
+    torch.manual_seed(0)
+    module = [Stage(2, width).double() for _ in range(2)][index]
+    x, y = torch.randn(ROWS, width).double(), torch.randn(ROWS, width).double()
+    elixir.prepare(module, mesh=mesh["dp"])
+    compiled = torch.compile(module, backend="elixir", options={**DEFAULTS, **options})
+    stage = PipelineStage(compiled, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = getattr(pipelining, name)(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
+    elixir.prepare(module, outstanding=schedule)
+    optimizer = elixir.HybridAdamW(module.parameters(), lr=1e-3)
+    double = torch.optim.AdamW([p for other in whole for p in other.parameters()], lr=1e-3)
+    own = [rows.chunk(world_size // 2)[part] for rows in (x, y)]
+    before: Mapping[str, int] = {}
+    for _ in range(NUM_STEPS):
+        before = dict(executor_of(module).ledger.counts)
+        schedule.step(own[0]) if index == 0 else schedule.step(target=own[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        step_whole(whole, double, x, y, reverses=False)
+    after, plan = executor_of(module).ledger.counts, elixir.compilations(module)[-1].plan
+    off = [
+        (p.full_tensor() - q).abs().max().item()
+        for p, q in zip(module.parameters(), whole[index].parameters(), strict=True)
+    ]
+    return {
+        "apart": max(off),
+        "planned": counted(plan),
+        "gathered": after["gather"] - before.get("gather", 0),
+        "reduced": after["reduce"] - before.get("reduce", 0),
+        "num_buckets": sum(bucket.is_sharded for bucket in plan.buckets),
+    }
+
+
+def measure_pipeline(
+    rank: int,
+    world_size: int,
+    name: str,
+    options: Mapping[str, Any],
+    rows: int = 256,
+    width: int = 64,
+    layers: int = 3,
+    optimizer: str = "HybridAdamW",
+) -> dict[str, Any]:
+    """Train a stage on each rank by the schedule `name`; return the planned and the measured peak of a step."""
+    torch._dynamo.reset()
+    module = Stage(layers, width)
+    compiled = torch.compile(elixir.prepare(module), backend="elixir", options={**DEFAULTS, **options})
+    stage = PipelineStage(compiled, rank, world_size, torch.device("cpu"))
+    schedule = getattr(pipelining, name)(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
+    elixir.prepare(module, outstanding=schedule)
+    made = elixir.HybridAdamW if optimizer == "HybridAdamW" else torch.optim.AdamW
+    optimized = made(module.parameters(), lr=1e-3)
+    x = torch.randn(rows, width) if rank == 0 else None
+    y = torch.randn(rows, width) if rank == world_size - 1 else None
+
+    def step() -> None:
+        if x is not None:
+            schedule.step(x)
+        else:
+            schedule.step(target=y) if y is not None else schedule.step()
+        optimized.step()
+        optimized.zero_grad()
+
+    step()
+    step()
+    before = dict(executor_of(module).ledger.counts)
+    record = elixir.measure_step(step, device="cpu")
+    after = executor_of(module).ledger.counts
+    plan = elixir.compilations(module)[-1].plan
+    record = replace(record, device_peak_bytes=record.device_peak_bytes - (0 if y is None else y.nbytes))
+    return {
+        "calls": str(plan.calls),
+        "planned": plan.prediction.device_peak_bytes,
+        "at": plan.prediction.device_peak_at,
+        "measured": record.device_peak_bytes,
+        "off": round(record.device_peak_bytes / plan.prediction.device_peak_bytes - 1, 4),
+        "budget": plan.budget_bytes,
+        "actions": counted(plan),
+        "executed": {verb: after[verb] - before.get(verb, 0) for verb in after},
+        "modes": sorted({str(group.saving) for group in plan.activations}),
+    }
+
+
+@contextmanager
+def counted_messages(counts: collections.Counter[str]) -> Iterator[None]:
+    """Count in `counts` the sends and receives that the schedules of torch start in the context."""
+    start = schedules._batch_p2p
+
+    def counting(ops: list[distributed.P2POp], desc: str | None = None) -> list[Any]:
+        counts.update("send" if op.op is distributed.isend else "recv" for op in ops)
+        return start(ops, desc)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "_batch_p2p", counting)
+        yield
+
+
+def step_whole(whole: Sequence[nn.Module], double: torch.optim.Optimizer, x, y, *, reverses: bool) -> None:
+    """Train one step in this process, the micro-batches in the order in which the schedule runs their backward."""
+    rows = list(zip(x.chunk(NUM_MICRO_BATCHES), y.chunk(NUM_MICRO_BATCHES), strict=True))
+    for xs, ys in reversed(rows) if reverses else rows:
+        for stage in whole:
+            xs = stage(xs)
+        loss_of(xs, ys).backward()
+    for group in double.param_groups:
+        for param in group["params"]:
+            param.grad.div_(NUM_MICRO_BATCHES)
+    double.step()
+    double.zero_grad()
+
+
+def counted(plan: elixir.Plan) -> dict[str, int]:
+    """Return the gathers and reduces of the schedule of `plan` by verb."""
+    return dict(
+        collections.Counter(action.verb.value for action in plan.schedules[0].actions if action.verb is not Verb.RUN)
+    )
+
+
+@torch.no_grad()
+def apart(modules: Sequence[nn.Module], others: Sequence[nn.Module]) -> float:
+    """Return the largest difference of two weights."""
+    return max(
+        (p - q).abs().max().item()
+        for module, other in zip(modules, others, strict=True)
+        for p, q in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+def each_schedule(rank: int, world_size: int, names: Sequence[str], options: Mapping[str, Any], dtype: str) -> dict:
+    """Return the result of `train_pipeline` for each schedule of `names`."""
+    return {name: train_pipeline(rank, world_size, name, options, dtype) for name in names}
