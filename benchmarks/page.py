@@ -295,10 +295,43 @@ def fleets() -> Iterator[str]:
     yield from table(("peer", "least", "median", "most"), found)
 
 
+KINDS = {"sleep": "sleep", "eager": "multiply matrices", "elixir": "multiply matrices, compiled by this backend"}
+
+
+def pipelines() -> Iterator[str]:
+    """Yield the section of pipelines: simulated steps and bubbles beside measured ones, over an emulated link."""
+    figures = read("pipeline_cpu")
+    link, num = figures["link"], figures["micro_batches"]
+    message_ms = 1e3 * (link["latency_s"] + link["message_bytes"] / link["bytes_per_s"])
+    yield from (
+        "",
+        "## Pipelines",
+        "",
+        f"`python benchmarks/pipeline.py`: two gloo ranks run torch's schedules with {num} micro-batches over an",
+        f"**emulated** link, on which a message takes {message_ms:.0f} ms. The simulation gets the seconds of stages",
+        "in the step before. Other processes on both cores change compute from step to step, but not sleep.",
+        "",
+    )
+    rows: list[tuple[str, ...]] = []
+    for kind, found in figures["kinds"].items():
+        for schedule, own in found.items():
+            medians = (statistics.median(own["step_s"]), statistics.median(own["bubble"]))
+            cells = (
+                f"{medians[0]:.2f} s",
+                f"{own['step_ratio']:.3f}",
+                f"{medians[1]:.0%}",
+                f"{own['bubble_ratio']:.3f}",
+            )
+            rows.append((KINDS[kind], schedule, *cells))
+    names = ("stages", "schedule", "step", "simulated over measured", "bubble", "simulated over measured")
+    yield from table(names, rows)
+
+
 def page() -> str:
     """Return the page in Markdown."""
     sections = [line for section in SECTIONS for line in section.lines()]
-    return "\n".join([HEAD.rstrip(), *sections, *observing(), *predictions(), *gaps(), *fleets()]) + "\n"
+    rest = (*observing(), *predictions(), *pipelines(), *gaps(), *fleets())
+    return "\n".join([HEAD.rstrip(), *sections, *rest]) + "\n"
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class StageOutlook:
     """The most forwards whose backward has not ended."""
     saved_bytes: int
     """Activations of each of them."""
+    peak_bytes: int
+    """The most bytes of this stage alone on the device: the least budget for its plan."""
     treatment: str
     """What is done with activations: `kept`, `recomputed`, or `recomputed in 1/4 of the layers`."""
     homes: str

@@ -218,6 +218,15 @@ def pipeline_peaks(order: PipelineOrder, stages: Sequence[StageBytes]) -> tuple[
     return tuple(_peak(order, stages, rank) for rank in range(order.num_ranks))
 
 
+_NOTHING = StageBytes(held_bytes=0, saved_bytes=0, forward_bytes=0, backward_bytes=0)
+
+
+def stage_peak(order: PipelineOrder, stage: int, nbytes: StageBytes) -> int:
+    """Return the most bytes of `stage` alone on the device of its rank in a step of `order`."""
+    stages = [nbytes if number == stage else _NOTHING for number in range(order.num_stages)]
+    return _peak(order, stages, stage % order.num_ranks)
+
+
 def _peak(order: PipelineOrder, stages: Sequence[StageBytes], rank: int) -> int:
     runs = list(order.runs(rank))
     windows: dict[tuple[int, Phase], tuple[int, int]] = {}

@@ -25,7 +25,7 @@ from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of, layers_of, saving_of
 from elixir_compile.search.stages.costs import LEVELS, StageCosts, StageFacts, TrainedBytes, phase_s
 from elixir_compile.search.stages.split import Cut, Option, Room, best_split
-from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline
+from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline, stage_peak
 
 _MOST_TRIES = 4
 _ENDLESS = 1 << 60
@@ -128,6 +128,8 @@ class _Chosen:
         self._outstanding = [outstanding_forwards(order, stage) for stage in range(order.num_stages)]
         shares = _SHARES if len(costs.treatments) > 1 else _SHARES[:1]
         self._ways = [_Way(share, level) for share in shares for level in LEVELS]
+        self._found: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
+        """Options by what they depend on: the class of the rank, outstanding forwards, and layers."""
         self._rooms = [
             Room(device_bytes=each.device_bytes - ask.base_bytes, host_bytes=each.host_bytes) for each in ask.budgets
         ]
@@ -137,9 +139,14 @@ class _Chosen:
 
     def _options(self, stage: int, first: int, end: int) -> tuple[Option, ...]:
         """Return the ways to run a stage of these layers of which no other is both faster and leaner."""
-        facts = self._costs.facts(first, end)
-        every = [self._option(stage, first, end, facts, number) for number in range(len(self._ways))]
-        return tuple(own for own in every if not any(_is_better(other, own) for other in every if other is not own))
+        key = (self._class_of[stage % self._order.num_ranks], self._outstanding[stage], first, end)
+        if key not in self._found:
+            facts = self._costs.facts(first, end)
+            every = [self._option(stage, first, end, facts, number) for number in range(len(self._ways))]
+            self._found[key] = tuple(
+                own for own in every if not any(_is_better(other, own) for other in every if other is not own)
+            )
+        return self._found[key]
 
     def _option(self, stage: int, first: int, end: int, facts: StageFacts, number: int) -> Option:
         way, cluster, num = self._ways[number], self._cluster(stage), self._order.num_micro_batches
@@ -256,6 +263,7 @@ class _Chosen:
             sent_bytes=seconds.sent_bytes,
             outstanding=self._outstanding[stage],
             saved_bytes=nbytes.saved_bytes,
+            peak_bytes=stage_peak(self._order, stage, nbytes),
             treatment=_treatment_text(way.share),
             homes=level_text(way.level),
             copies=self._costs.shared_with_earlier(cut.first, cut.end),
@@ -263,23 +271,26 @@ class _Chosen:
 
     def _no_room(self) -> NoFeasibleStages:
         """Return the error with the rank that is short of the most bytes, if each stage is as lean as it can be."""
-        order = self._order
-        is_short_of_host = best_split(
-            len(self._costs.step.layers), order.num_stages, [replace(r, host_bytes=_ENDLESS) for r in self._rooms],
-            self._options,
-        ) is not None  # fmt: skip
+        order, num_layers = self._order, len(self._costs.step.layers)
+        rooms = [replace(room, host_bytes=_ENDLESS) for room in self._rooms]
+        is_short_of_host = best_split(num_layers, order.num_stages, rooms, self._options) is not None
 
-        def leanest(stage: int, first: int, end: int) -> tuple[Option, ...]:
-            found = [_bytes_of(option, is_short_of_host) for option in self._options(stage, first, end)]
-            return (Option(seconds=float(min(found)), added_bytes=0, passing_bytes=0, host_bytes=0),)
+        def by_bytes(stage: int, first: int, end: int) -> list[Option]:
+            """Return the options with bytes, and one more, in place of seconds, which are more than 0."""
+            found = self._options(stage, first, end)
+            if is_short_of_host:
+                return [replace(option, seconds=1.0 + option.host_bytes) for option in found]
+            least_bytes = min(option.added_bytes + option.passing_bytes for option in found)
+            return [Option(seconds=1.0 + least_bytes, added_bytes=0, passing_bytes=0, host_bytes=0)]
 
-        cuts = best_split(len(self._costs.step.layers), order.num_stages, self._rooms, leanest)
-        assert cuts is not None, "an option without bytes fits any room"
-        needed = [
-            sum(int(cut.option.seconds) for cut in cuts[rank :: order.num_ranks]) for rank in range(order.num_ranks)
-        ]
+        if not is_short_of_host:
+            rooms = [Room(device_bytes=_ENDLESS, host_bytes=_ENDLESS)] * order.num_ranks
+        cuts = best_split(num_layers, order.num_stages, rooms, by_bytes)
+        assert cuts is not None, "these options fit any room, or were found to fit just before"
+        ranks = range(order.num_ranks)
+        needed = [sum(int(cut.option.seconds) - 1 for cut in cuts[rank :: order.num_ranks]) for rank in ranks]
         rooms = [room.host_bytes if is_short_of_host else room.device_bytes for room in self._rooms]
-        rank = max(range(order.num_ranks), key=lambda rank: needed[rank] - rooms[rank])
+        rank = max(ranks, key=lambda rank: needed[rank] - rooms[rank])
         stage = max(range(rank, order.num_stages, order.num_ranks), key=lambda stage: cuts[stage].option.seconds)
         layers = self._costs.step.layers[cuts[stage].first : cuts[stage].end]
         base_bytes = 0 if is_short_of_host else self._ask.base_bytes
@@ -314,10 +325,6 @@ def _treatment_text(share: Fraction) -> str:
     if share == 0:
         return "kept"
     return "recomputed" if share == 1 else f"recomputed in {share} of the layers"
-
-
-def _bytes_of(option: Option, is_host: bool) -> int:
-    return option.host_bytes if is_host else option.added_bytes + option.passing_bytes
 
 
 def _is_better(one: Option, other: Option) -> bool:

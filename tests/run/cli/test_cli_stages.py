@@ -153,6 +153,21 @@ def test_what_does_not_fit_names_the_bytes_that_do() -> None:
     assert all(rank.peak_bytes <= enough for rank in made.ranks)
 
 
+def test_a_host_that_is_too_small_is_named_with_the_bytes_that_are_enough() -> None:
+    with pytest.raises(NoFeasibleStages) as failed:
+        planned(device_memory=8 * MIB)
+    lean: dict[str, object] = {"device_memory": failed.value.needed_bytes}
+    with pytest.raises(NoFeasibleStages, match=r"of host memory with . outstanding forwards?, budget 1\.0 MiB") as host:
+        planned(**lean, host_memory=MIB)  # pyright: ignore[reportArgumentType]
+    made = planned(**lean, host_memory=host.value.needed_bytes)  # pyright: ignore[reportArgumentType]
+    assert all(rank.host_bytes <= host.value.needed_bytes for rank in made.ranks)
+
+
+def test_a_budget_below_what_libraries_take_is_refused_too() -> None:
+    with pytest.raises(NoFeasibleStages, match=r"budget 1 B, short by"):
+        planned(device_memory=1)
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
