@@ -160,6 +160,8 @@ def test_an_update_before_the_last_backward_is_refused() -> None:
     loss_of(compiled, torch.randn(2, 4)).backward()
     with pytest.raises(IncompleteStep, match="after 1 of 3 backward passes"):
         optimizer.step()
+    with pytest.raises(ValueError, match="before the first call"):
+        elixir.weigh(module, num_samples=2)
     for _ in range(2):
         loss_of(compiled, torch.randn(2, 4)).backward()
     optimizer.step()
