@@ -6,7 +6,7 @@ A message takes its latency and its bytes / rate on a link of its own for each d
 thread sleeps, and then gloo sends the tensor. `torch.distributed.pipelining` runs the stages, unchanged. The simulation
 gets the seconds of each stage in a step, mean over micro-batches, and predicts the next one that is timed. The ratios
 are those of medians over rounds. On a machine with other work steps differ: `fastest_step_ratio` is that of the fastest
-step, simulated with the stages of the second, and `same_step_ratio` that of steps simulated with their own.
+step, simulated with the stages of the second, and `core_share` says how far stages that compute had a core.
 
 `sleep`: a stage sleeps in place of compute, so that other processes on the cores change nothing.
 `eager`: a stage multiplies matrices, one thread per rank. `elixir`: the same stage, compiled by this backend.
@@ -166,19 +166,23 @@ class TimedStage(PipelineStage):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.spans: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.cpu_s = 0.0
+        """CPU seconds of this thread in all of them."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of torch's stage."""
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         out = super().forward_one_chunk(*args, **kwargs)
         self.spans["forward"].append(time.perf_counter() - began_s)
+        self.cpu_s += time.thread_time() - began_cpu_s
         return out
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of torch's stage."""
-        began_s = time.perf_counter()
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         out = super().backward_one_chunk(*args, **kwargs)
         self.spans["backward"].append(time.perf_counter() - began_s)
+        self.cpu_s += time.thread_time() - began_cpu_s
         return out
 
 
@@ -212,24 +216,27 @@ class Run:
     def step(self) -> "Step":
         """Run a step, together with the other rank."""
         for stage in self.stages:
-            stage.spans = {"forward": [], "backward": []}
+            stage.spans, stage.cpu_s = {"forward": [], "backward": []}, 0.0
             stage.submod.zero_grad(set_to_none=True)
         distributed.barrier()
         began_s = time.perf_counter()
         self.runner.step(*([self.x] if self.rank == 0 else []), **({"target": self.y} if self.rank else {}))
-        own = (time.perf_counter() - began_s, [stage.spans for stage in self.stages])
+        step_s, cpu_s = time.perf_counter() - began_s, sum(stage.cpu_s for stage in self.stages)
         every: list[Any] = [None] * RANKS
-        distributed.all_gather_object(every, own)
-        return Step(max(step_s for step_s, _ in every), [spans for _, spans in every])
+        distributed.all_gather_object(every, (step_s, cpu_s, [stage.spans for stage in self.stages]))
+        cpu_s = sum(own_s for _, own_s, _ in every)
+        return Step(max(own_s for own_s, _, _ in every), cpu_s, [spans for _, _, spans in every])
 
 
 class Step:
     """A step of both ranks, as it was measured."""
 
-    def __init__(self, step_s: float, spans: list[list[dict[str, list[float]]]]) -> None:
+    def __init__(self, step_s: float, cpu_s: float, spans: list[list[dict[str, list[float]]]]) -> None:
         self.step_s = step_s
         busy_s = [sum(sum(own) for stage in stages for own in stage.values()) for stages in spans]
         self.bubble = statistics.mean(1 - own / step_s for own in busy_s)
+        self.core_share = cpu_s / sum(busy_s)
+        """CPU seconds of stages over their seconds: near 1 if each rank that computes has a core."""
         num_stages = RANKS * len(spans[0])
         of_stage = [spans[stage % RANKS][stage // RANKS] for stage in range(num_stages)]
         self.stages = [
@@ -270,9 +277,7 @@ def compared(kind: str, rounds: int) -> dict[str, Any]:
         fastest, second = sorted(steps[schedule], key=lambda step: step.step_s)[:2]
         own["fastest_step_ratio"] = simulated(run, second).step_s / fastest.step_s
         own["fastest_bubble_ratio"] = simulated(run, second).mean_bubble / fastest.bubble
-        pairs = [(simulated(run, step), step) for step in steps[schedule]]
-        own["same_step_ratio"] = statistics.median(played.step_s / step.step_s for played, step in pairs)
-        own["same_bubble_ratio"] = statistics.median(played.mean_bubble / step.bubble for played, step in pairs)
+        own["core_share"] = statistics.median(step.core_share for step in steps[schedule])
     return found
 
 

@@ -4,7 +4,8 @@
 
 All variants run in turn in every round, on the same memory; a ratio is of rates from one round. Each pass is also held
 against a loop that only reads and writes its bytes, and against itself on 32 K elements that stay in the cache: the
-time of the arithmetic there is the other limit. Exit code 1 if a goal is missed.
+time of the arithmetic there is the other limit. So is that of one square root and one division for each element, which
+every form needs for AdamW's bits. Exit code 1 if a goal is missed.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from elixir_compile.optim.moment_forms import MomentForm, Rounding, num_scales
 
 NAME = "state_precision_rates_cpu"
 IN_CACHE = 1 << 15
+ROOT_AND_QUOTIENT = "square root and division alone"
 EXACT = "float32"
 WANTED = {"bfloat16": 1.35, "float8": 1.6, "int8": 1.6}
 """By form, the wanted rate over that of the pass with fp32 moments."""
@@ -111,17 +113,30 @@ def in_cache_s(numel: int) -> dict[str, float]:
 
     They are those of `numel` elements beyond half as many, because a call takes 30 us whatever its size.
     """
+    threads = HostThreads(1)
+    calls: dict[str, Callable[[int], Callable[[], object]]] = {
+        label(form, rounding): lambda size, form=form, rounding=rounding: step_of(Arrays(size), form, rounding, threads)
+        for form in MomentForm
+        for rounding in Rounding
+    }
+    calls[ROOT_AND_QUOTIENT] = root_and_quotient_of
     found = {}
-    for form in MomentForm:
-        for rounding in Rounding:
-            half, whole = (_least_s(size, form, rounding) for size in (numel // 2, numel))
-            found[label(form, rounding)] = (whole - half) / (numel - numel // 2)
+    for name, call_of in calls.items():
+        half, whole = (_least_s(call_of(size)) for size in (numel // 2, numel))
+        found[name] = (whole - half) / (numel - numel // 2)
     return found
 
 
-def _least_s(numel: int, form: MomentForm, rounding: Rounding) -> float:
-    """Return the seconds of the fastest of 2,000 passes over `numel` elements."""
-    call = step_of(Arrays(numel), form, rounding, HostThreads(1))
+def root_and_quotient_of(numel: int) -> Callable[[], object]:
+    """Return a call that does only the square root and the division of a step, for `numel` elements."""
+    loop = own_limits().root_and_quotient
+    loop.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_size_t]
+    to, first, second = torch.zeros(numel), torch.randn(numel), torch.rand(numel)
+    return lambda: loop(to.data_ptr(), first.data_ptr(), second.data_ptr(), numel)
+
+
+def _least_s(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of 2,000 calls."""
     return min(timed(call) for _ in range(2000))
 
 
@@ -197,6 +212,9 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
             if name in in_cache
             else f"| {name} | {seconds} | |"
         )
+    if ROOT_AND_QUOTIENT in in_cache:
+        empty = " |" * len(figures)
+        lines.append(f"| {ROOT_AND_QUOTIENT} |{empty} {in_cache[ROOT_AND_QUOTIENT] * numel * 1e3:.1f} |")
     lines += ["", "| moments | rate of | threads | ratio | wanted |", "|---|---|---|---|---|"]
     for figure in figures:
         for kind in ("ratios", "shares"):

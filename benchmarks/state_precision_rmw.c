@@ -1,6 +1,7 @@
 /* Loops that read and write the bytes of a step with a split master and moments of 16 or 8 bits, and compute next to
    nothing. `zero` is 0, unknown to the compiler, so that the arrays keep their values. */
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -22,4 +23,9 @@ void rmw_8bit(uint16_t *restrict low, uint8_t *restrict b, uint8_t *restrict c, 
         low[i] = (uint16_t)(low[i] ^ same), p[i] = (uint16_t)(p[i] ^ same);
     }
     for (size_t i = 0; i < n; ++i) b[i] = (uint8_t)(b[i] ^ zero), c[i] = (uint8_t)(c[i] ^ zero);
+}
+
+/* The square root and the division of a step, which no form of its moments can do without, and one addition. */
+void root_and_quotient(float *restrict to, const float *restrict first, const float *restrict second, size_t n) {
+    for (size_t i = 0; i < n; ++i) to[i] = first[i] / (sqrtf(second[i]) + 1e-8f);
 }

@@ -130,14 +130,16 @@ def weigh(model: nn.Module, num_samples: int) -> None:
     loss is a mean over samples, that is the gradient of a single process with the complete batch. On one rank, this
     changes nothing.
 
-    Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, and PeerFailed if
-    a rank does not call this.
+    Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, or in the middle
+    of a step of several calls, and PeerFailed if a rank does not call this.
 
     Example:
         elixir.weigh(model, num_samples=len(batch))
         compiled(batch).backward()
     """
     managed = prepared_model(model, "weigh")
+    if managed.executor.calls.is_under_way:
+        raise ValueError("weigh before the first call of a step: the gradients of all calls are reduced together")
     if managed.executor.ranks is not None:
         managed.executor.ranks.set_gradient_weight(num_samples)
 

@@ -164,7 +164,7 @@ class Executor:
             if self.gradients.sums.holds_any_of(bucket):
                 self.wait(self.reduce(bucket.spec.id, (), []))
                 if bucket.is_on_host:
-                    self.wait(self.offload(bucket.spec.id))
+                    self.offload(bucket.spec.id)  # the end of the backward waits for it
 
     def require_whole_step(self) -> None:
         """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done.

@@ -154,7 +154,13 @@ def train_sharded(
     off = max(
         (p.full_tensor() - q).abs().max().item() for p, q in zip(module.parameters(), double.parameters(), strict=True)
     )
-    return {"apart": off, "calls": str(plan.calls), "planned": counted(plan), "executed": counts, "plan": str(plan)}
+    return {
+        "apart": off,
+        "calls": str(plan.calls),
+        "planned": counted(plan),
+        "executed": counts,
+        "num_sharded": sum(bucket.is_sharded for bucket in plan.buckets),
+    }
 
 
 def train_grid(rank: int, world_size: int, name: str, options: Mapping[str, Any], width: int = 64) -> dict[str, Any]:

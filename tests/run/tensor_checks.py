@@ -231,6 +231,7 @@ def refuses(rank: int, world_size: int) -> dict[str, str]:
     tensor, _ = axes(world_size, None)
     unnamed = init_device_mesh("cpu", (1, world_size))
     named = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data", "tensor"))
+    other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("expert",))
     uneven = nn.ModuleDict({"up": nn.Linear(4, 5), "down": nn.Linear(5, 4)})
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -239,6 +240,9 @@ def refuses(rank: int, world_size: int) -> dict[str, str]:
         "no names": lambda: elixir.prepare(parallel(decoder(), tensor), mesh=unnamed),
         "wrong name": lambda: elixir.prepare(parallel(decoder(), named["tensor"]), mesh=named["date"]),
         "uneven": lambda: elixir.prepare(parallelize_module(uneven, tensor, {"up": ColwiseParallel()})),
+        "twice": lambda: elixir.prepare(
+            parallel(parallelize_module(decoder(), other, {"head": ColwiseParallel()}), tensor)
+        ),
         "not prepared": lambda: compiled_with(parallel(decoder(), tensor))(batch()),
     }
     said = {}

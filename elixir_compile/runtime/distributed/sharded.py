@@ -202,7 +202,7 @@ class ShardGather(Transfer):
         """Make compute issued from now on wait for the collective, and put the full parameters in `values`."""
         if self._work is not None and self._rows is not None:
             self._work.wait()
-            self._work = None
+            self._work, self.sources = None, ()  # before the parameters are copied out, as `gather_buffers` counts
             self._lanes.touches((self._rows,))
             self.values = self._bucket.from_rows(self._rows)
             self._rows = None

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, update_s
+from elixir_compile.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, ring_s, update_s
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, StorageId, Tier
+from elixir_compile.hardware import Cluster, TensorRing, profile_for
+from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, Ring, StorageId, Tier
 from elixir_compile.units import GIB
 
 CUDA = profile_for("cuda", 8 * GIB, 8 * GIB, "cuda")
@@ -45,6 +45,16 @@ def test_op_s_is_the_roofline() -> None:
     assert op_s(op(1000, 0), device, "bfloat16") == 1 + 2.5
     assert op_s(op(1000, 0), device, "int8") == 1 + 10
     assert op_s(op(0, 0), device) == 0
+
+
+def test_a_collective_in_the_graph_takes_its_messages_round_the_tensor_axis() -> None:
+    link = replace(CUDA.h2d, latency_s=1.0, bytes_per_s=10.0)
+    tensor = TensorRing(num_ranks=4, link=link)
+    summed = replace(op(0, 800), ring=Ring(num_ranks=4, nbytes=400, passes=2))
+    assert ring_s(summed, tensor) == 2 * 3 * (1 + 100 / 10)
+    assert ring_s(replace(summed, times=5), tensor) == 2 * 3 * (5 + 100 / 10)  # the bytes are those of all times
+    assert op_s(summed, CUDA.device, tensor=tensor) == op_s(op(0, 800), CUDA.device) + ring_s(summed, tensor)
+    assert ring_s(summed, None) == ring_s(op(0, 800), tensor) == 0
 
 
 def test_transfers_are_latency_plus_bytes_over_rate() -> None:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elixir_compile.analysis.graph_lines import graph_of_line, line_of
 from elixir_compile.errors import InvalidPlan, PlanFileError
-from elixir_compile.ir import StepGraph, graph_at, graph_from_json, graph_to_json, sizes
+from elixir_compile.ir import Ring, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, sizes
 from tests.pure.strategies import Layer, chain, symbolic, symbolic_graphs
 
 STATIC = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])
@@ -41,6 +42,22 @@ def test_moved_bytes_grow_with_the_storages_and_flops_by_their_own_text() -> Non
     op = graph_at(graph, {"s0": 9}).ops[0]
     assert (op.flops, op.moved_bytes) == (180, 40 + 2 * 144)
     assert graph_at(graph_at(graph, {"s0": 9}), {"s0": 3}).ops[0] == graph.ops[0]
+
+
+def test_a_collective_grows_with_its_tensor_and_reads_back() -> None:
+    ring = Ring(num_ranks=2, nbytes=48, passes=2, size="16*s0")
+    graph = dataclasses.replace(GRAPH, ops=(dataclasses.replace(GRAPH.ops[0], ring=ring), *GRAPH.ops[1:]))
+    found = graph_at(graph, {"s0": 9}).ops[0].ring
+    assert found is not None
+    assert found.nbytes == 144
+    assert graph_from_json(graph_to_json(graph)) == graph
+    assert graph_of_line(line_of(graph)).ops[0].ring == ring
+    assert fingerprint(graph) != fingerprint(GRAPH)
+    assert "sends 48 16*s0 x 2 round 2 ranks" in str(graph.ops[0])
+    with pytest.raises(InvalidPlan, match=r"says that 16\*s0 is 40"):
+        dataclasses.replace(graph, ops=(dataclasses.replace(GRAPH.ops[0], ring=dataclasses.replace(ring, nbytes=40)),))
+    with pytest.raises(InvalidPlan, match="expected 0 bytes or more"):
+        Ring(num_ranks=0, nbytes=1, passes=1)
 
 
 def test_an_unknown_symbol_is_named() -> None:

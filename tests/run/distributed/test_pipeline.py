@@ -68,10 +68,22 @@ def test_each_schedule_trains_stages_as_one_process_does(tmp_path: Path) -> None
             assert found[name]["saved"] == [["offload", "recompute"]] * len(found[name]["plans"])
 
 
-def test_a_stage_shared_by_ranks_is_gathered_and_reduced_once(tmp_path: Path) -> None:
-    for found in spawn(train_sharded, 2, "FFBFBFBB", {"device_memory": "2300KiB"}, folder=tmp_path, limit_s=120):
+@pytest.mark.parametrize(
+    ("order", "options", "num_gathers"),
+    [
+        ("FFBFBFBB", {"device_memory": "2300KiB"}, 1),
+        # Every bucket is released after the forward.
+        ("FFFFBBBB", {"placement_policy": "static", "shard_param_frac": 1.0}, 2),
+    ],
+    ids=["alternate", "forwards first"],
+)
+def test_a_stage_shared_by_ranks_is_gathered_at_most_twice_and_reduced_once(
+    tmp_path: Path, order: str, options: dict[str, Any], num_gathers: int
+) -> None:
+    for found in spawn(train_sharded, 2, order, options, folder=tmp_path, limit_s=120):
         assert found["apart"] <= 1e-12
-        assert found["calls"] == "4 calls, 2 outstanding"
+        assert found["calls"] == f"4 calls, {2 if num_gathers == 1 else 4} outstanding"
+        assert found["executed"]["gather"] == num_gathers * found["num_sharded"]
         assert found["planned"]["gather"] == found["executed"]["gather"] == found["executed"]["release"]
         assert found["planned"]["reduce"] == found["executed"]["reduce"]
 

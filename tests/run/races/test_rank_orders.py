@@ -162,3 +162,34 @@ def test_steps_of_ranks_have_no_race(home: str, update: Update) -> None:
     executor.abandon()
     assert not executor.ranks.under_way, "later collectives would get the messages of this one"
     del transfer
+
+
+class Rare(nn.Module):
+    """Two linear layers, of which batches of one or two rows do not use the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 2:
+            x = torch.tanh(self.first(x))
+        return self.second(x).square().mean()
+
+
+@pytest.mark.parametrize("offloaded", [0.0, 1.0])
+def test_gradients_that_the_last_call_of_a_step_lacks_are_reduced_without_a_race(offloaded: float) -> None:
+    torch._dynamo.reset()
+    model = elixir.prepare(Rare(), mesh=init_device_mesh("cpu", (2,)), outstanding=2)
+    fractions = {"offload_optim_frac": offloaded, "offload_param_frac": offloaded, "placement_policy": "static"}
+    options = {"inner": "aot_eager", "report": False, "plan_cache": False, "planner": "greedy", **fractions}
+    compiled = torch.compile(model, backend="elixir", options=options)
+    optimizer = hybrid_adamw(model.parameters())
+    for _ in range(2):
+        for loss in [compiled(torch.randn(size, WIDTH)) for size in (5, 2)]:
+            loss.backward()
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    cut = [bucket for bucket in executor_of(model).buckets if isinstance(bucket, ShardedBucket)]
+    assert {bucket.placement.param is Tier.HOST for bucket in cut} == {offloaded == 1.0}

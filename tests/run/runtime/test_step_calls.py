@@ -158,6 +158,8 @@ def test_an_update_before_the_last_backward_is_refused() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     loss_of(compiled, torch.randn(2, 4)).backward()
+    with pytest.raises(ValueError, match="before the first call"):
+        elixir.weigh(module, num_samples=2)
     with pytest.raises(IncompleteStep, match="after 1 of 3 backward passes"):
         optimizer.step()
 
