@@ -630,7 +630,8 @@ class TooManyForwards(ElixirError, RuntimeError):
             f"outstanding forwards, but a forward began while {self.num_waiting} waited for their backward and "
             f"{self.num_done} backward passes of the step were done. Give the schedule itself, "
             f"`elixir_compile.prepare(module, outstanding=schedule)`, or larger numbers: `outstanding="
-            f"{self.num_waiting + 1}, calls={max(self.num_calls, self.num_waiting + self.num_done + 1)}`."
+            f"{self.num_waiting + 1}, calls={max(self.num_calls, self.num_waiting + self.num_done + 1)}`. A forward "
+            "without a backward, as of an evaluation, runs under `torch.no_grad()`. The next forward begins a step."
         )
 
 
@@ -648,7 +649,8 @@ class IncompleteStep(ElixirError, RuntimeError):
         return (
             f"an optimizer began to update {self.model} after {self.num_done} of {self.num_calls} backward passes of "
             f"the step, with {self.num_waiting} forwards still waiting for theirs. The gradients are complete after "
-            f"the last one. Run all {self.num_calls} calls before `optimizer.step()`, or prepare the module with the "
+            "the last one. They are dropped, and the next forward begins a new step: call `optimizer.zero_grad()` "
+            f"before it. Run all {self.num_calls} calls before `optimizer.step()`, or prepare the module with the "
             "number of calls that a step has: `elixir_compile.prepare(module, outstanding=..., calls=...)`."
         )
 

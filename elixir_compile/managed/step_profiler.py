@@ -73,8 +73,9 @@ class StepProfiler:
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
         stats = self._end()
-        if self._executor.ranks is not None and not self._shares_step:
-            ranks = self._executor.ranks
+        ranks = self._executor.ranks
+        # Shares are for one axis, and ranks along a tensor axis have the same rows.
+        if ranks is not None and ranks.tensor_axis is None and not self._shares_step:
             self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device, ranks)
         return stats
 

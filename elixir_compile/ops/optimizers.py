@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import OptimizerTooEarly
+from elixir_compile.errors import IncompleteStep, OptimizerTooEarly
 from elixir_compile.ops.registry import slot_of
 
 _HYBRID = WeakTensorKeyDictionary()
@@ -139,8 +139,14 @@ def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> N
     Runs before each step of any optimizer.
     """
     found = (slot_of(param) for group in optimizer.param_groups for param in group["params"])
+    incomplete: list[IncompleteStep] = []
     for owner in {id(slot.sink): slot.sink for slot in found if slot is not None}.values():
-        owner.require_whole_step()
+        try:
+            owner.require_whole_step()
+        except IncompleteStep as error:  # every model must begin a new step
+            incomplete.append(error)
+    for error in incomplete:
+        raise error
 
 
 register_optimizer_step_pre_hook(_require_present)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import StaleParameters, UnsupportedBackward
+from elixir_compile.errors import IncompleteStep, StaleParameters, UnsupportedBackward
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
@@ -132,7 +132,8 @@ class Executor:
         """Return the result of `program`, the backward of `graph` with that name for the forward of `ticket`.
 
         Raises UnsupportedBackward if a step has several calls, whose gradients are summed, and the backward asks for
-        the gradients of chosen parameters, or is the second one of its forward.
+        the gradients of chosen parameters, or is the second one of its forward, or a parameter has a hook on its
+        gradient.
         """
         if self.calls.spec.num == 1:
             return self.ledger.run(name, program, args)
@@ -145,6 +146,12 @@ class Executor:
         if trains and not self.calls.waits(graph, number):
             asked = f"a second backward of a forward in a step of {self.calls.spec}"
             raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
+        trained = self.slots.values() if trains else ()
+        hooked = next((slot for slot in trained if compat.has_gradient_hooks(slot.param)), None)
+        if hooked is not None:  # autograd would call the hook with None in each backward before the last
+            asked = f"a hook on the gradient of {hooked.name} in a step of {self.calls.spec}"
+            instead = "Remove the hook, and read or change `.grad` between the last backward and `optimizer.step()`"
+            raise UnsupportedBackward(self.name, asked, instead)
         with self.calls.backward(graph, number, trains=trains):
             results = self.ledger.run(name, program, args)
             if self.calls.is_last and trains and graph is self:
@@ -160,9 +167,17 @@ class Executor:
                     self.offload(bucket.spec.id)  # the end of the backward waits for it
 
     def require_whole_step(self) -> None:
-        """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done."""
-        if self.calls.spec.num > 1:
+        """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done.
+
+        The next forward begins a new step then: the calls may be left from a step that an exception ended elsewhere.
+        """
+        if self.calls.spec.num == 1:
+            return
+        try:
             self.calls.require_whole_step(self.saved.numbers)
+        except IncompleteStep:
+            self.abandon()
+            raise
 
     def check_same_op(self, slot: Slot) -> None:
         """Wait until every rank is about to gather this parameter. Raises RanksDiffer if a rank does something else."""

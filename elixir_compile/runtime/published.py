@@ -65,13 +65,12 @@ def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, new_buffer: Callabl
 
     `new_buffer` returns memory for an fp32 sum; None if sums have the dtype of `param`.
     """
-    if is_dtensor(param):
-        if dtype != param.dtype:
-            param.grad_dtype = None  # allows any dtype; torch would refuse a gradient of another dtype than `param`
+    if is_dtensor(param) and dtype != param.dtype:
+        param.grad_dtype = None  # allows any dtype; torch would refuse a gradient of another dtype than `param`
     elif new_buffer is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
-        total = new_buffer().copy_(param.grad)
+        total = new_buffer().copy_(own_part(param.grad))
         param.grad_dtype = None
-        param.grad = total
+        param.grad = as_dtensor(total, param)
 
 
 def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[[], torch.Tensor] | None) -> None:
@@ -85,16 +84,17 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[
             param.grad_dtype = None
         param.grad = as_dtensor(grad, param)
     elif is_dtensor(param):
-        own_part(param.grad).add_(grad)
+        _add(own_part(param.grad), grad)
         torch.autograd.graph.increment_version(param.grad)
-    elif param.grad.dtype == grad.dtype:
-        param.grad.add_(grad)
     else:
-        _add_narrow(param.grad, grad)
+        _add(param.grad, grad)
 
 
-def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add `grad` to `total`, which has a wider dtype and the same memory layout."""
+def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add `grad` to `total`, which has the same dtype, or a wider one and the same memory layout."""
+    if total.dtype == grad.dtype:
+        total.add_(grad)
+        return
     wide, narrow = flat(total), flat(grad)
     for start in range(0, total.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)

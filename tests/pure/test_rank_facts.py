@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.errors import PlanFileError
-from elixir_compile.ir import Kind, Saving, Update
+from elixir_compile.ir import Calls, Kind, Saving, Update
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.ir.share import equal_shares
 from elixir_compile.managed.agreement.rank_facts import (
@@ -191,6 +191,7 @@ def other_problems() -> dict[str, Problem]:
         "update = in_backward": replace(PROBLEM, update=Update.IN_BACKWARD),
         "activations = keep": replace(PROBLEM, savings=frozenset({Saving.KEEP})),
         "placement policy = static, shard_param_frac 1.0": replace(PROBLEM, fractions=Fractions()),
+        "calls of a step = 4 calls, 2 outstanding": replace(PROBLEM, calls=Calls(num=4, outstanding=2)),
         "hybrid optimizer = False": replace(PROBLEM, hybrid=False),
         "disk = True": replace(PROBLEM, disk=True),
         "bucket b0 of": replace(PROBLEM, buckets=PLAN.buckets, placements=PLAN.placements),

@@ -126,6 +126,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
         "micro-batches": str(problem.micro_batches),
+        "calls of a step": str(problem.calls),
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]

@@ -3,13 +3,18 @@
 Each group has a process of its own: a process has one default group.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
+from elixir_compile.managed.rank_balance import RankBalance
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 from tests.run.processes import apart
 
 
@@ -95,3 +100,47 @@ def writes_beside_the_graph() -> str:
 def test_a_write_of_eager_code_to_a_part_of_a_parameter_is_refused() -> None:
     said = apart(writes_beside_the_graph)
     assert "large.weight is not supported: eager code, outside of the compiled graphs, wrote in place" in said
+
+
+def two_layers(mesh: DeviceMesh) -> nn.Module:
+    """Return two layers cut along the tensor axis `mesh`."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def sums_along_a_tensor_axis() -> list[str]:
+    """Return the dtype of the gradient of each parameter after two backward passes in bf16, with sums in fp32."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    model = two_layers(init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",)))
+    elixir.prepare(model, "cpu", param_dtype="bfloat16")
+    options = {"inner": "aot_eager", "report": False, "plan_cache": False, "reduce_dtype": "float32"}
+    compiled = torch.compile(model, backend="elixir", options=options)
+    for _ in range(2):
+        compiled(torch.randn(4, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+    return [str(param.grad.dtype) for param in model.parameters() if param.grad is not None]
+
+
+def test_gradients_of_parts_along_a_tensor_axis_are_summed_in_fp32() -> None:
+    assert apart(sums_along_a_tensor_axis) == ["torch.float32"] * 4
+
+
+def noted_balances() -> list[int]:
+    """Return how often ranks note what they compute, without a tensor axis and with one."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    alone = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    counts = []
+    for model in (alone, two_layers(mesh["tensor"])):
+        elixir.prepare(model, mesh=mesh["data"])
+        options = {"inner": "aot_eager", "plan_cache": False}
+        compiled = torch.compile(model, backend="elixir", options=options)
+        with mock.patch.object(RankBalance, "note") as note:
+            for _ in range(STEPS_SKIPPED + STEPS_TIMED + 1):
+                compiled(torch.randn(4, 64)).square().mean().backward()
+                model.zero_grad()
+        counts.append(note.call_count)
+    return counts
+
+
+def test_ranks_of_a_tensor_parallel_model_suggest_no_shares() -> None:
+    assert apart(noted_balances) == [1, 0]

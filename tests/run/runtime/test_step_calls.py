@@ -158,13 +158,52 @@ def test_an_update_before_the_last_backward_is_refused() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     loss_of(compiled, torch.randn(2, 4)).backward()
-    with pytest.raises(IncompleteStep, match="after 1 of 3 backward passes"):
-        optimizer.step()
     with pytest.raises(ValueError, match="before the first call"):
         elixir.weigh(module, num_samples=2)
-    for _ in range(2):
-        loss_of(compiled, torch.randn(2, 4)).backward()
+    with pytest.raises(IncompleteStep, match="after 1 of 3 backward passes"):
+        optimizer.step()
+
+
+def test_after_an_incomplete_step_the_next_forward_begins_a_step() -> None:
+    """As if other code raised an exception between two calls: this model sees nothing of it before the update."""
+    module, compiled, double = prepared(outstanding=1, calls=3)
+    other = elixir.prepare(nn.Linear(4, 4), outstanding=1, calls=3)
+    second = torch.compile(other, backend="elixir", options=OPTIONS)
+    optimizer = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=0.0)
+    rows = list(torch.randn(3, 2, 4))
+    for _ in range(2):  # of the step that is not ended
+        loss_of(compiled, rows[0]).backward()
+        loss_of(second, rows[0]).backward()
+    optimizer.zero_grad()
+    for x in rows:
+        loss_of(compiled, x).backward()
+        loss_of(second, x).backward()
+    with pytest.raises(IncompleteStep, match=r"after 2 of 3 backward passes.*the next forward begins a new step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for x in rows:
+        loss_of(compiled, x).backward()
+        loss_of(second, x).backward()
+        loss_of(double, x).backward()
     optimizer.step()
+    assert_same_gradients(module, double)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
+    module, compiled, double = prepared(outstanding=2)
+    rows, seen = list(torch.randn(2, 2, 4)), []
+    hook = getattr(module.first.weight, register)(seen.append)
+    waiting = [loss_of(compiled, x) for x in rows]
+    with pytest.raises(UnsupportedBackward, match=r"hook on the gradient of first\.weight in a step of 2 calls"):
+        waiting[0].backward()
+    assert not seen
+    hook.remove()
+    del waiting
+    for x in rows:
+        loss_of(compiled, x).backward()
+        loss_of(double, x).backward()
+    assert_same_gradients(module, double)
 
 
 def test_a_split_backward_is_refused() -> None:
