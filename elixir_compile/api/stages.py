@@ -76,8 +76,13 @@ def plan_stages(
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
     order = parse_schedule(schedule)
-    if stages < 1 or (ranks is not None and ranks < 1):
-        raise InvalidOption("stages", stages, "1 or more, on 1 or more ranks")
+    for name, number in (
+        ("stages", stages),
+        ("micro_batches", micro_batches),
+        ("ranks", 1 if ranks is None else ranks),
+    ):
+        if type(number) is not int or number < 1:
+            raise InvalidOption(name, number, "a number of 1 or more")
     fleet = fleet_of_ranks(hardware or chosen.hardware, stages, order, ranks)
     pipeline_order(order, stages, fleet.num_ranks, micro_batches)  # what torch refuses needs no capture
     capture = capture_model(find_described(model, example_inputs), example_inputs, options=chosen)

@@ -5,8 +5,8 @@ as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p
 """
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -15,6 +15,7 @@ from elixir_compile import compat
 from elixir_compile.ops.portion import Portion, rows_of, with_rows
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 if TYPE_CHECKING or distributed.is_available():
@@ -22,6 +23,9 @@ if TYPE_CHECKING or distributed.is_available():
 else:  # a build of torch without it has no DTensors
 
     class DTensor(torch.Tensor): ...
+
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -161,6 +165,20 @@ def cut_axes(param: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(param, DTensor):
         return ()
     return tuple(axis for axis, placement in enumerate(param.placements) if cuts(placement))
+
+
+def by_mesh(params: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """Return the sharded ones of `params`, those of each mesh in a list of their own.
+
+    An axis is a number within its mesh, so the ranks along axis 0 of two meshes may differ. Ranks get the lists in one
+    order if their meshes differ in names or sizes, else in the order of `params`.
+    """
+    found: dict[DeviceMesh, list[AnyTensor]] = {}
+    for param in params:
+        if isinstance(param, DTensor) and cut_axes(param):
+            found.setdefault(param.device_mesh, []).append(param)
+    meshes = sorted(found, key=lambda mesh: (mesh.ndim, mesh.mesh_dim_names or (), tuple(mesh.shape)))
+    return [found[mesh] for mesh in meshes]
 
 
 def sum_over_parts(number: float, param: torch.Tensor, axes: Sequence[int]) -> float:

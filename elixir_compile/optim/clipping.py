@@ -21,7 +21,7 @@ from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
 from elixir_compile.optim.guard import GradientSnapshots
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
@@ -186,14 +186,15 @@ def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping
 def sum_of_all_squares(params: Sequence[nn.Parameter], known: Mapping[int, Squares]) -> float:
     """Return the sum of the squares of all gradients of `params`, each summed over the axes along which it is sharded.
 
-    Gradients on a device cost a synchronisation for each set of axes.
+    Gradients on a device cost a synchronisation for each mesh and set of axes.
     """
-    by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for param in params:
-        by_axes.setdefault(cut_axes(param), []).append(param)
-    squares = _own_squares(by_axes.pop((), ()), known)
-    for axes in sorted(by_axes):  # ranks may have the gradients in another order
-        squares += sum_over_parts(_own_squares(by_axes[axes], known), by_axes[axes][0], axes)
+    squares = _own_squares((param for param in params if not cut_axes(param)), known)
+    for sharded in by_mesh(params):
+        by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for param in sharded:
+            by_axes.setdefault(cut_axes(param), []).append(param)
+        for axes in sorted(by_axes):  # ranks may have the gradients in another order
+            squares += sum_over_parts(_own_squares(by_axes[axes], known), by_axes[axes][0], axes)
     return squares
 
 

@@ -26,7 +26,7 @@ from torch import distributed, nn
 from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import cut_axes, is_dtensor, own_grad, own_part, sum_over_parts
+from elixir_compile.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, own_part, sum_over_parts
 from elixir_compile.optim.rule import GRAD_SCALE, snapshot
 from elixir_compile.runtime.distributed.errors import OverflowUnseen
 from elixir_compile.runtime.published import GradientSnapshot
@@ -239,10 +239,9 @@ class Overflow:
     def spread(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Set a gradient element to infinity on each rank if any rank has overflow. A collective of all ranks."""
         params = [param for group in groups for param in group["params"] if param.grad is not None]
-        sharded = [param for param in params if cut_axes(param)]
-        axes = sorted({axis for param in sharded for axis in cut_axes(param)})
         self._seen = GradientSnapshots()
-        if not sharded or not sum_over_parts(_has_overflow(map(own_grad, sharded)), sharded[0], axes):
+        overflows = [_overflows_on_any_rank(sharded) for sharded in by_mesh(params)]  # each is a collective
+        if not any(overflows):
             return
         self._seen = GradientSnapshots(params)
         marked = next((param for param in params if own_grad(param).numel()), None)
@@ -255,6 +254,12 @@ class Overflow:
         """Raise OverflowUnseen if `step()` runs although a gradient was not finite on some rank."""
         if self._seen.any_remains():
             raise OverflowUnseen([distributed.get_rank()])
+
+
+def _overflows_on_any_rank(sharded: Sequence[nn.Parameter]) -> bool:
+    """Return whether a gradient of `sharded`, parameters on one mesh, has a value that is not finite on any rank."""
+    axes = sorted({axis for param in sharded for axis in cut_axes(param)})
+    return sum_over_parts(_has_overflow(map(own_grad, sharded)), sharded[0], axes) > 0
 
 
 def _has_overflow(grads: Iterable[torch.Tensor]) -> bool:

@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,12 @@ def test_numbers_that_do_not_go_together_are_refused_with_a_number_that_does(
 ) -> None:
     with pytest.raises(InvalidOption, match=expected):
         planned(**asked)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("wrong", [{"stages": 2.0}, {"stages": 0}, {"micro_batches": True}, {"ranks": -1}])
+def test_what_is_no_number_of_one_or_more_is_refused_before_the_capture(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=r"expected a number of 1 or more"):
+        elixir.plan_stages(Net(), INPUTS, **{"stages": 2, "schedule": "gpipe", "micro_batches": 4} | wrong)
 
 
 def test_a_schedule_of_another_name_is_refused_before_the_capture() -> None:

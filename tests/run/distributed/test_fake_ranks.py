@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
 from elixir_compile.managed.rank_balance import RankBalance
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
+from elixir_compile.optim import clipping, guard
 from tests.run.processes import apart
 
 
@@ -144,3 +146,31 @@ def noted_balances() -> list[int]:
 
 def test_ranks_of_a_tensor_parallel_model_suggest_no_shares() -> None:
     assert apart(noted_balances) == [1, 0]
+
+
+def sums_of_two_meshes() -> list[tuple[str, float]]:
+    """Return the axis and this rank's number of each sum over ranks, for parameters on two meshes."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    params = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), square, [Shard(0), Replicate()])),
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), line, [Shard(0)])),
+    ]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    seen: list[tuple[str, float]] = []
+
+    def note(number: float, param: DTensor, axes: list[int]) -> float:
+        seen.extend((param.device_mesh.mesh_dim_names[axis], number) for axis in axes)
+        return number
+
+    with mock.patch.object(clipping, "sum_over_parts", note), mock.patch.object(guard, "sum_over_parts", note):
+        assert clipping.sum_of_all_squares(params, {}) == 8.0 + 4.0  # this rank has 2 rows of one and 1 of the other
+        params[1].grad.to_local().fill_(torch.inf)
+        guard.Overflow().spread([{"params": params}])
+    return seen
+
+
+def test_gradients_on_two_meshes_are_summed_over_the_ranks_of_each() -> None:
+    assert apart(sums_of_two_meshes) == [("all", 4.0), ("data", 8.0), ("all", True), ("data", False)]
