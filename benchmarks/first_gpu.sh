@@ -1,7 +1,8 @@
 #!/bin/sh
 # The first thirty minutes on an accelerator: each step of `first_gpu.py` in a process of its own, with a limit of time.
 #
-#     benchmarks/first_gpu.sh                  all steps; results in benchmarks/results/first_gpu/<step>.json
+#     benchmarks/first_gpu.sh                  all steps; results in benchmarks/results/first_gpu/<step>.json, a page of
+#                                              them in README.md beside them
 #     benchmarks/first_gpu.sh --for 550        starts no step after 550 seconds: run it again to go on
 #
 # A step that has a result is not run again; remove its file to repeat it. A step that fails or takes too long leaves
@@ -35,4 +36,5 @@ while read -r step limit_s; do
 done <<STEPS
 $("$PYTHON" benchmarks/first_gpu.py --list)
 STEPS
+"$PYTHON" benchmarks/first_gpu_page.py "$results" || missing=1
 exit $missing

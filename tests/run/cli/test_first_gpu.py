@@ -1,5 +1,6 @@
 """`benchmarks/first_gpu.sh` on a machine without a GPU: what it runs, resumes and reports."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 if "--list" in sys.argv:
     print("first 5\\nbroken 5\\nlate 1\\nlast 5")
 else:
+    if "first_gpu_page.py" in sys.argv[1]:
+        sys.exit(Path(sys.argv[2], "README.md").write_text("a page") < 1)
     name, path = sys.argv[2], Path(sys.argv[-1])
     with Path(path.parent, "started").open("a") as file:
         file.write(name + "\\n")
@@ -42,6 +45,7 @@ def test_a_failed_and_a_late_step_stop_no_other_and_run_again(tmp_path: Path) ->
     assert (tmp_path / "broken.log").read_text(encoding="utf-8") == "no such device\n"
     assert "FAILED with exit code 124" in first.stdout  # `late`, stopped by its limit
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["first.json", "last.json"]
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == "a page"
     run(tmp_path)
     started = (tmp_path / "started").read_text(encoding="utf-8").split()
     assert started == ["first", "broken", "late", "last", "broken", "late"]
@@ -67,3 +71,15 @@ def test_every_step_has_a_limit_and_none_runs_without_a_device() -> None:
     )
     assert refused.returncode == 2
     assert "no CUDA device" in refused.stderr
+
+
+def test_the_page_has_the_figures_of_each_step_and_names_those_without_a_result(tmp_path: Path) -> None:
+    figures = {"same_weights": {"in_backward, float32": True}, "output": [f"line {number}" for number in range(9)]}
+    result = {"step": "slow_compute", "machine": {"processor": "H100", "commit": "abc"}, "figures": figures}
+    (tmp_path / "slow_compute.json").write_text(json.dumps(result), encoding="utf-8")
+    subprocess.run([sys.executable, str(BENCHMARKS / "first_gpu_page.py"), str(tmp_path)], check=True)
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| same_weights, in_backward, float32 | True |" in page
+    assert "<details><summary>output</summary>\n\n```text\nline 0\nline 1" in page
+    assert "On processor H100, commit abc." in page
+    assert "Without a result: second_device, two_ranks, versions, workspaces, gpt2_at_60_percent, attention" in page
