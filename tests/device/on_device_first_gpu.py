@@ -1,6 +1,8 @@
 """The steps of `benchmarks/first_gpu.py` that need no CUDA answer on a second device type."""
 
+import gc
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +16,14 @@ DEVICE = torch.device(fakegpu.NAME, 0)
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module of the steps, which trains a small GPT-2 op by op."""
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module of the steps, which trains a small GPT-2 op by op. Its models are freed at the end."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     module = importlib.import_module("first_gpu")
     monkeypatch.setattr(module, "INNER", "aot_eager")
-    return module
+    yield module
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def test_budgets_hold(steps: ModuleType) -> None:
