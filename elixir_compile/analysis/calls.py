@@ -78,7 +78,7 @@ def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The numbers of ops of a step: those of the forward, those of both halves, all of them."""
+    """How many ops a step has: in its forward, in forward and backward together, and with the update."""
 
     num_forward: int
     num_run: int

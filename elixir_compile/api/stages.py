@@ -143,7 +143,7 @@ def stage_search(
     micro_batches: int,
     state_bytes_per_element: int | None = None,
 ) -> StageSearch:
-    """Return the search for stages of the step of `capture`, which is that of one micro-batch, on `fleet`.
+    """Return the search for stages on `fleet`; `capture` is the step of one micro-batch.
 
     Raises InvalidOption for an option that the search for stages does not have.
     """

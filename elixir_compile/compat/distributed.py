@@ -112,9 +112,9 @@ def dtensor_of(
 
 
 def joined_mesh(outer: "DeviceMesh", inner: "DeviceMesh") -> "DeviceMesh":
-    """Return the mesh with the axes of `outer`, then those of `inner`, both of which are axes of one mesh.
+    """Return the mesh with the axes of `outer` followed by the axes of `inner`; both meshes are slices of one mesh.
 
-    `DeviceMesh._concatenate`, as in FSDP2: checked on torch 2.13. Gone: AttributeError in `prepare` of a
+    `DeviceMesh._concatenate`, as in FSDP2: checked on torch 2.11 and 2.13. Gone: AttributeError in `prepare` of a
     tensor-parallel model over a data axis.
     """
     return type(outer)._concatenate([outer, inner])

@@ -18,7 +18,7 @@ from elixir_compile.ir.pipeline import TorchSchedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutlook:
-    """One stage, and what is expected of it."""
+    """A stage of a pipeline with its predicted seconds and bytes."""
 
     stage: int
     rank: int
@@ -50,7 +50,7 @@ class StageOutlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutlook:
-    """One rank, and what is expected of it."""
+    """A rank of a pipeline with its predicted seconds and bytes."""
 
     rank: int
     device: str
