@@ -14,6 +14,9 @@ and those between. The bytes at an op are the most of them.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elixir_compile.analysis.bucket_bytes import (
     Births,
     Held,
@@ -252,18 +255,20 @@ def storages_of_calls(
             forward = call.beside_forward - call.others_beside_forward
             backward = call.beside_backward - call.others_beside_backward
             if is_output:
-                forward = outputs_beside(call.beside_forward, calls, is_backward=False)
+                forward = int(outputs_beside(call.beside_forward, calls, is_backward=False))
                 # The caller holds the output of the call itself until its backward has ended.
-                backward = outputs_beside(call.beside_backward, calls, is_backward=True) + int(not saved)
+                backward = int(outputs_beside(call.beside_backward, calls, is_backward=True)) + int(not saved)
             yield storage, Held(storage.kind, forward * storage.nbytes, 0, ops.num_forward - 1)
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
 
 
-def outputs_beside(num_beside: int, calls: Calls, *, is_backward: bool) -> int:
+def outputs_beside(
+    num_beside: int | NDArray[np.int64], calls: Calls, *, is_backward: bool
+) -> NDArray[np.int64] | np.int64:
     """Return how many outputs of other calls, and losses of as many bytes, there are beside a half of a call while
     `num_beside` other forwards wait."""
     more = calls.more_outputs if is_backward or calls.alternate else 0
-    return min(num_beside + more, calls.num - 1) + int(calls.has_loss) * num_beside
+    return np.minimum(num_beside + more, calls.num - 1) + int(calls.has_loss) * num_beside
 
 
 def waiting_bytes(step: StepGraph, lives: Mapping[StorageId, Sequence[Life]]) -> Mapping[Kind, int]:

@@ -12,14 +12,16 @@ the order of the backward passes is not known, these are the most in any order.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
-from elixir_compile.analysis.calls import CallKind, outputs_beside
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.analysis.calls import CallKind, Ops, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
-from elixir_compile.ir import BackwardOrder, Calls, Kind, Plan, StepGraph
+from elixir_compile.ir import BackwardOrder, Calls, Kind
 
 
 class Half(NamedTuple):
@@ -103,8 +105,38 @@ def _of_any_backward(calls: Calls, num_full: int) -> Steps:
                 yield half, Beside(full, num_beside - full, num_done)
 
 
+class Halves:
+    """What may be beside each half of a step of `calls`, if at most `num_full` full forwards wait."""
+
+    def __init__(self, calls: Calls, num_full: int) -> None:
+        self.calls = calls
+        found: dict[Half, dict[Beside, None]] = {}
+        for half, beside in halves(calls, num_full):
+            found.setdefault(half, {})[beside] = None
+        self._beside = {half: np.array(list(own), dtype=np.int64) for half, own in found.items()}
+
+    def most(self, own: "BesideBytes") -> Mapping[Half, tuple[Beside, int]]:
+        """Return for each half what takes the most bytes beside it, and how many more these are than with no other
+        outstanding forward."""
+        found: dict[Half, tuple[Beside, int]] = {}
+        for half, beside in self._beside.items():
+            nbytes = self._nbytes(half, beside, own)
+            at = int(nbytes.argmax())
+            nothing = self._nbytes(half, np.zeros((1, 3), dtype=np.int64), own)
+            found[half] = Beside(*beside[at].tolist()), int(nbytes[at] - nothing[0])
+        return found
+
+    def _nbytes(self, half: Half, beside: NDArray[np.int64], own: "BesideBytes") -> NDArray[np.int64]:
+        calls, num_beside = self.calls, beside[:, 0] + beside[:, 1]
+        nbytes = own.full * beside[:, 0] + own.lean * beside[:, 1]
+        nbytes += own.outputs * outputs_beside(num_beside, calls, is_backward=half.is_backward)
+        if half.is_backward or calls.alternate:
+            nbytes += own.inputs * np.minimum(beside[:, 2], calls.input_grads - 1)
+        return nbytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BesideBytes:
+class BesideBytes:
     """The bytes of one outstanding forward beside a half, and of what the caller holds for it."""
 
     full: int
@@ -112,46 +144,64 @@ class _BesideBytes:
     outputs: int
     inputs: int
 
-    def of(self, calls: Calls, half: Half, beside: Beside) -> int:
-        """Return the bytes of all that is `beside` a half."""
-        num_outputs = outputs_beside(beside.num_full + beside.num_lean, calls, is_backward=half.is_backward)
-        num_inputs = _input_grads(calls, beside) if half.is_backward or calls.alternate else 0
-        own = beside.num_full * self.full + beside.num_lean * self.lean
-        return own + num_outputs * self.outputs + num_inputs * self.inputs
+
+class CallBytes:
+    """The bytes of the calls that run one of the programs of a plan."""
+
+    def __init__(self, rows: PlanRows) -> None:
+        self.rows = rows
+        """The rows of a call; those beside it are added for a kind of calls."""
+        self.waiting_bytes = sum(rows.waiting_bytes.values())
+        """What a forward leaves for its backward, without outputs."""
+        self._alone: dict[tuple[bool, bool], NDArray[np.int64]] = {}
+        self._ops = Ops.of(rows.step)
+
+    def alone(self, half: Half) -> tuple[int, int]:
+        """Return the most bytes at any op of `half` if no other forward waits, and at any op of the update."""
+        place = half.is_first, half.is_last
+        if place not in self._alone:
+            call = CallKind(is_first=half.is_first, is_last=half.is_last, alternate=self.rows.plan.calls.alternate)
+            changes = np.zeros(self._ops.num + 1, dtype=np.int64)
+            for held in self.rows.in_call(call, {}).all():
+                if held.first <= held.last:
+                    changes[held.first] += held.nbytes
+                    changes[held.last + 1] -= held.nbytes
+            self._alone[place] = np.cumsum(changes[:-1])
+        live_bytes, ops = self._alone[place], self._ops
+        span = slice(ops.num_forward, ops.num_run) if half.is_backward else slice(0, ops.num_forward)
+        return int(live_bytes[span].max(initial=0)), int(live_bytes[ops.num_run :].max(initial=0))
 
 
 class TwoPrograms:
-    """The bytes of steps of `plan` on `rank` beside lean calls, which run as `lean_plan` does, a plan of the same
-    buckets."""
+    """The bytes of steps whose calls run one of two programs with the same buckets: that of full or of lean calls."""
 
-    def __init__(self, graph: StepGraph, plan: Plan, lean_plan: Plan, rank: int = 0) -> None:
-        self._calls = plan.calls
-        self.rows: Sequence[PlanRows] = (PlanRows(graph, plan, rank), PlanRows(graph, lean_plan, rank))
-        """The rows of a full call and of a lean one."""
-
-    @cached_property
-    def _beside(self) -> _BesideBytes:
-        step, outputs, shared = self.rows[0].step, set(self.rows[0].step.outputs), self._calls.shared
-        full, lean = (sum(rows.waiting_bytes.values()) for rows in self.rows)
-        saved = (Kind.SAVED, Kind.TEMP)
-        return _BesideBytes(
-            full=full,
-            lean=lean,
+    def __init__(self, full: CallBytes, lean: CallBytes) -> None:
+        self.full, self.lean = full, lean
+        self._calls = full.rows.plan.calls
+        step, shared = full.rows.step, set(self._calls.shared)
+        outputs, saved = set(step.outputs), (Kind.SAVED, Kind.TEMP)
+        self._beside = BesideBytes(
+            full=full.waiting_bytes,
+            lean=lean.waiting_bytes,
             outputs=sum(own.nbytes for own in step.storages if own.id in outputs and own.kind in saved),
             inputs=sum(own.nbytes for own in step.storages if own.kind is Kind.INPUT and own.id not in shared),
         )
 
-    def most(self, num_full: int) -> Mapping[Half, Beside]:
-        """Return, for each half, what takes the most bytes beside it if at most `num_full` full forwards wait."""
-        found: dict[Half, Beside] = {}
-        for half, beside in dict.fromkeys(halves(self._calls, num_full)):
-            before = found.get(half)
-            if before is None or self._bytes(half, beside) > self._bytes(half, before):
-                found[half] = beside
-        return found
+    def fullest(self, beside: Halves) -> Iterator[tuple[Half, PlanRows]]:
+        """Yield each half with the rows of a call that has the most bytes beside it; they are those of the ops of the
+        half."""
+        for half, (most, _) in beside.most(self._beside).items():
+            yield half, self._rows_of(half, most)
 
-    def rows_of(self, half: Half, beside: Beside) -> PlanRows:
-        """Return the rows of a call with `beside` it; they are those of the ops of `half`."""
+    def peak_bytes(self, beside: Halves) -> int:
+        """Return the most bytes at any op, as `plan_timeline` counts them."""
+        peak_bytes = 0
+        for half, (_, more_bytes) in beside.most(self._beside).items():
+            alone_bytes, update_bytes = (self.lean if half.is_lean else self.full).alone(half)
+            peak_bytes = max(peak_bytes, alone_bytes + more_bytes, update_bytes if half.is_backward else 0)
+        return peak_bytes
+
+    def _rows_of(self, half: Half, beside: Beside) -> PlanRows:
         num_beside = beside.num_full + beside.num_lean
         num_others = beside.num_full if half.is_lean else beside.num_lean
         call = CallKind(
@@ -160,15 +210,9 @@ class TwoPrograms:
             alternate=self._calls.alternate,
             beside_forward=num_beside,
             beside_backward=num_beside,
-            input_grads=_input_grads(self._calls, beside),
+            input_grads=min(beside.num_done, self._calls.input_grads - 1),
             others_beside_forward=num_others,
             others_beside_backward=num_others,
         )
-        return self.rows[half.is_lean].in_call(call, self.rows[not half.is_lean].waiting_bytes)
-
-    def _bytes(self, half: Half, beside: Beside) -> int:
-        return self._beside.of(self._calls, half, beside)
-
-
-def _input_grads(calls: Calls, beside: Beside) -> int:
-    return min(beside.num_done, calls.input_grads - 1)
+        own, other = (self.lean, self.full) if half.is_lean else (self.full, self.lean)
+        return own.rows.in_call(call, other.rows.waiting_bytes)

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.analysis.calls import call_kinds
-from elixir_compile.analysis.lean_calls import TwoPrograms
+from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
@@ -94,7 +94,8 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     recomputed ops, those of full calls if there are lean ones; fused storages are left out.
     """
     if plan.lean is not None:
-        return _with_lean_calls(TwoPrograms(graph, plan, plan.of_lean_calls(), rank), plan)
+        full, lean = (PlanRows(graph, own, rank) for own in (plan, plan.of_lean_calls()))
+        return _with_lean_calls(TwoPrograms(CallBytes(full), CallBytes(lean)), plan)
     found = [timeline_of(PlanRows(graph, plan, rank, call)) for call in call_kinds(plan.calls)]
     if len(found) == 1:
         return found[0]
@@ -104,12 +105,11 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
 def _with_lean_calls(programs: TwoPrograms, plan: Plan) -> MemoryTimeline:
     """Return the timeline of `plan` over the ops of its full calls. An op that lean calls alone run counts at the next
     op that both run."""
-    step = programs.rows[0].step
+    step = programs.full.rows.step
     index = {op.id: at for at, op in enumerate(step.ops)}
     highest: list[tuple[MemoryTimeline, int] | None] = [None] * len(step.ops)
     assert plan.lean is not None
-    for half, beside in programs.most(plan.lean.num_full).items():
-        rows = programs.rows_of(half, beside)
+    for half, rows in programs.fullest(Halves(plan.calls, plan.lean.num_full)):
         found, ops = timeline_of(rows), rows.step.ops
         own = [at for at, op in enumerate(ops) if (op.phase is not Phase.FORWARD) is half.is_backward]
         place = len(step.ops) - 1

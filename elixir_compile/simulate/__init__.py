@@ -1,7 +1,7 @@
 """Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
 from elixir_compile.simulate.drawing import Drawing
-from elixir_compile.simulate.engine import Cycle, Played, play, simulate
+from elixir_compile.simulate.engine import Cycle, FurtherCall, Played, further_call, play, simulate
 from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,
@@ -15,6 +15,7 @@ from elixir_compile.simulate.prices import OpSeconds, Prices, crossing_s, prices
 __all__ = [
     "Cycle",
     "Drawing",
+    "FurtherCall",
     "OpSeconds",
     "Played",
     "Prices",
@@ -22,6 +23,7 @@ __all__ = [
     "crossing_s",
     "exposed_by_lane",
     "exposed_s",
+    "further_call",
     "hidden_share",
     "hidden_update_share",
     "play",

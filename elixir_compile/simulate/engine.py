@@ -94,6 +94,23 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     return record_of(graph, plan, player, play_with(player, actions_of(plan)).step_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherCall:
+    """The seconds of a call that is neither the first nor the last of its step."""
+
+    step_s: float
+    exposed_s: float
+    """Seconds in which its regions wait for transfers of activations."""
+
+
+def further_call(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> FurtherCall:
+    """Return the seconds of a call of `plan` that gathers, reduces and updates nothing."""
+    player = player_of(graph, replace(plan, update=Update.AFTER_BACKWARD), cluster, measured)
+    own = [action for action in actions_of(plan) if isinstance(action[1], RegionRef | GroupRef)]
+    step_s = play_with(player, own).step_s
+    return FurtherCall(step_s=step_s, exposed_s=max(0.0, step_s - sum(player.run_s.values())))
+
+
 def actions_of(plan: Plan) -> _Actions:
     """Return the actions of `plan` as pairs of verb and target."""
     return tuple((action.verb, action.target) for action in plan.schedules[0].actions)
@@ -230,7 +247,9 @@ class Player:
         cycle: Cycle,
         copies: Mapping[RegionId, LapCopies | None],
     ) -> None:
-        self.lanes, self._run_s, self._placements, self.cycle = lanes, run_s, placements, cycle
+        self.lanes, self._placements, self.cycle = lanes, placements, cycle
+        self.run_s = run_s
+        """The seconds of each region."""
         self._copies = copies
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
@@ -303,7 +322,7 @@ class Player:
         if lanes.updating_s or lanes.arriving:
             for bucket in self.cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
-        lanes.run(region, self._run_s[region], self._copies.get(region))
+        lanes.run(region, self.run_s[region], self._copies.get(region))
 
     def _update(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket after the backward; updates by the host do not wait for updates by the device."""
