@@ -144,8 +144,9 @@ class Executor:
             instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
             raise UnsupportedBackward(self.name, asked, instead)
         if trains and not self.calls.waits(graph, number):
-            asked = f"a second backward of a forward in a step of {self.calls.spec}"
-            raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
+            asked = f"a second backward of a forward, or one after an exception, in a step of {self.calls.spec}"
+            instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
+            raise UnsupportedBackward(self.name, asked, instead)
         trained = self.slots.values() if trains else ()
         hooked = next((slot for slot in trained if compat.has_gradient_hooks(slot.param)), None)
         if hooked is not None:  # autograd would call the hook with None in each backward before the last
