@@ -19,7 +19,6 @@ from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
-from elixir_compile.runtime.calls import StepCalls
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
@@ -32,6 +31,7 @@ from elixir_compile.runtime.phases import Phases
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations, number_of
 from elixir_compile.runtime.slices import LeavingView, Slicing
+from elixir_compile.runtime.step_calls import StepCalls
 
 Program = Callable[[list[Any]], Any]
 """A program of a graph: it empties the list of its inputs."""
