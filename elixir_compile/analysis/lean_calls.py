@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.calls import CallKind, Ops, outputs_beside
+from elixir_compile.analysis.call_bytes import CallKind, Ops, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import BackwardOrder, Calls, Kind
 

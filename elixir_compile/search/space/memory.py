@@ -28,8 +28,9 @@ from elixir_compile.analysis.bucket_bytes import (
     step_gradients,
     streamed_bytes,
 )
-from elixir_compile.analysis.calls import (
+from elixir_compile.analysis.call_bytes import (
     ONLY,
+    BucketGradients,
     Ops,
     call_at_most,
     copy_at_most,
@@ -146,22 +147,19 @@ class MemoryModel:
         key = bucket, is_on_host, wait, is_replaced
         found = self._gradients.get(key)
         if found is None:
-            facts, grads = self._facts, self._facts.gradients[bucket]
-            assert grads is not None
-            num_ops = len(facts.graph.ops)
-            rows = gradients_at_most(
-                self._call,
-                self._ops,
-                self._sizes[bucket],
-                grads.births,
-                sum_nbytes(facts.buckets[bucket], grads.births, facts.problem.calls, is_away=is_on_host),
-                grads.complete,
-                wait,
-                last_with_gradients(facts.buckets[bucket], facts.num_run, num_ops),
+            facts, spec, made = self._facts, self._facts.buckets[bucket], self._facts.gradients[bucket]
+            assert made is not None
+            grads = BucketGradients(
+                sizes=self._sizes[bucket],
+                births=made.births,
+                sum_bytes=sum_nbytes(spec, made.births, facts.problem.calls, is_away=is_on_host),
+                complete=made.complete,
+                wait=wait,
+                stays=last_with_gradients(spec, facts.num_run, len(facts.graph.ops)),
                 is_away=is_on_host,
                 is_replaced=is_replaced,
             )
-            found = self._gradients[key] = self._changes(rows)
+            found = self._gradients[key] = self._changes(gradients_at_most(self._call, self._ops, grads))
         return found
 
     def _changes(self, rows: Iterable[Held]) -> _Changes:
