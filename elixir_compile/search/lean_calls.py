@@ -34,6 +34,7 @@ from elixir_compile.units import format_bytes, format_s
 
 _WORTH = 1e-3
 """Two treatments must make the step shorter by more than this share: they compile twice as many regions."""
+_UNLIMITED_BYTES = 1 << 62
 _MOST_NUMBERS = 64
 """The most numbers of full forwards that are tried for a pair."""
 _MOST_WRITTEN = 8
@@ -116,8 +117,9 @@ def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple
         if modes == draft.modes:
             continue
         own = evaluator.at(modes)
-        times = [just_in_time(own, levels), own.at_use(levels)]
-        for moves in times if own.facts.offload_intervals and times[0] != times[1] else times[:1]:
+        # How many full forwards fit decides how early transfers may be, so both ends are tried.
+        times = [just_in_time(own, levels, budget_bytes=_UNLIMITED_BYTES), own.at_use(levels)]
+        for moves in times if times[0] != times[1] else times[:1]:
             other = replace(draft, modes=modes, moves=moves._replace(streamed=draft.moves.streamed))
             yield written(own.facts, other), own.step_s(levels, other.moves)
 
