@@ -78,7 +78,10 @@ def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """How many ops a step has: in its forward, in forward and backward together, and with the update."""
+    """How many ops a step has: in its forward, in forward and backward together, and with the update.
+
+    Or how many positions, if the axis of a step has more than its ops.
+    """
 
     num_forward: int
     num_run: int
@@ -131,7 +134,6 @@ def gradients_of_call(
     stays: int,
     *,
     is_away: bool,
-    is_replaced: bool = False,
 ) -> Iterator[Held]:
     """Yield the bytes of the gradients of a bucket in `call`, whose sums over the calls have `sum_bytes`.
 
@@ -139,7 +141,7 @@ def gradients_of_call(
     """
     births, end = tuple(births), ops.num - 1
     if call.is_first and call.is_last:
-        yield from step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+        yield from step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away)
         return
     added = min(complete, ops.num_run - 1)
     is_kept = call.is_first and sum_bytes == sum(nbytes for _, nbytes in births)
@@ -152,7 +154,7 @@ def gradients_of_call(
         yield Held(Kind.GRAD, sum_bytes, start, ops.num_run - 1)
     if call.is_last:
         sums = [(start, sum_bytes)] if births else []
-        yield from step_gradients(sizes, sums, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
+        yield from step_gradients(sizes, sums, complete, wait, end, stays, is_away=is_away)
 
 
 def crosses(life: Life, num_forward: int) -> bool:
@@ -198,38 +200,32 @@ def gradients_at_most(
     stays: int,
     *,
     is_away: bool,
-    is_replaced: bool = False,
 ) -> Iterator[Held]:
     """Yield at least the bytes of the gradients of a bucket in any call, for `call` of `call_at_most`; see
     `gradients_of_call`."""
     if call is ONLY or not births:
-        yield from step_gradients(
-            sizes, births, complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
-        )
+        yield from step_gradients(sizes, births, complete, wait, ops.num - 1, stays, is_away=is_away)
         return
     added, start = min(complete, ops.num_run - 1), 0 if call.alternate else ops.num_forward
     for birth, nbytes in births:
         yield Held(Kind.GRAD, nbytes, birth, added)
-    yield from step_gradients(
-        sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away, is_replaced=is_replaced
-    )
+    yield from step_gradients(sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away)
     left = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
     if left < ops.num_run - 1:
         yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
 
 
 def storages_of_calls(
-    step: StepGraph, lives: Mapping[StorageId, Sequence[Life]], call: CallKind, calls: Calls
+    step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[Life]], call: CallKind, calls: Calls
 ) -> Iterator[tuple[Storage, Held]]:
     """Yield the bytes of storages of other calls that are there during `call`.
 
-    `lives` are the lives of the storages of a call under its plan. Saved activations wait for their backward; the
-    caller holds the inputs of all calls, and outputs and gradients as `calls` says.
+    `lives` are the lives of the storages of a call under its plan, on the same axis as `ops`. Saved activations wait
+    for their backward; the caller holds the inputs of all calls, and outputs and gradients as `calls` says.
     """
     if calls.num == 1:
         return
-    ops, outputs = Ops.of(step), frozenset(step.outputs)
-    tangents = _tangents(step, ops)
+    outputs, tangents = frozenset(step.outputs), _tangents(step)
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
@@ -253,9 +249,7 @@ def storages_of_calls(
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
 
 
-def _tangents(step: StepGraph, ops: Ops) -> frozenset[StorageId]:
+def _tangents(step: StepGraph) -> frozenset[StorageId]:
     """Return the gradients of outputs, which the first op of the backward reads without a write before."""
-    if ops.num_forward >= ops.num_run:
-        return frozenset()
-    first = step.ops[ops.num_forward]
-    return frozenset(name for name in first.writes if name in first.reads)
+    first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
+    return frozenset() if first is None else frozenset(name for name in first.writes if name in first.reads)
