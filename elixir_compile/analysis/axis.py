@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from elixir_compile.analysis.bucket_bytes import Sizes
-from elixir_compile.analysis.calls import Ops
+from elixir_compile.analysis.call_bytes import Ops
 from elixir_compile.ir import Action, BucketId, BucketRef, OpId, Plan, RegionRef, StepGraph, Verb
 
 

@@ -30,8 +30,9 @@ from elixir_compile.analysis.bucket_bytes import (
     streamed,
     streamed_bytes,
 )
-from elixir_compile.analysis.calls import (
+from elixir_compile.analysis.call_bytes import (
     ONLY,
+    BucketGradients,
     CallKind,
     copy_of_call,
     gradients_of_call,
@@ -117,20 +118,16 @@ class PlanRows:
         moving: list[Held] = []
         for copy in moves.gathered.get(bucket.id, ()):
             moving += copy_of_call(self.call, self._ops, sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
-        stays = moves.last_with_gradients(bucket)
-        complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
-        sum_bytes = sum_nbytes(bucket, births, self.plan.calls, is_away=is_away)
-        moving += gradients_of_call(
-            self.call,
-            self._ops,
-            sizes,
-            births,
-            sum_bytes,
-            complete,
-            wait,
-            stays,
+        grads = BucketGradients(
+            sizes=sizes,
+            births=births,
+            sum_bytes=sum_nbytes(bucket, births, self.plan.calls, is_away=is_away),
+            complete=moves.completes.get(bucket.id, end),
+            wait=moves.grad_ends.get(bucket.id, end),
+            stays=moves.last_with_gradients(bucket),
             is_away=is_away,
         )
+        moving += gradients_of_call(self.call, self._ops, grads)
         for held in moving:
             yield held._replace(last=min(held.last, end))
 

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
-from elixir_compile.analysis.calls import call_kinds
+from elixir_compile.analysis.call_bytes import call_kinds
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run

@@ -109,16 +109,17 @@ class PlannedGraph:
         return self._own_capture is not None and self._own_capture.backward is None
 
     @property
+    def _counted(self) -> object | None:
+        """For what the calls of a step are counted; None if the graph does not train."""
+        return None if self.is_inference else self._outstanding.counted_as(self)
+
+    @property
     def param_names(self) -> list[str]:
         """Names of the parameters read by the graph, and of all others in their buckets."""
         return param_names_of(self.active.captured, self._executor)
 
     def capture(
-        self,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule | None,
-        num_outputs: int,
-        attempt: LossAttempt,
+        self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int, attempt: LossAttempt
     ) -> None:
         """Convert the forward and the backward graph, and plan the step with the loss of `attempt`.
 
@@ -129,7 +130,7 @@ class PlannedGraph:
         if backward is not None:
             self.planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
-        self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)))
+        self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)), self._counted)
         before = self.planner.whole_first(self._make_plan, keeps_whole=attempt.keeps_whole)
         is_new = before is None or self.active.plan is not before.active.plan
         if attempt.review is not None and not self._variants.graph_set_digest:
@@ -203,8 +204,7 @@ class PlannedGraph:
         """Run the forward once."""
         input_storages, programs, executor = storages_of(args), self.programs.last, self._executor
         try:
-            counted = None if self.is_inference else self._outstanding.counted_as(self)
-            results = executor.run_forward(counted, programs.plan.name, programs.forward.forward, args)
+            results = executor.run_forward(self._counted, programs.plan.name, programs.forward.forward, args)
         except BaseException:
             executor.abandon()
             raise
@@ -218,10 +218,10 @@ class PlannedGraph:
         self._outstanding.begin_backward(self, ticket)
         self._executor.saved.restore(ticket)
         try:
-            self._variants.begin_backward(ticket)
+            self._variants.begin_backward(self._counted, ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
-            return self._executor.run_backward(self._outstanding.counted_as(self), ticket, name, program.forward, args)
+            return self._executor.run_backward(self._counted, ticket, name, program.forward, args)
         except BaseException as error:
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)
@@ -292,7 +292,7 @@ class PlannedGraph:
         if not self.is_inference:
             self._staying.notice(is_forward=True)
         wants_plan = self._needs_plan(args)
-        while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
+        while (call := self._variants.call(self._counted, wants_plan=wants_plan)).step is not Step.RUN:
             with _compile_lock:
                 if call.step is Step.JOIN:
                     wants_plan = not self._join(call.graph_set_digest) or self._needs_plan(args)

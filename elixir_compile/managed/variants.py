@@ -155,16 +155,21 @@ class PlanVariants:
         self._written_for = ""
         self._others: dict[str, PlanVariant] = {}
 
-    def call(self, *, wants_plan: bool) -> RollCall:
-        """Return the next step of all ranks before the graph can run; see `roll_call`."""
+    def call(self, counted: object | None, *, wants_plan: bool) -> RollCall:
+        """Return the next step of all ranks before the graph can run; see `roll_call`.
+
+        The calls of a step are counted for `counted`; None if the graph does not train.
+        """
         wants_plan = wants_plan or not self.is_planned
+        number = self._executor.calls.number_of_forward(counted, self._executor.saved.numbers)
         found = call_the_roll(
             self._executor,
             self.key,
             self.graph_set_digest,
             wants_plan=wants_plan,
             is_measured=self._balance.is_known,
-            doing=self._doing(),
+            number=number,
+            doing=self._doing(number),
         )
         if found.is_measured and self._executor.ranks is not None:
             line = self._balance.suggested_line(self._executor.ranks)
@@ -172,29 +177,29 @@ class PlanVariants:
                 self._progress.say(line)
         return found
 
-    def begin_backward(self, ticket: torch.Tensor) -> None:
-        """Wait until every rank begins the backward of the forward of `ticket`.
+    def begin_backward(self, counted: object, ticket: torch.Tensor) -> None:
+        """Wait until every rank begins the backward of the forward of `ticket`; `counted` is as in `call`.
 
         Raises RanksDiffer if another rank begins something else.
         """
-        meet_in_backward(self._executor, self._name, ticket)
+        meet_in_backward(self._executor, counted, self._name, ticket)
 
-    def _doing(self) -> str:
-        """Return in words how far this rank is in its step, for the text of RanksDiffer."""
+    def _doing(self, number: int) -> str:
+        """Return in words how far this rank is in its step, before call `number`, for the text of RanksDiffer."""
         before = self._outstanding()
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
-        return f"is about to run {self._name}{behind}"
+        return f"is about to run {self._name}{self._executor.calls.words(number)}{behind}"
 
-    def find_graph_set(self, key_of_graph: Callable[[], str]) -> None:
+    def find_graph_set(self, key_of_graph: Callable[[], str], counted: object | None) -> None:
         """Find out which graphs the other ranks run beside this graph, before its first plan.
 
-        `key_of_graph` computes `key`; it is called only if there are several ranks.
+        `key_of_graph` computes `key`; it is called only if there are several ranks. `counted` is as in `call`.
         """
         peers = self._executor.peers
         if peers is not None:
             self.key = key_of_graph()
             _ = peers.num_local  # a collective: later, planning may have failed on one rank alone
-        while (call := self.call(wants_plan=True)).step is Step.JOIN:
+        while (call := self.call(counted, wants_plan=True)).step is Step.JOIN:
             self.graph_set_digest = call.graph_set_digest
 
     def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:

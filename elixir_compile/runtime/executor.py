@@ -19,7 +19,6 @@ from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
-from elixir_compile.runtime.calls import StepCalls
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
@@ -32,6 +31,7 @@ from elixir_compile.runtime.phases import Phases
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations, number_of
 from elixir_compile.runtime.slices import LeavingView, Slicing
+from elixir_compile.runtime.step_calls import StepCalls
 
 Program = Callable[[list[Any]], Any]
 """A program of a graph: it empties the list of its inputs."""
@@ -144,8 +144,9 @@ class Executor:
             instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
             raise UnsupportedBackward(self.name, asked, instead)
         if trains and not self.calls.waits(graph, number):
-            asked = f"a second backward of a forward in a step of {self.calls.spec}"
-            raise UnsupportedBackward(self.name, asked, "Run one backward for each forward")
+            asked = f"a second backward of a forward, or one after an exception, in a step of {self.calls.spec}"
+            instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
+            raise UnsupportedBackward(self.name, asked, instead)
         trained = self.slots.values() if trains else ()
         hooked = next((slot for slot in trained if compat.has_gradient_hooks(slot.param)), None)
         if hooked is not None:  # autograd would call the hook with None in each backward before the last

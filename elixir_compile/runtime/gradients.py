@@ -27,7 +27,6 @@ from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.backward_pass import BackwardPass
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.call_sums import SumsOfCalls
-from elixir_compile.runtime.calls import StepCalls
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
 from elixir_compile.runtime.lanes import Lanes, LateTransfer, Transfer
@@ -35,6 +34,7 @@ from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.published import GradNormCache, fitted, publish, widen_sum
 from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.step_calls import StepCalls
 
 
 class GradientAccumulator:

@@ -49,7 +49,7 @@ SAMPLES: list[ElixirError] = [
     checkpoint_errors.CheckpointMismatch("run", "model", ["wte.weight: only in the model"] * 9),
     checkpoint_errors.NotSavable("run", "extra.loader", "a builtins.generator"),
     ranks_errors.PeerFailed([0, 2], "the plan", "Connection closed by peer", 5.0),
-    ranks_errors.RanksDiffer([1], ["op fwd.relu: only on rank 1"] * 9),
+    ranks_errors.RanksDiffer([1], ["op fwd.relu: only on rank 1"] * 9, "Catch it on all ranks."),
     ranks_errors.OverflowUnseen([0]),
 ]
 

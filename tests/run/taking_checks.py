@@ -1,7 +1,6 @@
 """What `test_take_shares` asks of real ranks of which one is slower for each row, **emulated** by sleeping."""
 
 import logging
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from elixir_compile.runtime.lowering import PlacedRegion
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of
 from tests.run.shares_checks import WIDTH, Rows, shares_of
 
-STEPS, BATCH = 16, 16
-ROW_S = 0.012
-"""Seconds that a region of the slow rank sleeps for each of its rows; of the others a third. A step takes 25 ms
+STEPS, BATCH = 14, 16
+ROW_S = 0.03
+"""Seconds that a region of the slow rank sleeps for each of its rows; of the others a third. A step takes 25 to 60 ms
 besides, which would hide what other rows gain if the sleeps were as short."""
 
 
@@ -92,10 +91,6 @@ def takes(rank: int, world_size: int, rows: Sequence[int], has_shares: bool) -> 
                 assert elixir.suggested_shares(model) == ()
     found["line"] = lines.said[:1]
     return found
-
-
-def median_s(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds)
 
 
 def refuses_to_take(rank: int, world_size: int) -> list[str]:

@@ -9,16 +9,22 @@ import torch
 from elixir_compile.errors import ElixirError
 from elixir_compile.managed.agreement.rank_facts import digest_of
 from elixir_compile.runtime.distributed.control import ControlChannel
-from elixir_compile.runtime.distributed.errors import PeerFailed
+from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.saved import number_of
 
 _FAULT = "!"
 """First character of the text of a rank that failed; roll calls begin with a letter."""
 _ROLL = "graphs to run"
 _DIGITS = 24
-"""Digits of each digest in a roll call: two digests and a letter fit into one short text of the control channel."""
+"""Digits of each digest in a roll call: a letter, two digests and a number fit into one short text of the control
+channel."""
 _ALIKE = "-"
 """Sent in place of a digest if the graphs of all ranks are equal."""
+_FIX = (
+    "Catch an exception in the middle of a step on all ranks, or on none. The calls so far are dropped on all of them, "
+    "and the next forward begins a new step: call `optimizer.zero_grad()` before it."
+)
 
 
 class Step(StrEnum):
@@ -48,23 +54,27 @@ def roll_call(
     *,
     wants_plan: bool,
     is_measured: bool = False,
+    number: int = 0,
     doing: str = "",
 ) -> RollCall:
     """Return the next step of all ranks of `control` before the graph `key` can run; all ranks must call this.
 
     `graph_set_digest` names the graphs for which this rank has a plan at hand. If the graphs are others, the step is
     JOIN. Else it is PLAN if a rank `wants_plan`, and RUN if none does. `is_measured` says that this rank knows its
-    seconds of a step. Takes one collective of 96 bytes per rank.
+    seconds of a step. `number` is the number of the forward in a step of several calls, else 0. Takes one collective of
+    96 bytes per rank.
 
-    Raises RanksDiffer if a rank calls something else, with the text `doing` of each rank, and PeerFailed if a rank
-    failed.
+    Raises RanksDiffer if a rank calls something else or has another `number`, with the text `doing` of each rank, and
+    PeerFailed if a rank failed.
     """
     here = graph_set_digest or _ALIKE
     letter = "p" if wants_plan else "m" if is_measured else "r"
-    calls = control.exchange(f"{letter}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
-    failed = [place for place, call in enumerate(calls) if call.startswith(_FAULT)]
+    texts = control.exchange(f"{letter}{digest_of([key])[:_DIGITS]}{here} {number}", _ROLL, doing)
+    failed = [place for place, text in enumerate(texts) if text.startswith(_FAULT)]
     if failed:
-        raise PeerFailed([control.ranks[place] for place in failed], _ROLL, calls[failed[0]].removeprefix(_FAULT))
+        raise PeerFailed([control.ranks[place] for place in failed], _ROLL, texts[failed[0]].removeprefix(_FAULT))
+    calls, numbers = zip(*(text.split(" ") for text in texts), strict=True)
+    control.require_same(numbers, doing, _FIX)
     keys = [call[1 : 1 + _DIGITS] for call in calls]
     found = "" if len(set(keys)) == 1 else digest_of(keys)[:_DIGITS]
     if any(call[1 + _DIGITS :] != (found or _ALIKE) for call in calls):
@@ -75,11 +85,19 @@ def roll_call(
 
 
 def call_the_roll(
-    executor: Executor, key: str, graph_set_digest: str, *, wants_plan: bool, is_measured: bool, doing: str
+    executor: Executor,
+    key: str,
+    graph_set_digest: str,
+    *,
+    wants_plan: bool,
+    is_measured: bool,
+    number: int,
+    doing: str,
 ) -> RollCall:
     """Return the next step of all ranks of `executor` before this rank runs the graph `key`: see `roll_call`.
 
-    If a queued update of this rank failed, its error is raised here, and PeerFailed on the other ranks.
+    If a queued update of this rank failed, its error is raised here, and PeerFailed on the other ranks. If ranks
+    differ, all of them drop the calls of the running step.
     """
     if executor.peers is None:
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
@@ -90,17 +108,26 @@ def call_the_roll(
         with suppress(ElixirError):  # this rank's own error says more than an error about a lost peer
             control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
-    found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, is_measured=is_measured, doing=doing)
+    asked = {"wants_plan": wants_plan, "is_measured": is_measured, "number": number, "doing": doing}
+    try:
+        found = roll_call(control, key, graph_set_digest, **asked)
+    except RanksDiffer:
+        executor.abandon()
+        raise
     executor.saved.num_calls += 1
     return found
 
 
-def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> None:
+def meet_in_backward(executor: Executor, graph: object, name: str, ticket: torch.Tensor) -> None:
     """Wait until all ranks of `executor` are about to run the backward of the same call.
 
-    This rank runs the backward of the graph `name`, for the forward of `ticket`. Raises RanksDiffer if a rank is about
-    to run the backward of another call, or a forward, as after a graph break that no other rank has.
+    This rank runs the backward of the graph `name`, for the forward of `ticket`; the calls of a step are counted for
+    `graph`. Raises RanksDiffer if a rank is about to run the backward of another call, or a forward, as after a graph
+    break that no other rank has.
     """
-    if executor.peers is not None:
-        what = f"backward of {executor.saved.call_of(ticket)}"
-        executor.peers.control.exchange("", what, f"begins the backward of {name}")
+    if executor.peers is None:
+        return
+    control, number = executor.peers.control, executor.calls.number_of_backward(graph, number_of(ticket))
+    doing = f"begins the backward of {name}{executor.calls.words(number)}"
+    numbers = control.exchange(str(number), f"backward of {executor.saved.call_of(ticket)}", doing)
+    control.require_same(numbers, doing, _FIX)

@@ -31,10 +31,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.optim.host import calls, flat_step
+from elixir_compile.optim.host import flat_step, kernel_calls
 from elixir_compile.optim.host.build import BuildError, loaded_kernel
-from elixir_compile.optim.host.calls import typed
 from elixir_compile.optim.host.flat_step import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
+from elixir_compile.optim.host.kernel_calls import typed
 from elixir_compile.optim.host.threads import HostThreads, host_threads_for
 from elixir_compile.optim.moment_forms import MomentForm, Rounding
 from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
@@ -160,7 +160,7 @@ def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> fl
     library = kernel()
     if library is None:
         return flat_step.sum_of_squares(grad)
-    return calls.sum_of_squares(library, grad, threads or host_threads_for())
+    return kernel_calls.sum_of_squares(library, grad, threads or host_threads_for())
 
 
 def _step(
@@ -188,9 +188,9 @@ def _step(
     if library is None:
         flat_step.take_step(given)
         return
-    coefficients = calls.Coefficients(*given.rule.scalars())
+    coefficients = kernel_calls.Coefficients(*given.rule.scalars())
 
-    run = calls.run_exact if given.is_plain else calls.run_reduced
+    run = kernel_calls.run_exact if given.is_plain else kernel_calls.run_reduced
     run(library, given, coefficients, threads or host_threads_for())
     # Autograd must see these writes, as it sees torch's own in-place ops.
     scales = (given.exp_avg_scale, given.exp_avg_sq_scale)

@@ -91,7 +91,7 @@ class ControlChannel:
             rows = [_ROW.unpack(found) for found in self._thread.run(lambda: self._gathered(row))]
         names = [name.rstrip(bytes(1)).decode(errors="replace") for name, _, _ in rows]
         if len(set(names)) > 1:
-            self._require_same(names, self.exchange(doing or f"exchanges {what}", "what each rank does"))
+            self.require_same(names, doing or f"exchanges {what}")
         lengths = [length for _, length, _ in rows]
         long = [place for place, length in enumerate(lengths) if length > _SHORT_BYTES]
         texts = [start for _, _, start in rows]
@@ -132,7 +132,8 @@ class ControlChannel:
         Raises RanksDiffer, before any tensor is sent, if a rank is about to exchange another tensor.
         """
         names = [f"{what}, {found}" for found in self.exchange(name, what, f"exchanges {what}, {name}, in eager code")]
-        self._require_same(names, [f"exchanges {found}" for found in names])
+        if len(set(names)) > 1:
+            self._raise_differ(names, [f"exchanges {found}" for found in names])
 
     def _completed(
         self, texts: Sequence[bytes], data: bytes, lengths: Sequence[int], long: Sequence[int]
@@ -156,14 +157,20 @@ class ControlChannel:
         rows = found.numpy().tobytes()
         return [rows[at : at + len(own)] for at in range(0, len(rows), len(own))]
 
-    def _require_same(self, names: Sequence[str], doings: Sequence[str]) -> None:
-        """Raise RanksDiffer, with the `doings` of the ranks, unless all `names` are equal; both in order of `ranks`."""
-        if len(set(names)) == 1:
-            return
+    def require_same(self, names: Sequence[str], doing: str, fix: str = "") -> None:
+        """Raise RanksDiffer on all ranks unless all `names`, which every rank has from an exchange, are equal.
+
+        The error has the `doing` of each rank, and `fix`, if it is given, in place of the usual advice.
+        """
+        if len(set(names)) > 1:
+            self._raise_differ(names, self.exchange(doing, "what each rank does"), fix)
+
+    def _raise_differ(self, names: Sequence[str], doings: Sequence[str], fix: str = "") -> None:
+        """Raise RanksDiffer with the `doings` of the ranks, which have different `names`; both in order of `ranks`."""
         first = names[0]
         odd = tuple(rank for rank, name in zip(self.ranks, names, strict=True) if name != first)
         raise RanksDiffer(
-            odd, [f"{ranks_text([rank])} {doing}" for rank, doing in zip(self.ranks, doings, strict=True)]
+            odd, [f"{ranks_text([rank])} {doing}" for rank, doing in zip(self.ranks, doings, strict=True)], fix
         )
 
     @contextmanager

@@ -60,21 +60,28 @@ class PeerFailed(_RanksError):
 
 
 class RanksDiffer(_RanksError):
-    """`ranks` act differently from the other ranks; `differences` holds one sentence for each difference."""
+    """`ranks` act differently from the other ranks; `differences` holds one sentence for each difference.
 
-    def __init__(self, ranks: Sequence[int], differences: Sequence[str]) -> None:
-        super().__init__(ranks, tuple(differences))
+    `fix` says what to do about it, if that is not what all ranks that differ have to do.
+    """
+
+    def __init__(self, ranks: Sequence[int], differences: Sequence[str], fix: str = "") -> None:
+        super().__init__(ranks, tuple(differences), fix)
         self.differences = tuple(differences)
+        self.fix = fix
 
     def __str__(self) -> str:
         verb = "does" if len(self.ranks) == 1 else "do"
         more = len(self.differences) - _MOST_SHOWN
         listed = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
         rest = f"\n  and {more} more" if more > 0 else ""
+        fix = self.fix or (
+            "Build the same model with the same options on all ranks, and call the model, its backward, the optimizer "
+            "and saves in the same order on all of them."
+        )
         return (
             f"all ranks must do the same, and {ranks_text(self.ranks)} {verb} not do what the others do:"
-            f"{listed}{rest}\nBuild the same model with the same options on all ranks, and call the model, its "
-            "backward, the optimizer and saves in the same order on all of them."
+            f"{listed}{rest}\n{fix}"
         )
 
 

@@ -28,8 +28,9 @@ from elixir_compile.analysis.bucket_bytes import (
     step_gradients,
     streamed_bytes,
 )
-from elixir_compile.analysis.calls import (
+from elixir_compile.analysis.call_bytes import (
     ONLY,
+    BucketGradients,
     Ops,
     call_at_most,
     copy_at_most,
@@ -148,21 +149,20 @@ class MemoryModel:
         key = bucket, is_on_host, wait
         found = self._gradients.get(key)
         if found is None:
-            facts, grads, places = self._facts, self._facts.gradients[bucket], self._positions
-            assert grads is not None
-            births = [(places.of(birth), nbytes) for birth, nbytes in grads.births]
-            rows = gradients_at_most(
-                self._call,
-                self._ops,
-                self._sizes[bucket],
-                births,
-                sum_nbytes(facts.buckets[bucket], births, facts.problem.calls, is_away=is_on_host),
-                places.before_reduce(bucket, grads.complete),
-                places.wait(bucket, wait),
-                last_with_gradients(facts.buckets[bucket], self._ops.num_run, self._ops.num),
+            facts, places, ops = self._facts, self._positions, self._ops
+            spec, made = facts.buckets[bucket], facts.gradients[bucket]
+            assert made is not None
+            births = [(places.of(birth), nbytes) for birth, nbytes in made.births]
+            grads = BucketGradients(
+                sizes=self._sizes[bucket],
+                births=births,
+                sum_bytes=sum_nbytes(spec, births, facts.problem.calls, is_away=is_on_host),
+                complete=places.before_reduce(bucket, made.complete),
+                wait=places.wait(bucket, wait),
+                stays=last_with_gradients(spec, ops.num_run, ops.num),
                 is_away=is_on_host,
             )
-            found = self._gradients[key] = self._changes(rows)
+            found = self._gradients[key] = self._changes(gradients_at_most(self._call, self._ops, grads))
         return found
 
     def _changes(self, rows: Iterable[Held]) -> _Changes:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.activations import Depth
-from elixir_compile.analysis.calls import Ops, crosses
+from elixir_compile.analysis.call_bytes import Ops, crosses
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, Kind, OpId, StepGraph, StorageId

@@ -6,7 +6,7 @@ import pytest
 
 from tests.run import taking_checks
 from tests.run.processes import spawn
-from tests.run.taking_checks import BATCH, STEPS, median_s
+from tests.run.taking_checks import BATCH, STEPS
 
 LIMIT_S = 240.0
 
@@ -27,9 +27,9 @@ def test_the_suggested_rows_are_taken_and_steps_are_shorter(tmp_path: Path) -> N
         assert found["rows"] == [8] * at + [rows[rank]] * (STEPS - at)
         assert found["grads"] < 1e-12
         assert found["losses"] < 1e-12
-        # The first two steps with each number of rows compile.
+        # The first two steps with each number of rows compile. Other processes make a step longer, never shorter.
         before, after = found["step_s"][2:at], found["step_s"][at + 2 :]
-        assert median_s(before) >= 1.5 * median_s(after), (before, after)
+        assert min(before) >= 1.5 * min(after), (before, after)
     differ, batch, parts, few, when = refused
     assert differ.startswith("RanksDiffer")
     assert "rank 1 takes shares" in differ

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis.calls import ONLY, call_at_most, call_kinds
+from elixir_compile.analysis.call_bytes import ONLY, call_at_most, call_kinds
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json

@@ -41,6 +41,8 @@ class StepCalls:
         """Whether the backward that runs now asks for gradients of parameters; else none is summed or reduced."""
         self.num_steps = 0
         """Steps of several calls that have ended."""
+        self._running = self._ended_at = 0
+        """The number of the last call that ran, and of the one in which an exception ended the step before, or 0."""
         self._name = name
         self._last: _Progress | None = None
         """The calls to which the forward that ran last belongs."""
@@ -63,6 +65,32 @@ class StepCalls:
                 num_waiting = len(progress.waiting.intersection(alive))
                 raise IncompleteStep(self._name, progress.num_done, num_waiting, self.spec.num)
 
+    def number_of_forward(self, graph: object | None, alive: Collection[int]) -> int:
+        """Return the number in its step of the forward of `graph` that is about to run.
+
+        0 if no calls are counted: a step has one, or `graph` is None because it does not train. `alive` are the numbers
+        of outstanding forwards.
+        """
+        if graph is None or self.spec.num == 1:
+            return 0
+        progress = self._progress.get(graph, _Progress())
+        return progress.num_done + len(progress.waiting.intersection(alive)) + 1
+
+    def number_of_backward(self, graph: object, number: int) -> int:
+        """Return the number in its step of the backward of the forward `number` of `graph`.
+
+        0 if it is none of the step: that forward had its backward, or an exception ended its step.
+        """
+        progress = self._progress.get(graph)
+        return progress.num_done + 1 if progress is not None and number in progress.waiting else 0
+
+    def words(self, number: int) -> str:
+        """Return the call `number` in words for a message that begins with the name of the model; empty for 0."""
+        if number == 0:
+            return ""
+        ended = f"; an exception in call {self._ended_at} ended the step before" if self._ended_at else ""
+        return f" (call {number} of {self.spec.num}{ended})"
+
     @contextlib.contextmanager
     def forward(self, graph: object, alive: Collection[int]) -> Iterator[None]:
         """Run the program of a forward of `graph`.
@@ -72,7 +100,7 @@ class StepCalls:
         """
         progress = self._progress.setdefault(graph, _Progress())
         progress.waiting &= set(alive)
-        number = progress.num_done + len(progress.waiting) + 1
+        number = self._running = self.number_of_forward(graph, alive)
         if number > self.spec.num or len(progress.waiting) >= self.spec.outstanding:
             numbers = (len(progress.waiting), progress.num_done, self.spec.num, self.spec.outstanding)
             raise TooManyForwards(self._name, *numbers)
@@ -99,6 +127,7 @@ class StepCalls:
         progress = self._progress.setdefault(graph, _Progress())
         is_call = trains and number in progress.waiting
         progress.waiting.discard(number)
+        self._running = progress.num_done + is_call
         is_alone = not is_call and not progress.num_done and not progress.waiting
         with self._as(is_last=is_alone or (is_call and progress.num_done + 1 == self.spec.num), trains=trains):
             yield
@@ -107,9 +136,12 @@ class StepCalls:
         if progress.num_done == self.spec.num:
             progress.num_done = 0
             self.num_steps += 1
+            self._ended_at = 0
 
     def abandon(self) -> None:
         """Begin a new step with the next forward; called after an exception."""
+        if self._progress:
+            self._ended_at = self._running
         self._progress.clear()
         self._last = None
 

@@ -123,27 +123,35 @@ def sum_nbytes(bucket: Bucket, births: Births, calls: Calls, *, is_away: bool) -
     return 4 * own_bytes // itemsize if calls.sums_in_fp32 and 0 < itemsize < 4 else own_bytes
 
 
-def gradients_of_call(
-    call: CallKind,
-    ops: Ops,
-    sizes: Sizes,
-    births: Births,
-    sum_bytes: int,
-    complete: int,
-    wait: int,
-    stays: int,
-    *,
-    is_away: bool,
-) -> Iterator[Held]:
-    """Yield the bytes of the gradients of a bucket in `call`, whose sums over the calls have `sum_bytes`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketGradients:
+    """The gradients of a bucket in any call of a step, and their sums over the calls.
 
     See `step_gradients` for the ops and for what is the same in a step of one call.
     """
-    births, end = tuple(births), ops.num - 1
+
+    sizes: Sizes
+    births: Births
+    sum_bytes: int
+    """Device bytes of the sums over the calls: see `sum_nbytes`."""
+    complete: int
+    wait: int
+    stays: int
+    is_away: bool
+
+    def in_last_call(self, ops: Ops, births: Births) -> Iterator[Held]:
+        """Yield the bytes of the gradients in the call that reduces them, with `births` as what is to be reduced."""
+        places = (self.complete, self.wait, ops.num - 1, self.stays)
+        return step_gradients(self.sizes, births, *places, is_away=self.is_away)
+
+
+def gradients_of_call(call: CallKind, ops: Ops, grads: BucketGradients) -> Iterator[Held]:
+    """Yield the bytes of the gradients `grads` of a bucket in `call`."""
+    births, sum_bytes = tuple(grads.births), grads.sum_bytes
     if call.is_first and call.is_last:
-        yield from step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away)
+        yield from grads.in_last_call(ops, births)
         return
-    added = min(complete, ops.num_run - 1)
+    added = min(grads.complete, ops.num_run - 1)
     is_kept = call.is_first and sum_bytes == sum(nbytes for _, nbytes in births)
     for birth, nbytes in births:  # the first gradients become the sums, later ones are added to them
         yield Held(Kind.GRAD, nbytes, birth, ops.num_run - 1 if is_kept else added)
@@ -153,8 +161,7 @@ def gradients_of_call(
     if not call.is_first and not call.is_last:
         yield Held(Kind.GRAD, sum_bytes, start, ops.num_run - 1)
     if call.is_last:
-        sums = [(start, sum_bytes)] if births else []
-        yield from step_gradients(sizes, sums, complete, wait, end, stays, is_away=is_away)
+        yield from grads.in_last_call(ops, [(start, sum_bytes)] if births else [])
 
 
 def crosses(life: Life, num_forward: int) -> bool:
@@ -189,30 +196,18 @@ def copy_at_most(
         yield from gather_buffers(sizes, gather, wait, is_sent=is_sent)
 
 
-def gradients_at_most(
-    call: CallKind,
-    ops: Ops,
-    sizes: Sizes,
-    births: Births,
-    sum_bytes: int,
-    complete: int,
-    wait: int,
-    stays: int,
-    *,
-    is_away: bool,
-) -> Iterator[Held]:
-    """Yield at least the bytes of the gradients of a bucket in any call, for `call` of `call_at_most`; see
-    `gradients_of_call`."""
-    if call is ONLY or not births:
-        yield from step_gradients(sizes, births, complete, wait, ops.num - 1, stays, is_away=is_away)
+def gradients_at_most(call: CallKind, ops: Ops, grads: BucketGradients) -> Iterator[Held]:
+    """Yield at least the bytes of the gradients `grads` of a bucket in any call, for `call` of `call_at_most`."""
+    if call is ONLY or not grads.births:
+        yield from grads.in_last_call(ops, grads.births)
         return
-    added, start = min(complete, ops.num_run - 1), 0 if call.alternate else ops.num_forward
-    for birth, nbytes in births:
+    added, start = min(grads.complete, ops.num_run - 1), 0 if call.alternate else ops.num_forward
+    for birth, nbytes in grads.births:
         yield Held(Kind.GRAD, nbytes, birth, added)
-    yield from step_gradients(sizes, [(start, sum_bytes)], complete, wait, ops.num - 1, stays, is_away=is_away)
-    left = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
+    yield from grads.in_last_call(ops, [(start, grads.sum_bytes)])
+    left = last_unreduced(grads.complete, grads.wait, grads.stays, is_packed=grads.sizes.is_packed)
     if left < ops.num_run - 1:
-        yield Held(Kind.GRAD, sum_bytes, left + 1, ops.num_run - 1)
+        yield Held(Kind.GRAD, grads.sum_bytes, left + 1, ops.num_run - 1)
 
 
 def storages_of_calls(
