@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.call_bytes import CallKind, Ops, outputs_beside
+from elixir_compile.analysis.call_bytes import CallKind, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import BackwardOrder, Calls, Kind
 
@@ -154,7 +154,7 @@ class CallBytes:
         self.waiting_bytes = sum(rows.waiting_bytes.values())
         """What a forward leaves for its backward, without outputs."""
         self._alone: dict[tuple[bool, bool], NDArray[np.int64]] = {}
-        self._ops = Ops.of(rows.step)
+        self._ops = rows.axis.ops
 
     def alone(self, half: Half) -> tuple[int, int]:
         """Return the most bytes at any op of `half` if no other forward waits, and at any op of the update."""
