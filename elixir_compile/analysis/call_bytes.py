@@ -268,7 +268,7 @@ def waiting_bytes(step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[
     `lives` are on the same axis as `ops`.
     """
     num_forward, outputs = ops.num_forward, frozenset(step.outputs)
-    found = dict.fromkeys(_SAVED, 0)
+    found: dict[Kind, int] = dict.fromkeys(_SAVED, 0)
     for storage in step.storages:
         if storage.kind in _SAVED and storage.id not in outputs:
             found[storage.kind] += storage.nbytes * any(

@@ -32,7 +32,10 @@ from elixir_compile.runtime.saved import number_of
 
 
 class Programs:
-    """The programs of a graph under a plan; the forward is written at once, the backward at its first use."""
+    """The programs of a graph under a plan; the forward is written at once, the backward at its first use.
+
+    It has more than 15 attributes, because the backward is written from what the forward was written from.
+    """
 
     def __init__(
         self,

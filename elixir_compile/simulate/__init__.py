@@ -1,7 +1,8 @@
 """Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
 from elixir_compile.simulate.drawing import Drawing
-from elixir_compile.simulate.engine import Cycle, FurtherCall, Played, further_call, play, simulate
+from elixir_compile.simulate.engine import Cycle, Played, play, simulate
+from elixir_compile.simulate.further_call import FurtherCall, further_call
 from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,

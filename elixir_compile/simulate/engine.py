@@ -94,23 +94,6 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     return record_of(graph, plan, player, play_with(player, actions_of(plan)).step_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FurtherCall:
-    """The seconds of a call that is neither the first nor the last of its step."""
-
-    step_s: float
-    exposed_s: float
-    """Seconds in which its regions wait for transfers of activations."""
-
-
-def further_call(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> FurtherCall:
-    """Return the seconds of a call of `plan` that gathers, reduces and updates nothing."""
-    player = player_of(graph, replace(plan, update=Update.AFTER_BACKWARD), cluster, measured)
-    own = [action for action in actions_of(plan) if isinstance(action[1], RegionRef | GroupRef)]
-    step_s = play_with(player, own).step_s
-    return FurtherCall(step_s=step_s, exposed_s=max(0.0, step_s - sum(player.run_s.values())))
-
-
 def actions_of(plan: Plan) -> _Actions:
     """Return the actions of `plan` as pairs of verb and target."""
     return tuple((action.verb, action.target) for action in plan.schedules[0].actions)
