@@ -297,8 +297,24 @@ def test_calls_cannot_change_after_the_first_step() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=2)
     loss_of(compiled, torch.randn(2, 4)).backward()
     elixir.prepare(module, outstanding=1, calls=2)
-    with pytest.raises(UnsupportedModel, match="2 calls, 1 outstanding already, and cannot change to 3 calls"):
+    with pytest.raises(UnsupportedModel, match="for steps of 2 calls, 1 outstanding, and cannot change to 3 calls"):
         elixir.prepare(module, outstanding=3)
+
+
+def test_calls_cannot_be_named_after_a_forward_that_saved_activations() -> None:
+    module, compiled, double = prepared()
+    x = torch.randn(2, 4)
+    compiled(x)
+    with pytest.raises(UnsupportedModel, match=r"a forward of it was planned for steps of 1 call, .*torch\.no_grad"):
+        elixir.prepare(module, outstanding=2)
+    module, compiled, double = prepared()
+    with torch.no_grad():
+        compiled(x)
+    elixir.prepare(module, outstanding=2)
+    for loss in [loss_of(compiled, x), loss_of(compiled, x)]:
+        loss.backward()
+        loss_of(double, x).backward()
+    assert_same_gradients(module, double)
 
 
 def test_the_plan_of_another_number_of_calls_is_refused(tmp_path: Any) -> None:
