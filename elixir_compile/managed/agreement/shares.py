@@ -92,9 +92,10 @@ def _require_one_axis(ranks: Ranks) -> None:
     if ranks.num_copies > 1:
         raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
     if ranks.tensor_axis is not None:
-        raise UnsupportedModel(
-            "the mesh", "shares are for one axis; a tensor-parallel model has a tensor axis beside it"
+        because = (
+            f"shares are for one axis, and a tensor axis of {ranks.tensor_axis.num_ranks} ranks is beside it. Give "
         )
+        raise UnsupportedModel("the mesh", f"{because}all ranks along the data axis as many rows, and no `shares`")
 
 
 def _digest(shares: Sequence[Share]) -> str:

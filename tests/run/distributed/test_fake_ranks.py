@@ -172,6 +172,42 @@ def test_ranks_of_a_tensor_axis_weigh_one_batch() -> None:
     assert "Ranks along a tensor axis have the same rows" in said
 
 
+def refusals_along_a_tensor_axis() -> dict[str, str]:
+    """Return the error about each tensor-parallel model that no plan can hold."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def in_shards(tensor: torch.Tensor) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh["tensor"], [Shard(0)])
+
+    buffer, recurrent = two_layers(mesh["tensor"]), nn.LSTM(64, 64)
+    buffer.register_buffer("scale", in_shards(torch.ones(64)))
+    for name, param in list(recurrent.named_parameters()):
+        setattr(recurrent, name, nn.Parameter(in_shards(param)))
+    shares = [elixir.Share(rank=rank, num_rows=rows, state=0.5) for rank, rows in enumerate((3, 5))]
+    tries = {
+        "shares": (two_layers(mesh["tensor"]), {"shares": shares}),
+        "buffer": (buffer, {}),
+        "lstm": (recurrent, {}),
+    }
+    said = {}
+    for name, (model, how) in tries.items():
+        with pytest.raises(elixir.UnsupportedModel) as caught:
+            elixir.prepare(model, mesh=mesh["data"], **how)
+        said[name] = str(caught.value)
+    return said
+
+
+def test_models_that_no_plan_can_hold_along_a_tensor_axis_are_refused() -> None:
+    said = apart(refusals_along_a_tensor_axis)
+    assert "a tensor axis of 2 ranks is beside it. Give all ranks along the data axis as many rows" in said["shares"]
+    assert "buffer scale is not supported: it is a DTensor of shape (64,)" in said["buffer"]
+    assert said["lstm"].startswith("weight_ih_l0 is not supported: LSTM reads its parameters directly")
+    assert "it is cut along a tensor axis of 2 ranks" in said["lstm"]
+    for name in ("buffer", "lstm"):
+        assert "out of the plan of `parallelize_module`" in said[name]
+
+
 def sums_of_two_meshes() -> list[tuple[str, float]]:
     """Return the axis and this rank's number of each sum over ranks, for parameters on two meshes."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
