@@ -14,16 +14,17 @@
                   at the reduce: the reduced gradient, if sharded or   at the wait for its offload, if     device
                   packed                                               there is one
                   the flat buffer, if packed into shards               at the wait for the reduce          device
-  averaged_bytes  in the backward: means, of the largest bucket        at the end of the backward          device
+                  the means, if several ranks have the whole bucket    at once, in place of the gradients  device
   streamed        in the update: optimizer state of the largest        at the end of the update            device
                   streamed bucket; its parameters and gradients,
                   if their home is the host
   bucket_host_bytes   all bytes on the host, the same in the whole step                                    host
 ```
 
-Several ranks shard and pack buckets. An unreduced gradient of a bucket that is neither sharded nor packed is reduced in
-place. The two buffers of a gather, and those of a reduce, are there between two ops. They count at one of them: those
-of a gather at the op after the wait, those of a reduce at the op before it.
+Several ranks shard and pack buckets. The two buffers of a gather are there between two ops, and count at the op after
+the wait. A reduce with buffers is a moment of its own between two ops, at which nothing counts that the op before it is
+the last to read: so the indices of ops here are those of ops and reduces in one order, in which a reduce comes right
+behind `complete`.
 
 Readers that need the bytes of one state alone take them from the rows with `bytes_at`. `tests/pure/memory_walk.py`
 counts all this a second time, without this table.
@@ -54,9 +55,18 @@ class Sizes(NamedTuple):
     is_sharded: bool
     is_unpacked: bool
     is_packed: bool
+    is_averaged: bool = False
+    """Whether several ranks average the gradients in a new buffer that is not packed."""
+
+    @property
+    def has_moment(self) -> bool:
+        """Whether a reduce of the bucket is a moment of its own."""
+        return self.is_sharded or self.is_packed or self.is_averaged
 
     @classmethod
-    def of(cls, bucket: Bucket) -> "Sizes":
+    def of(cls, bucket: Bucket, num_copies: int = 1) -> "Sizes":
+        """Return the sizes of `bucket`, of whose shards there are `num_copies`."""
+        is_whole = not (bucket.is_sharded or bucket.is_packed)
         return cls(
             flat_bytes=bucket.flat_nbytes,
             shard_bytes=bucket.flat_shard_nbytes,
@@ -65,6 +75,7 @@ class Sizes(NamedTuple):
             is_sharded=bucket.is_sharded,
             is_unpacked=bucket.is_unpacked,
             is_packed=bucket.is_packed,
+            is_averaged=bucket.trainable and is_whole and len(bucket.shard_numels) * num_copies > 1,
         )
 
 
@@ -129,51 +140,47 @@ def step_gradients(
     stays: int | None = None,
     *,
     is_away: bool,
-    is_replaced: bool = False,
 ) -> Iterator[Held]:
     """Yield the bytes of the gradients of a bucket in one step, unreduced and reduced.
 
-    `complete` is the last op before the reduce: -1 if there is none, `end` if the gradients are not reduced. `wait` is
-    the last op before the wait for the reduce or the offload, `end` if there is no wait; `end` is the last op of the
-    step. `stays` is the last op with gradients that never leave, see `last_with_gradients`; None for `end`. `is_away`
-    if the home of the gradients is not the device, `is_replaced` as for `reduce_buffers`.
+    `complete` is the last op before the reduce: -1 if there is none, `end` if the gradients are not reduced. A reduce
+    that is a moment of its own is at `complete + 1`. `wait` is the last op before the wait for the reduce or the
+    offload, `end` if there is no wait; `end` is the last op of the step. `stays` is the last op with gradients that
+    never leave, see `last_with_gradients`; None for `end`. `is_away` if the home of the gradients is not the device.
     """
     births, stays = tuple(births), end if stays is None else stays
     last = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
     for birth, nbytes in births:
         yield Held(Kind.GRAD, nbytes, birth, last)
-    if complete < end and (sizes.is_sharded or sizes.is_packed):
+    if complete < end and sizes.has_moment:
         unreduced_bytes = sum(nbytes for _, nbytes in births)
         leaves = wait if is_away else stays
-        yield from reduce_buffers(sizes, complete, wait, leaves, unreduced_bytes, is_replaced=is_replaced)
+        yield from reduce_buffers(sizes, complete + 1, wait, leaves, unreduced_bytes)
 
 
 def last_unreduced(complete: int, wait: int, stays: int, *, is_packed: bool) -> int:
     """Return the last op with the unreduced gradients of a bucket on the device; see `step_gradients` for the ops."""
-    return min(complete if is_packed else wait, stays)
+    return min(complete + 1 if is_packed else wait, stays)
 
 
-def reduce_buffers(
-    sizes: Sizes, complete: int, wait: int, end: int, unreduced_bytes: int, *, is_replaced: bool
-) -> Iterator[Held]:
-    """Yield the bytes of a reduce of a bucket that is sharded or packed.
+def reduce_buffers(sizes: Sizes, reduce: int, wait: int, end: int, unreduced_bytes: int) -> Iterator[Held]:
+    """Yield the bytes of the reduce of a bucket beside its gradients, which have `unreduced_bytes`.
 
-    `complete` is the last op before the reduce, -1 if there is none, `wait` the last op before the wait for the
-    gradient, and `end` the last op with the reduced gradient. `unreduced_bytes` are the bytes of the bucket's
-    gradients. `is_replaced` if a gathered copy is released just before the reduce, which makes space for its buffers.
+    `reduce` is the moment of the reduce, `wait` the last op before the wait for the gradient, and `end` the last op
+    with the reduced gradient.
     """
-    yield Held(Kind.GRAD, sizes.reduced_bytes, complete + 1, end)
-    if sizes.is_sharded and sizes.is_packed:
-        yield Held(Kind.GRAD, sizes.flat_grad_bytes, complete + 1, wait)
-    if complete < 0:
-        return
-    new_bytes = at_once_bytes = sizes.reduced_bytes if wait <= complete else 0
-    if sizes.is_packed:
-        # The gradients are freed before the shard is allocated, which may be larger in a wider dtype.
-        more_bytes = max(0, at_once_bytes - unreduced_bytes) if sizes.is_sharded else 0
-        new_bytes = sizes.flat_grad_bytes + more_bytes
-    gone_bytes = sizes.flat_bytes if is_replaced else 0
-    yield Held(Kind.GRAD, max(0, new_bytes - gone_bytes), complete, complete)
+    if sizes.is_averaged:
+        yield Held(Kind.GRAD, unreduced_bytes, reduce, reduce)
+    elif sizes.is_packed:
+        if sizes.is_sharded:
+            # The gradients are freed before the shard is allocated, which may be larger in a wider dtype.
+            yield Held(Kind.GRAD, max(0, sizes.reduced_bytes - unreduced_bytes), reduce, reduce)
+            yield Held(Kind.GRAD, sizes.flat_grad_bytes, reduce, wait)
+        else:
+            yield Held(Kind.GRAD, sizes.flat_grad_bytes, reduce, reduce)
+        yield Held(Kind.GRAD, sizes.reduced_bytes, reduce + 1, end)
+    else:
+        yield Held(Kind.GRAD, sizes.reduced_bytes, reduce, end)
 
 
 def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
@@ -189,19 +196,9 @@ def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
 
     They are there until the update. Sums of gradients are left out, because they are in `resting`.
     """
-    end, is_away = 2, placement.param is not Tier.DEVICE
-    wait = 0 if is_away or bucket.is_sharded else end
-    return bytes_at(1, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))
-
-
-def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:
-    """Return the bytes of new buffers for means of gradients that are not sharded, during a backward on several ranks.
-
-    Buckets are averaged one after another, so the largest bucket counts. Packed buckets are averaged in their flat
-    buffer, which `reduce_buffers` counts.
-    """
-    replicated = (bucket for bucket in buckets if bucket.trainable and not (bucket.is_sharded or bucket.is_packed))
-    return max((bucket.nbytes for bucket in replicated if len(bucket.shard_numels) * num_copies > 1), default=0)
+    end, is_away = 3, placement.param is not Tier.DEVICE
+    wait = 1 if is_away or bucket.is_sharded else end
+    return bytes_at(2, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))
 
 
 def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:

@@ -78,7 +78,10 @@ def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """How many ops a step has: in its forward, in forward and backward together, and with the update."""
+    """How many ops a step has: in its forward, in forward and backward together, and with the update.
+
+    Or how many positions, if the axis of a step has more than its ops.
+    """
 
     num_forward: int
     num_run: int
@@ -135,12 +138,11 @@ class BucketGradients:
     wait: int
     stays: int
     is_away: bool
-    is_replaced: bool
 
     def in_last_call(self, ops: Ops, births: Births) -> Iterator[Held]:
         """Yield the bytes of the gradients in the call that reduces them, with `births` as what is to be reduced."""
         places = (self.complete, self.wait, ops.num - 1, self.stays)
-        return step_gradients(self.sizes, births, *places, is_away=self.is_away, is_replaced=self.is_replaced)
+        return step_gradients(self.sizes, births, *places, is_away=self.is_away)
 
 
 def gradients_of_call(call: CallKind, ops: Ops, grads: BucketGradients) -> Iterator[Held]:
@@ -209,17 +211,16 @@ def gradients_at_most(call: CallKind, ops: Ops, grads: BucketGradients) -> Itera
 
 
 def storages_of_calls(
-    step: StepGraph, lives: Mapping[StorageId, Sequence[Life]], call: CallKind, calls: Calls
+    step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[Life]], call: CallKind, calls: Calls
 ) -> Iterator[tuple[Storage, Held]]:
     """Yield the bytes of storages of other calls that are there during `call`.
 
-    `lives` are the lives of the storages of a call under its plan. Saved activations wait for their backward; the
-    caller holds the inputs of all calls, and outputs and gradients as `calls` says.
+    `lives` are the lives of the storages of a call under its plan, on the same axis as `ops`. Saved activations wait
+    for their backward; the caller holds the inputs of all calls, and outputs and gradients as `calls` says.
     """
     if calls.num == 1:
         return
-    ops, outputs = Ops.of(step), frozenset(step.outputs)
-    tangents = _tangents(step, ops)
+    outputs, tangents = frozenset(step.outputs), _tangents(step)
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
@@ -243,9 +244,7 @@ def storages_of_calls(
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
 
 
-def _tangents(step: StepGraph, ops: Ops) -> frozenset[StorageId]:
+def _tangents(step: StepGraph) -> frozenset[StorageId]:
     """Return the gradients of outputs, which the first op of the backward reads without a write before."""
-    if ops.num_forward >= ops.num_run:
-        return frozenset()
-    first = step.ops[ops.num_forward]
-    return frozenset(name for name in first.writes if name in first.reads)
+    first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
+    return frozenset() if first is None else frozenset(name for name in first.writes if name in first.reads)

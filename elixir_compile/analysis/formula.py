@@ -6,8 +6,9 @@
   bwd.mm   2048     8      0        rows never the largest, for symbols of 0 or more, are left out
 ```
 
-The constant of a row is the timeline's bytes at the op less the bytes of live storages with symbolic sizes. There is a
-row for each op that runs, recomputed ops included. Offloaded activations are in no row of the ops while they are away.
+The constant of a row is the plan's bytes at the op less the bytes of live storages with symbolic sizes. There is a
+row for each op that runs, recomputed ops included, and for each reduce with buffers. Offloaded activations are in no
+row of the ops while they are away.
 """
 
 from dataclasses import replace
@@ -16,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.laps import laps_of
+from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
-from elixir_compile.analysis.timeline import device_lives, plan_timeline, with_peaks
+from elixir_compile.analysis.timeline import bytes_by_position, with_peaks
 from elixir_compile.ir import Plan, StepGraph, sizes
 
 
@@ -33,11 +35,12 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
         return ""
     products = list(dict.fromkeys(name for storage in growing for name, _ in sizes.terms(storage.size) if name))
     column = {name: number for number, name in enumerate(products, start=1)}
-    lives = device_lives(graph, plan)
-    changes = np.zeros((len(step.ops) + 1, len(products) + 1), dtype=np.int64)
-    numbers = np.zeros(len(step.ops) + 1, dtype=np.int64)
+    plan_rows = PlanRows(graph, plan)
+    num = plan_rows.axis.ops.num
+    changes = np.zeros((num + 1, len(products) + 1), dtype=np.int64)
+    numbers = np.zeros(num + 1, dtype=np.int64)
     for storage in growing:
-        for life in lives.get(storage.id, ()):
+        for life in plan_rows.lives.get(storage.id, ()):
             if life.last < life.first:
                 continue
             for name, coefficient in sizes.terms(storage.size):
@@ -47,7 +50,7 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
             numbers[life.last + 1] -= storage.nbytes
     rows = np.cumsum(changes[:-1], axis=0)
     # Bytes of constant sizes. The constants of symbolic sizes are in the first column already.
-    rows[:, 0] += np.array(plan_timeline(graph, plan).live_bytes, dtype=np.int64) - np.cumsum(numbers[:-1])
+    rows[:, 0] += bytes_by_position(plan_rows) - np.cumsum(numbers[:-1])
     highest = _undominated(rows)
     texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
     return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"

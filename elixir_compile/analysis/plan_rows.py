@@ -9,17 +9,21 @@
 
 The rows of all owners add up to the timeline of the plan, and the rows of an owner are what it holds. Buckets that take
 turns have one joint row, with the bytes of the largest of them.
+
+Rows are on an axis with a position for each op, and one for each reduce with buffers, which stands between two ops
+where the schedule has it. What a release or a wait ends before the reduce is not there at its position, nor what only
+the op before it reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elixir_compile.analysis.axis import Axis, actions_of, axis_of
 from elixir_compile.analysis.bucket_bytes import (
     Births,
     Held,
     Sizes,
-    averaged_bytes,
     last_unreduced,
     last_with_gradients,
     resting,
@@ -30,7 +34,6 @@ from elixir_compile.analysis.call_bytes import (
     ONLY,
     BucketGradients,
     CallKind,
-    Ops,
     copy_of_call,
     gradients_of_call,
     storages_of_calls,
@@ -48,7 +51,6 @@ from elixir_compile.ir import (
     GroupId,
     GroupRef,
     Kind,
-    Phase,
     Plan,
     RegionRef,
     StepGraph,
@@ -67,15 +69,15 @@ class PlanRows:
     def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0, call: CallKind = ONLY) -> None:
         self.step = as_run(graph, plan.activations, laps_of(plan))
         """The ops as the plan runs them."""
-        self.call, self._ops = call, Ops.of(self.step)
-        self.num_ops = len(self.step.ops)
+        self.axis = axis_of(self.step, plan, rank)
+        """The positions of rows."""
+        self.call, self._ops = call, self.axis.ops
         self.plan, self.rank = plan, rank
         self._placements = {placement.bucket: placement for placement in plan.placements}
-        self._backward = [number for number, op in enumerate(self.step.ops) if op.phase is Phase.BACKWARD]
-        self._moves = _moves(self.step, plan, rank)
+        self._moves = _moves(self.axis, plan, rank)
         self.lives = _lives(self.step, plan, self._moves)
-        """The stretches of ops in which each storage is on the device. Parameters of buckets are listed as if they
-        never moved."""
+        """The stretches of positions in which each storage is on the device. Parameters of buckets are listed as if
+        they never moved."""
         owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
         self._births: dict[BucketId, list[tuple[int, int]]] = {bucket.id: [] for bucket in plan.buckets}
         self.storages: dict[StorageId, tuple[Held, ...]] = {}
@@ -95,11 +97,11 @@ class PlanRows:
         for rows in self.storages.values():
             yield from rows
         if self.call is not ONLY:
-            for _, held in storages_of_calls(self.step, self.lives, self.call, self.plan.calls):
+            for _, held in storages_of_calls(self.step, self._ops, self.lives, self.call, self.plan.calls):
                 yield held
         yield from self.joint(self.plan.buckets)
         # External usage counts like buffers of modules: live at every op, never moved.
-        yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self.num_ops - 1)
+        yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self._ops.num - 1)
 
     def births(self, bucket: BucketId) -> Births:
         """Return the unreduced gradients of `bucket`."""
@@ -107,10 +109,11 @@ class PlanRows:
 
     def of_bucket(self, bucket: Bucket, births: Births | None = None) -> Iterator[Held]:
         """Yield the rows of `bucket`, with `births` instead of its own unreduced gradients if given."""
-        placement, end = self._placements[bucket.id], self.num_ops - 1
+        placement, end = self._placements[bucket.id], self._ops.num - 1
         for kind, nbytes in resting(bucket, placement):
             yield Held(kind, nbytes, 0, end)
-        moves, sizes, is_away = self._moves, Sizes.of(bucket), placement.param is not Tier.DEVICE
+        moves, sizes = self._moves, Sizes.of(bucket, self.plan.num_copies)
+        is_away = placement.param is not Tier.DEVICE
         births = self._births[bucket.id] if births is None else births
         moving: list[Held] = []
         for copy in moves.gathered.get(bucket.id, ()):
@@ -123,24 +126,19 @@ class PlanRows:
             wait=moves.grad_ends.get(bucket.id, end),
             stays=moves.last_with_gradients(bucket),
             is_away=is_away,
-            is_replaced=bucket.id in moves.replaced,
         )
         moving += gradients_of_call(self.call, self._ops, grads)
         for held in moving:
             yield held._replace(last=min(held.last, end))
 
     def joint(self, buckets: Iterable[Bucket]) -> Iterator[Held]:
-        """Yield the rows that `buckets` hold in turns: streamed updates, and means of gradients in the backward."""
-        buckets = tuple(buckets)
+        """Yield the rows that `buckets` hold in turns: streamed updates."""
         homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
         if homes:
             # Buckets pass one after another, so the largest counts.
             bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
             for kind, nbytes in streamed(bucket, param):
-                yield Held(kind, nbytes, self._moves.num_run, self.num_ops - 1)
-        if self._backward:
-            averaged = averaged_bytes(buckets, self.plan.num_copies)
-            yield Held(Kind.GRAD, averaged, self._backward[0], self._backward[-1])
+                yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
 
 
 def _ends(life: Life) -> tuple[int, int]:
@@ -148,7 +146,7 @@ def _ends(life: Life) -> tuple[int, int]:
 
 
 class _Copy(NamedTuple):
-    """A gathered copy: the first op after its gather, the first op after its wait, and the last op before its release.
+    """A gathered copy: the first position after its gather, the first after its wait, and the last before its release.
 
     If it is never awaited, `wait` is after `last`.
     """
@@ -160,33 +158,33 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Moves:
-    """The moves of a schedule as op indices, both ends included."""
+    """The moves of a schedule as positions, both ends included."""
+
+    axis: Axis
 
     gathered: dict[BucketId, list[_Copy]]
     grad_ends: dict[BucketId, int]
-    """Last op before the wait for the gradients, if they are offloaded or sharded."""
+    """Last position before the wait for the gradients, if they are offloaded or sharded."""
     completes: dict[BucketId, int]
-    """Last op before the reduce, -1 if there is none."""
-    replaced: set[BucketId]
-    """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
+    """Last position before the reduce."""
     left_at: dict[GroupId, int]
-    """By group: last op at which offloaded activations are on the device for the first time."""
+    """By group: last position at which offloaded activations are on the device for the first time."""
     back_at: dict[GroupId, int]
-    """By group: first op at which prefetched activations are on the device again."""
-    num_ops: int
-    num_run: int
-    """Number of ops before the update."""
+    """By group: first position at which prefetched activations are on the device again."""
 
     def last_with_gradients(self, bucket: Bucket) -> int:
-        """Return the last op with the gradients of `bucket` on the device if they never leave it."""
-        return last_with_gradients(bucket, self.num_run, self.num_ops)
+        """Return the last position with the gradients of `bucket` on the device if they never leave it."""
+        return last_with_gradients(bucket, self.axis.ops.num_run, self.axis.ops.num)
 
 
 def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
-    unmoved = liveness(step).lives
+    starts = moves.axis.starts
+    unmoved = {
+        name: Life(first=starts[life.first], last=starts[life.last]) for name, life in liveness(step).lives.items()
+    }
     lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    end = len(step.ops) - 1
+    end = moves.axis.ops.num - 1
     reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
     ends = {
         bucket.id: last_unreduced(
@@ -204,7 +202,7 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
             lives[storage.id] = (Life(first=unmoved[storage.id].first, last=last),)
     for group in plan.activations:
         for name in group.storages if group.id in moves.left_at else ():
-            back_at = moves.back_at.get(group.id, len(step.ops))
+            back_at = moves.back_at.get(group.id, end + 1)
             out, back = leaving_name(name), arrived_name(name)
             out, back = out if out in unmoved else name, back if back in unmoved else name
             if out in unmoved:
@@ -213,33 +211,30 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     return lives
 
 
-def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
+def _moves(axis: Axis, plan: Plan, rank: int) -> _Moves:
     """Return the moves of the schedule of `rank`.
 
-    A gather, a reduce and a prefetch count from the first op of the next `run`. A release and a wait count to the last
-    op of the `run` before.
+    A gather, a prefetch and what a reduce makes count from the next position on. A release and a wait count to the
+    position before.
     """
-    index = {op.id: number for number, op in enumerate(step.ops)}
-    lasts = {region.id: index[region.last] for region in plan.regions}
-    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
-    moves = _Moves({}, {}, {}, set(), {}, {}, len(step.ops), num_run)
+    lasts = {region.id: axis.of[region.last] for region in plan.regions}
+    moves = _Moves(axis, {}, {}, {}, {}, {})
     starts: dict[BucketId, _Copy] = {}
-    done = -1
-    schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
-    for action in schedule.actions:
+    done, num = -1, axis.ops.num
+    for action in actions_of(plan, rank):
         match action.verb, action.target:
             case Verb.RUN, RegionRef(region):
                 done = lasts[region]
             case Verb.GATHER, BucketRef(bucket):
-                starts[bucket] = _Copy(done + 1, len(step.ops), len(step.ops) - 1)
+                starts[bucket] = _Copy(done + 1, num, num - 1)
             case Verb.WAIT, BucketRef(bucket) if bucket in starts:
                 starts[bucket] = starts[bucket]._replace(wait=done + 1)
             case Verb.RELEASE, BucketRef(bucket):
                 moves.gathered.setdefault(bucket, []).append(starts.pop(bucket)._replace(last=done))
             case Verb.REDUCE, BucketRef(bucket):
-                moves.completes[bucket] = done
-                if any(copy.gather <= copy.last == done for copy in moves.gathered.get(bucket, ())):
-                    moves.replaced.add(bucket)
+                if bucket in axis.with_moment:
+                    done = max(done, 0) + 1
+                moves.completes[bucket] = done - (bucket in axis.with_moment)
             case Verb.WAIT, GradientRef(bucket):
                 moves.grad_ends[bucket] = done
             case Verb.WAIT, GroupRef(group):

@@ -13,15 +13,15 @@ step: O(ops + storages + actions). An offloaded activation does so twice:
   schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
   second ```
 
-On several ranks two actions between ops need more bytes than the ops around them. Their bytes count at an op beside:
+On several ranks two actions between ops need more bytes than the ops around them:
 
 ```text
-  gather, wait    the flat buffer and the parameters copied out of it       at the op after the wait
-  reduce          gradients and the flat buffer into which they are packed  at the op before the reduce
+  gather, wait    the flat buffer and the parameters copied out of it       count at the op after the wait
+  reduce          gradients and the flat buffer into which they are         a position of its own, with what is there
+                  packed, or their means                                    between the two ops
 ```
 
-Unsharded gradients are averaged when a region ends. Buffers for the means of the largest bucket count in the
-whole backward.
+An op has the bytes of its fullest position: its own, or that of a reduce behind it.
 
 Not modelled: memory allocated inside a kernel, rounding of the allocator, and the moment between two ops in
 which a gather before a release in the schedule holds both copies.
@@ -29,7 +29,7 @@ which a gather before a release in the schedule holds both copies.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,8 @@ class MemoryTimeline:
     live_bytes: tuple[int, ...]
     """The sum over kinds."""
     host_bytes: int
+    positions: tuple[int, ...] = field(default=(), compare=False)
+    """By op: its fullest position on the axis of the rows; empty if they are of several calls, or of no plan."""
 
     @property
     def peak(self) -> Peak:
@@ -78,7 +80,7 @@ def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, 
     `state_nbytes` holds the bytes of optimizer state of each trainable parameter.
     """
     step = as_run(graph)
-    tally = _Tally(len(step.ops))
+    tally = _Tally(range(len(step.ops)))
     storages = {storage.id: storage for storage in step.storages}
     for name, life in liveness(step).lives.items():
         tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
@@ -98,10 +100,19 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
 
 def timeline_of(rows: PlanRows) -> MemoryTimeline:
     """Return the timeline to which `rows` add up."""
-    tally = _Tally(rows.num_ops)
+    return _tally_of(rows).timeline(rows.step, host_bytes(rows.plan))
+
+
+def bytes_by_position(rows: PlanRows) -> NDArray[np.int64]:
+    """Return the bytes to which `rows` add up, by position."""
+    return _tally_of(rows).total
+
+
+def _tally_of(rows: PlanRows) -> "_Tally":
+    tally = _Tally(rows.axis.op_of)
     for held in rows.all():
         tally.add(held.kind, held.nbytes, held.first, held.last)
-    return tally.timeline(rows.step, host_bytes(rows.plan))
+    return tally
 
 
 def _highest(timelines: Sequence[MemoryTimeline]) -> MemoryTimeline:
@@ -137,7 +148,12 @@ def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[Storage
 
     Parameters of buckets are listed as if they never moved.
     """
-    return PlanRows(graph, plan, rank).lives
+    rows = PlanRows(graph, plan, rank)
+    axis = rows.axis
+    return {
+        name: tuple(Life(first=axis.op_from(life.first), last=axis.op_to(life.last)) for life in lives)
+        for name, lives in rows.lives.items()
+    }
 
 
 def host_bytes(plan: Plan) -> int:
@@ -155,27 +171,39 @@ def away_bytes(plan: Plan) -> int:
 
 
 class _Tally:
-    """Sums intervals of bytes: a row of differences by op for each kind."""
+    """Sums intervals of bytes: a row of differences by position for each kind."""
 
-    def __init__(self, num_ops: int) -> None:
+    def __init__(self, op_of: Sequence[int]) -> None:
+        """`op_of` has the op of each position."""
         self._changes: dict[Kind, NDArray[np.int64]] = {}
-        self.num_ops = num_ops
+        self._op_of = np.array(op_of, dtype=np.int64)
 
     def add(self, kind: Kind, nbytes: int, first: int, last: int) -> None:
-        """Add `nbytes` from op `first` to op `last`, both included; nothing if `last` is before `first`."""
+        """Add `nbytes` from position `first` to position `last`, both included; nothing if `last` is before `first`."""
         if nbytes and first <= last:
             changes = self._changes.get(kind)
             if changes is None:
-                changes = self._changes[kind] = np.zeros(self.num_ops + 1, dtype=np.int64)
+                changes = self._changes[kind] = np.zeros(len(self._op_of) + 1, dtype=np.int64)
             changes[first] += nbytes
             changes[last + 1] -= nbytes
 
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """The sum over kinds, by position."""
+        changes = functools.reduce(np.add, self._changes.values(), np.zeros(len(self._op_of) + 1, dtype=np.int64))
+        return np.cumsum(changes[:-1])
+
     def timeline(self, graph: StepGraph, host_bytes: int) -> MemoryTimeline:
-        live = {kind: np.cumsum(self._changes[kind][:-1]) for kind in Kind if kind in self._changes}
-        total = functools.reduce(np.add, live.values(), np.zeros(self.num_ops, dtype=np.int64))
+        total = self.total
+        # The fullest position of each op comes first, and of equally full ones the earliest.
+        order = np.lexsort((-total, self._op_of))
+        _, firsts = np.unique(self._op_of[order], return_index=True)
+        fullest = order[firsts]
+        live = {kind: np.cumsum(self._changes[kind][:-1])[fullest] for kind in Kind if kind in self._changes}
         return MemoryTimeline(
             ops=tuple(op.id for op in graph.ops),
             live_bytes_by_kind={kind: tuple(row.tolist()) for kind, row in live.items()},
-            live_bytes=tuple(total.tolist()),
+            live_bytes=tuple(total[fullest].tolist()),
             host_bytes=host_bytes,
+            positions=tuple(fullest.tolist()),
         )

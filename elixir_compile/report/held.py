@@ -38,9 +38,9 @@ class Holdings:
         """The storages that the capture saves for the backward."""
         return saved_storages(self._graph)
 
-    def at(self, op: OpId) -> int:
-        """Return the index of `op` among the ops that the plan runs."""
-        return self._index[op]
+    def position(self, op: OpId) -> int:
+        """Return the fullest position of `op` on the axis of the rows."""
+        return self.timeline.positions[self._index[op]]
 
     def ops_of(self, region: Region) -> range:
         """Return the indices of the ops of `region`."""
@@ -53,7 +53,7 @@ class Holdings:
 
     def largest(self, op: OpId, most: int = 10) -> tuple[tuple[str, Kind, int], ...]:
         """Return the buckets and activations that hold the most bytes at `op`: name, kind, bytes."""
-        at, rows = self._index[op], self.rows
+        at, rows = self.position(op), self.rows
         held: Counter[tuple[str, Kind]] = Counter()
         for bucket in self._plan.buckets:
             for row in rows.of_bucket(bucket):
@@ -66,7 +66,7 @@ class Holdings:
     def of_bucket(self, bucket: Bucket, op: OpId) -> Mapping[Kind, int]:
         """Return the bytes at `op`, by kind, that the step would not hold if the parameters and the optimizer state of
         `bucket` were empty."""
-        at, rows = self._index[op], self.rows
+        at, rows = self.position(op), self.rows
         empty = replace(bucket, nbytes=0, state_nbytes=0)
         others = [empty if other.id == bucket.id else other for other in self._plan.buckets]
         unwritten = [(birth, 0) for birth, _ in rows.births(bucket.id)]

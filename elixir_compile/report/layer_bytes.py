@@ -29,7 +29,7 @@ SEVERAL = "several layers"
 
 def layer_bytes(held: Holdings, op: OpId) -> Mapping[str, Mapping[Kind, int]]:
     """Return the live bytes at `op` by layer and kind, without zeros, in the order of the first ops of the layers."""
-    at, rows = held.at(op), held.rows
+    at, rows = held.position(op), held.rows
     layers = _layers_of_storages(rows.step)
     found: dict[str, Counter[Kind]] = {layer: Counter() for layer in dict.fromkeys(layers.values())}
     nbytes = {storage.id: storage.nbytes for storage in rows.step.storages}

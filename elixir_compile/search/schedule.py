@@ -51,7 +51,8 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
     for bucket, gradients in enumerate(facts.gradients):
         spec = facts.buckets[bucket]
         # Gradients of each of several calls are added to their sums, and freed, as soon as they are complete.
-        leaves = is_gathered(spec, levels[bucket]) or spec.is_packed or facts.problem.calls.num > 1
+        has_moment = facts.has_moment(bucket)
+        leaves = is_gathered(spec, levels[bucket]) or has_moment or facts.problem.calls.num > 1
         if gradients is not None and leaves:
             starts.add(gradients.complete + 1)
     if facts.laps:
@@ -109,12 +110,14 @@ def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequ
         actions += leaving[cut.last]
         while done < len(complete) and complete[done][0] <= cut.last:
             op, bucket = complete[done]
-            if bucket not in moves.grad_ends:
+            leaves = bucket in moves.grad_ends
+            if not (leaves or facts.has_moment(bucket)):
                 actions.append((Verb.REDUCE, buckets[bucket]))
             else:
                 ending = [grads[other] for other, end in under_way.items() if end <= op]
-                actions += _leave(facts, bucket, levels[bucket], ending)
+                actions += _reduce(facts, bucket, ending, goes=leaves and levels[bucket].has_param_on_host)
                 under_way = {other: end for other, end in under_way.items() if end > op}
+            if leaves:
                 under_way[bucket] = moves.grad_ends[bucket]
             done += 1
     actions += [(Verb.WAIT, grads[bucket]) for bucket in under_way]
@@ -135,15 +138,16 @@ def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[
     return found
 
 
-def _leave(facts: Facts, bucket: int, level: Level, ending: Sequence[GradientRef]) -> list[tuple[Verb, Target]]:
-    """Return the reduce and the offload of a bucket's gradients, and the waits for the earlier gradients in `ending`.
+def _reduce(facts: Facts, bucket: int, ending: Sequence[GradientRef], *, goes: bool) -> list[tuple[Verb, Target]]:
+    """Return the reduce of a bucket's gradients, their offload if that `goes` to the host, and the waits for the
+    earlier gradients in `ending`, which make room for the buffers of the reduce.
 
-    On one rank the reduce comes before the waits: there it is no transfer.
+    On one rank the reduce comes before the waits: there it has no buffers and is no transfer.
     """
     waits = [(Verb.WAIT, grad) for grad in ending]
     reduces = [(Verb.REDUCE, facts.targets.buckets[bucket])]
-    offloads = [(Verb.OFFLOAD, facts.targets.gradients[bucket])] if level.has_param_on_host else []
-    return [*waits, *reduces, *offloads] if facts.buckets[bucket].is_sharded else [*reduces, *waits, *offloads]
+    offloads = [(Verb.OFFLOAD, facts.targets.gradients[bucket])] if goes else []
+    return [*waits, *reduces, *offloads] if facts.has_moment(bucket) else [*reduces, *waits, *offloads]
 
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:

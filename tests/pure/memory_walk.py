@@ -47,7 +47,6 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
                 walk.run(i)
         else:
             walk.act(action.verb, action.target)
-    walk.drop("means", "")
     walk.add_to_sums()
     walk.stream()
     for i, op in enumerate(step.ops):
@@ -78,14 +77,6 @@ class _Walk:
         """Offloaded storages, which stay on the device until the wait for their offload."""
         self.opening: dict[str, int] = {}
         """Bytes that each bucket needs only until the next op."""
-        self.arriving: set[str] = set()
-        """Buckets gathered since the last op."""
-        self.released: set[str] = set()
-        """Buckets with a gathered copy at the last op that is released since."""
-        self.reducing: set[str] = set()
-        """Buckets whose gradient is reduced in place since the last op, and whose gathered copy is not released."""
-        self.packed: dict[str, int] = {}
-        """Bytes of the unreduced gradients of each bucket that is packed since the last op."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
@@ -115,8 +106,6 @@ class _Walk:
     def run(self, i: int) -> None:
         """Run op `i`: allocate its writes, and free storages after their last use."""
         op = self.graph.ops[i]
-        if i == self.num_forward:
-            self.take("means", "", self.largest_mean_bytes())
         touched = {*op.reads, *op.writes}
         for name in touched:
             storage = self.storages[name]
@@ -126,10 +115,6 @@ class _Walk:
                 self.take("storage", name, storage.nbytes)
         self.seen.append(self.total_bytes + sum(self.opening.values()))
         self.opening.clear()
-        self.arriving.clear()
-        self.released.clear()
-        self.reducing.clear()
-        self.packed.clear()
         self.uses_left.subtract(touched)
         done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
         for name in done:
@@ -138,15 +123,9 @@ class _Walk:
             if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
                 self.drop("storage", name)
 
-    def largest_mean_bytes(self) -> int:
-        """Return the bytes of the mean of the largest bucket whose gradients ranks average in a new buffer."""
-        largest_bytes = 0
-        for bucket in self.plan.buckets:
-            is_alone = len(bucket.shard_numels) == 1 and self.plan.num_copies == 1
-            is_in_place = not bucket.trainable or bucket.is_sharded or bucket.reduce_dtype is not None
-            if not (is_alone or is_in_place):
-                largest_bytes = max(largest_bytes, bucket.nbytes)
-        return largest_bytes
+    def note(self, more_bytes: int = 0) -> None:
+        """Count what is there between the last op and the next, and `more_bytes`, at the last op if that is more."""
+        self.seen[-1] = max(self.seen[-1], self.total_bytes + more_bytes)
 
     def act(self, verb: Verb, target: Target) -> None:
         match verb, target:
@@ -156,11 +135,12 @@ class _Walk:
                 self.unpack(self.buckets[bucket])
             case Verb.RELEASE, BucketRef(bucket):
                 self.drop("copy", bucket)
-                self.released.update({bucket} - self.arriving)
             case Verb.REDUCE, BucketRef(bucket) if self.buckets[bucket].is_sharded:
                 self.reduce(self.buckets[bucket])
             case Verb.REDUCE, BucketRef(bucket) if self.buckets[bucket].reduce_dtype is not None:
                 self.widen(self.buckets[bucket])
+            case Verb.REDUCE, BucketRef(bucket) if len(self.buckets[bucket].shard_numels) * self.plan.num_copies > 1:
+                self.note(self.unreduced_bytes(self.buckets[bucket]))  # the means are new tensors
             case _, GroupRef(group) if group in self.offloaded:
                 self.carry(verb, group)
             case Verb.WAIT, GradientRef(bucket):
@@ -168,10 +148,6 @@ class _Walk:
 
     def end(self, bucket: Bucket) -> None:
         """Free the unreduced gradients of `bucket` at the wait for its reduce or its offload."""
-        if bucket.id in self.reducing:
-            self.seen[-1] += bucket.reduced_nbytes
-        if bucket.id in self.packed:
-            self.seen[-1] += max(0, bucket.reduced_nbytes - self.packed[bucket.id])
         self.drop_unreduced(bucket)
         self.drop("flat", bucket.id)
         if self.homes[bucket.id].param is Tier.HOST:
@@ -180,7 +156,6 @@ class _Walk:
     def gather(self, bucket: Bucket) -> None:
         """Allocate the flat buffer, and the shard if it is copied from the host."""
         self.take("copy", bucket.id, bucket.flat_nbytes)
-        self.arriving.add(bucket.id)
         if bucket.is_sharded and self.homes[bucket.id].param is Tier.HOST:
             self.take("sent", bucket.id, bucket.flat_shard_nbytes)
 
@@ -196,26 +171,23 @@ class _Walk:
         """Allocate the reduced shard. Gradients are packed into a flat buffer and freed, unless a single one is used in
         place."""
         even = len(bucket.params) == 1 and bucket.flat_grad_nbytes == bucket.nbytes
-        if even and bucket.id not in self.released:
-            self.reducing.add(bucket.id)
         if not even:
-            self.open_flat(bucket)
-            before_bytes = self.total_bytes
-            self.drop_unreduced(bucket)
-            self.packed[bucket.id] = before_bytes - self.total_bytes
             self.take("flat", bucket.id, bucket.flat_grad_nbytes)
+            self.note()
+            self.drop_unreduced(bucket)
         self.take("shard", bucket.id, bucket.reduced_nbytes)
+        self.note()
 
     def widen(self, bucket: Bucket) -> None:
         """Copy gradients that are not sharded into a buffer of a wider dtype, and free them."""
-        self.open_flat(bucket)
-        self.drop_unreduced(bucket)
         self.take("shard", bucket.id, bucket.reduced_nbytes)
+        self.note()
+        self.drop_unreduced(bucket)
 
-    def open_flat(self, bucket: Bucket) -> None:
-        """Count the flat buffer beside the gradients at the last op, less a gathered copy that is released since."""
-        gone_bytes = bucket.flat_nbytes if bucket.id in self.released else 0
-        self.seen[-1] += bucket.flat_grad_nbytes - gone_bytes
+    def unreduced_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of the unreduced gradients of `bucket`."""
+        names = [storage.id for storage in self.graph.storages if storage.of in bucket.params]
+        return sum(self.held.get(("storage", name), 0) for name in names)
 
     def drop_unreduced(self, bucket: Bucket) -> None:
         """Free the unreduced gradients of `bucket` for the rest of the step."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Lane, Plan, Verb
+from elixir_compile.measure.step import Resident
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, own_grad, own_part
 from tests.pure.collectives import collectives
@@ -83,7 +84,11 @@ def means_alone(double: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def holds_what_is_planned(rank: int, world_size: int, shape: list[int], is_tight: bool) -> dict[str, Any]:
-    """Measure a step that reduces in fp32, and return its peak, and that of the plan."""
+    """Measure a step that reduces in fp32, and return its peak, and that of the plan.
+
+    The texts that ranks exchanged do not count, nor what a product of matrices in 16 bits allocates for itself.
+    """
+    scratch_bytes = max(map(_scratch_bytes, _products()))
     x = own_rows(rows(1)[0]).bfloat16()
     options: dict[str, object] = {"reduce_dtype": "float32"}
     if is_tight:
@@ -100,11 +105,29 @@ def holds_what_is_planned(rank: int, world_size: int, shape: list[int], is_tight
 
     step()
     step()
+    texts_bytes = sum(text.nbytes for text in executor_of(model).ranks.control._held)
     record, plan = elixir.measure_step(step), plan_of(model)
     return {
-        "measured": record.device_peak_bytes, "planned": plan.prediction.device_peak_bytes,
+        "measured": record.device_peak_bytes - texts_bytes,
+        "planned": plan.prediction.device_peak_bytes, "scratch": scratch_bytes,
         "param": sorted({placement.param.value for placement in plan.placements}),
     }  # fmt: skip
+
+
+def _products() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the factors of the products in a step of `Small` in 16 bits, with the rows of one rank."""
+    model, x = Small().bfloat16(), own_rows(rows(1)[0]).bfloat16()
+    up, down, wide = model.up.weight.detach(), model.down.weight.detach(), x.new_ones(len(x), model.up.out_features)
+    return [(x, up.t()), (wide, down.t()), (x, down), (x.t(), wide), (wide, up), (wide.t(), x)]
+
+
+def _scratch_bytes(factors: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """Return the bytes that the product of `factors` allocates beside its result."""
+    one, other = factors
+    with Resident() as resident:
+        before_bytes = resident.nbytes
+    peak_bytes = elixir.measure_step(lambda: one @ other, device="cpu").device_peak_bytes
+    return peak_bytes - before_bytes - len(one) * other.shape[1] * one.element_size()
 
 
 def reduces_in_fp32(rank: int, world_size: int, shape: list[int], is_tight: bool) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Milp:
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
         more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
         changes = np.zeros(len(facts.graph.ops), dtype=np.bool_)
-        for row in more_bytes:
+        for row, _ in more_bytes:
             changes[1:] |= row[1:] != row[:-1]
         self.memory = MemoryModel(facts, np.flatnonzero(changes).tolist(), like=evaluator.memory)
         own_bytes = self.memory.own_bytes()

@@ -64,21 +64,21 @@ def _gather_early(
 
 
 def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
-    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
+    facts, behind = evaluator.facts, evaluator.memory.segment_behind
     for number, end in leave_ends(facts.offload_intervals, facts.num_forward, lag).items():
         now = leaving[number]
         nbytes = facts.offload_intervals[number].leaving_bytes
-        if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
+        if now < end and reserve(free_bytes, behind(now), behind(end), nbytes):
             leaving[number] = end
 
 
 def _wait_late(
     evaluator: Evaluator, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
 ) -> None:
-    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
+    facts, behind = evaluator.facts, evaluator.memory.segment_behind
     for bucket, end in gradient_ends(facts, levels, lag).items():
         now, nbytes = ends[bucket], evaluator.memory.late_bytes(bucket, levels[bucket])
-        if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
+        if now < end and reserve(free_bytes, behind(now), behind(end), nbytes):
             ends[bucket] = end
 
 
@@ -228,9 +228,9 @@ class _JustInTime:
         It is the first op of `later`, in order, that ends at `done_s` or after, or the last op before it up to which
         `nbytes` stay free; `now` if there is none.
         """
-        before_s, segment_of = self.evaluator.prices.before_s, self.evaluator.memory.segment_of
+        before_s, behind = self.evaluator.prices.before_s, self.evaluator.memory.segment_behind
         wanted = next((op for op in later if before_s[op + 1] >= done_s), later[-1])
         for op in sorted({op for op in later if now < op <= wanted}, reverse=True):
-            if reserve(self.free_bytes, segment_of(now + 1), segment_of(op + 1), nbytes):
+            if reserve(self.free_bytes, behind(now), behind(op), nbytes):
                 return op
         return now

@@ -7,6 +7,7 @@ The indices refer to the step as it runs at a choice of modes: a step with more 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from elixir_compile.analysis.bucket_bytes import Sizes
 from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import repeats
@@ -72,6 +73,7 @@ class Facts:
     activations: tuple[Activations, ...]
     offload_intervals: tuple[OffloadInterval, ...]
     buckets: tuple[Bucket, ...]
+    sizes: tuple[Sizes, ...]
     targets: Targets
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
@@ -117,6 +119,10 @@ class Facts:
         """The level furthest from the device of each bucket. Quotas are met by as many elements as they allow."""
         return tuple(levels[-1] for levels in level_sets(self.choices, self.quotas, takes_most=True))
 
+    def has_moment(self, bucket: int) -> bool:
+        """Whether the reduce of a bucket has buffers, so that it is a moment of its own between two ops."""
+        return self.sizes[bucket].has_moment
+
     def allows(self, levels: Sequence[Level]) -> bool:
         """Return whether `levels` meet all quotas."""
         return all(quota.allows(levels) for quota in self.quotas)
@@ -154,6 +160,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         activations=activations,
         offload_intervals=intervals,
         buckets=buckets,
+        sizes=base.sizes if base else tuple(Sizes.of(bucket, problem.num_copies) for bucket in buckets),
         targets=Targets(
             buckets=tuple(BucketRef(bucket.id) for bucket in buckets),
             gradients=tuple(GradientRef(bucket.id) for bucket in buckets),

@@ -6,6 +6,8 @@ each segment matters, so a step of 5,000 ops becomes a few hundred numbers.
 
     peak = max over segments s of (rest_bytes[s] + sum over buckets of bytes[bucket][level][s])
 
+A reduce with buffers is a segment of its own, between those of two ops: see `positions`.
+
 If a step has several calls, they are counted as one that holds at least as much as any of them, so a candidate that
 fits here may hold less under `plan_timeline`, which counts each call.
 """
@@ -19,8 +21,6 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import (
     Held,
-    Sizes,
-    averaged_bytes,
     bytes_at,
     gathered_copy,
     last_with_gradients,
@@ -38,10 +38,12 @@ from elixir_compile.analysis.call_bytes import (
     storages_of_calls,
     sum_nbytes,
 )
+from elixir_compile.analysis.liveness import Life
 from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.ir import Kind, Tier
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered, placement_of
+from elixir_compile.search.space.positions import Positions
 from elixir_compile.search.space.residency import Moves, Residency, moves_at_use, spans
 
 _Changes = tuple[tuple[int, int], ...]
@@ -55,32 +57,33 @@ class MemoryModel:
         """Cut the step of `facts` into segments; `more_starts` are op indices at which more segments begin. `like` is
         the model of the same buckets at any modes."""
         self._facts = facts
-        self._sizes = [Sizes.of(bucket) for bucket in facts.buckets] if like is None else like._sizes
+        self._sizes = facts.sizes
+        self._positions = places = Positions(facts)
         self._resting_bytes = _resting_bytes(facts) if like is None else like._resting_bytes
         """Bytes of each bucket that are on the device during the whole step, by level."""
         self._call = call_at_most(facts.problem.calls)
-        self._ops = Ops(facts.num_forward, facts.num_run, len(facts.graph.ops))
+        self._ops = Ops(places.of(facts.num_forward), places.of(facts.num_run), places.num)
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
-        self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
+        self._gradients: dict[tuple[int, bool, int], _Changes] = {}
         self._late_bytes: dict[tuple[int, bool], int] = {}
-        self._is_any_reduced = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
-        self.rest_bytes_per_op = _rest(facts)
-        starts = _segment_starts(facts, more_starts)
+        self._rest = _rest(facts, places, self._ops)
+        """Bytes by position without buckets and offloaded activations."""
+        starts = _segment_starts(facts, places, more_starts)
         self._starts = starts
-        num_ops = len(facts.graph.ops)
-        segments = np.searchsorted(starts, np.arange(num_ops), side="right") - 1
-        # One past the last op is one past the last segment.
-        self._segment_of: list[int] = [*segments.tolist(), len(starts)]
-        self.rest_bytes = self.highest(self.rest_bytes_per_op)
+        segments = np.searchsorted(starts, np.arange(places.num), side="right") - 1
+        # One past the last position is one past the last segment.
+        self._segments: list[int] = [*segments.tolist(), len(starts)]
+        self.rest_bytes = np.maximum.reduceat(self._rest, starts)
         """Highest bytes of each segment without buckets and offloaded activations."""
 
-    def highest(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the highest of `bytes_per_op` in each segment, along the last axis."""
-        return np.maximum.reduceat(bytes_per_op, self._starts, axis=-1)
+    def highest(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the highest bytes of each segment. The last two axes of `nbytes` have the bytes at each op, and those
+        between each op and the next."""
+        return np.maximum.reduceat(self._positions.spread(nbytes), self._starts, axis=-1)
 
     def live_bytes(self, levels: Sequence[Level], moves: Moves) -> NDArray[np.int64]:
         """Return the highest bytes of each segment at these levels with these moves."""
-        facts, segment = self._facts, self._segment_of
+        facts = self._facts
         changes = [0] * (len(self._starts) + 1)
         for residency in moves.residencies:
             if residency.bucket >= len(facts.buckets):
@@ -88,20 +91,18 @@ class MemoryModel:
                 continue
             for start, nbytes in self._copy_changes(residency, levels[residency.bucket].has_param_on_host):
                 changes[start] += nbytes
-        lasts: set[tuple[int, int]] = set()
-        if self._is_any_reduced:
-            lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
         ends, end = moves.grad_ends, len(facts.graph.ops) - 1
         for bucket, level in enumerate(levels):
             changes[0] += self._resting_bytes[bucket][level]
             grads = facts.gradients[bucket]
             if grads is None:
                 continue
-            wait, is_replaced = ends.get(bucket, end), (bucket, grads.complete) in lasts
-            for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, wait, is_replaced):
+            for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, ends.get(bucket, end)):
                 changes[start] += nbytes
         if moves.streamed:
-            changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
+            changes[self.segment_of(facts.num_run)] += max(
+                self.streamed_bytes(i, levels[i].home) for i in moves.streamed
+            )
         return self.rest_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64))
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
@@ -126,8 +127,8 @@ class MemoryModel:
             grads, sizes, is_away = self._facts.gradients[bucket], self._sizes[bucket], level.has_param_on_host
             births = [(0, sum(nbytes for _, nbytes in grads.births))] if grads else []
             late, early = (
-                bytes_at(2, step_gradients(sizes, births, complete=0, wait=wait, end=3, is_away=is_away))
-                for wait in (2, 1)
+                bytes_at(3, step_gradients(sizes, births, complete=0, wait=wait, end=4, is_away=is_away))
+                for wait in (3, 2)
             )
             self._late_bytes[key] = late - early
         return self._late_bytes[key]
@@ -136,28 +137,30 @@ class MemoryModel:
         """Return the changes of a gathered copy, of a bucket whose parameters are on the host or the device."""
         found = self._copies.get((residency, is_on_host))
         if found is None:
-            gather, wait, last, bucket = residency
+            *ends, bucket = residency
+            gather, wait, last = map(self._positions.of, ends)
             sizes, residence = self._sizes[bucket], (gather, wait, last)
             rows = copy_at_most(self._call, self._ops, sizes, residence, is_sent=is_on_host)
             found = self._copies[residency, is_on_host] = self._changes(rows)
         return found
 
-    def _gradient_changes(self, bucket: int, is_on_host: bool, wait: int, is_replaced: bool) -> _Changes:
-        """Return the changes of the gradients of `bucket`; `wait` and `is_replaced` are those of `step_gradients`."""
-        key = bucket, is_on_host, wait, is_replaced
+    def _gradient_changes(self, bucket: int, is_on_host: bool, wait: int) -> _Changes:
+        """Return the changes of the gradients of `bucket`; `wait` is the last op before the wait for them."""
+        key = bucket, is_on_host, wait
         found = self._gradients.get(key)
         if found is None:
-            facts, spec, made = self._facts, self._facts.buckets[bucket], self._facts.gradients[bucket]
+            facts, places, ops = self._facts, self._positions, self._ops
+            spec, made = facts.buckets[bucket], facts.gradients[bucket]
             assert made is not None
+            births = [(places.of(birth), nbytes) for birth, nbytes in made.births]
             grads = BucketGradients(
                 sizes=self._sizes[bucket],
-                births=made.births,
-                sum_bytes=sum_nbytes(spec, made.births, facts.problem.calls, is_away=is_on_host),
-                complete=made.complete,
-                wait=wait,
-                stays=last_with_gradients(spec, facts.num_run, len(facts.graph.ops)),
+                births=births,
+                sum_bytes=sum_nbytes(spec, births, facts.problem.calls, is_away=is_on_host),
+                complete=places.before_reduce(bucket, made.complete),
+                wait=places.wait(bucket, wait),
+                stays=last_with_gradients(spec, ops.num_run, ops.num),
                 is_away=is_on_host,
-                is_replaced=is_replaced,
             )
             found = self._gradients[key] = self._changes(gradients_at_most(self._call, self._ops, grads))
         return found
@@ -165,19 +168,19 @@ class MemoryModel:
     def _changes(self, rows: Iterable[Held]) -> _Changes:
         changes: Counter[int] = Counter()
         for held in rows:
-            changes[self._segment_of[held.first]] += held.nbytes
-            changes[self._segment_of[held.last + 1]] -= held.nbytes
+            changes[self._segments[held.first]] += held.nbytes
+            changes[self._segments[held.last + 1]] -= held.nbytes
         return tuple((start, nbytes) for start, nbytes in changes.items() if nbytes)
 
     def _add_offloaded(self, changes: list[int], number: int, prefetch: int, moves: Moves) -> None:
         """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
-        interval, segment = self._facts.offload_intervals[number], self._segment_of
+        interval = self._facts.offload_intervals[number]
         for birth, nbytes in interval.births:
-            changes[segment[birth]] += nbytes
-        changes[segment[moves.leave_ends[number] + 1]] -= interval.leaving_bytes
-        changes[segment[prefetch]] += interval.arriving_bytes
+            changes[self.segment_of(birth)] += nbytes
+        changes[self.segment_behind(moves.leave_ends[number])] -= interval.leaving_bytes
+        changes[self.segment_of(prefetch)] += interval.arriving_bytes
         for last, nbytes in interval.lasts:
-            changes[segment[last + 1]] -= nbytes
+            changes[self.segment_behind(last)] -= nbytes
 
     def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
         """Return the peak at these levels with every gather `ahead` windows early."""
@@ -209,25 +212,31 @@ class MemoryModel:
         if grads is None:
             return
         wait = next_complete if is_gathered(facts.buckets[i], level) else len(facts.graph.ops) - 1
-        is_replaced = any(last == grads.complete for _, last in spans(facts, i, level))
-        for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait, is_replaced):
+        for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait):
             changes[start] += nbytes
 
     def segment_of(self, op: int) -> int:
         """Return the segment of the op with index `op`; the number of segments if `op` is the number of ops."""
-        return self._segment_of[op]
+        return self._segments[self._positions.of(op)]
+
+    def segment_behind(self, op: int) -> int:
+        """Return the first segment without what ends with the op with index `op`: of a reduce, or of the next op."""
+        return self._segments[self._positions.of(op) + 1]
 
     def completed_before(self, segment: int) -> list[int]:
-        """Return the buckets whose gradients are complete before `segment` begins, in that order."""
-        start = int(self._starts[segment])
+        """Return the buckets whose gradients are complete before `segment` begins, in that order.
+
+        Of two reduces behind the same op, the second is not complete at the first.
+        """
+        start, moments = int(self._starts[segment]), self._positions.moments
         order = sorted((grads.complete, i) for i, grads in enumerate(self._facts.gradients) if grads is not None)
-        return [i for complete, i in order if complete < start]
+        return [i for complete, i in order if moments.get(i, self._positions.of(complete) + 1) <= start]
 
     def highest_op(self, segment: int) -> int:
         """Return the index of the op in `segment` with the most bytes outside of buckets, the first of several."""
-        ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
+        ends = [*self._starts[1:].tolist(), len(self._rest)]
         start = int(self._starts[segment])
-        return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
+        return self._positions.op_of(start + int(self._rest[start : ends[segment]].argmax()))
 
 
 def _resting_bytes(facts: Facts) -> list[list[int]]:
@@ -247,8 +256,8 @@ def _next_completes(facts: Facts) -> list[int]:
     return found
 
 
-def _rest(facts: Facts) -> NDArray[np.int64]:
-    """Return the bytes per op without buckets and offloaded activations."""
+def _rest(facts: Facts, places: Positions, ops: Ops) -> NDArray[np.int64]:
+    """Return the bytes by position without buckets and offloaded activations."""
     graph = facts.graph
     bucketed = {param for bucket in facts.buckets for param in bucket.params}
     trained = {
@@ -259,7 +268,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
     }
     names = {interval.group for interval in facts.offload_intervals}
     offloaded = {name for name, group in offloaded_names(facts.activations).items() if group in names}
-    changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
+    changes = np.zeros(places.num + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
     ends: list[tuple[int, int]] = []
     for storage in graph.storages:
@@ -270,13 +279,17 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         )
         life = facts.lives.lives.get(storage.id)
         if not owned and life is not None:
-            changes[life.first] += storage.nbytes
-            changes[life.last + 1] -= storage.nbytes
+            changes[places.of(life.first)] += storage.nbytes
+            changes[places.of(life.last) + 1] -= storage.nbytes
             ends.append((life.last, storage.nbytes))
     call = call_at_most(facts.problem.calls)
     if call is not ONLY:
-        lives = {name: (life,) for name, life in facts.lives.lives.items() if name not in offloaded}
-        for _, held in storages_of_calls(graph, lives, call, facts.problem.calls):
+        lives = {
+            name: (Life(first=places.of(life.first), last=places.of(life.last)),)
+            for name, life in facts.lives.lives.items()
+            if name not in offloaded
+        }
+        for _, held in storages_of_calls(graph, ops, lives, call, facts.problem.calls):
             if held.first <= held.last:
                 changes[held.first] += held.nbytes
                 changes[held.last + 1] -= held.nbytes
@@ -284,28 +297,27 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
     # While other graphs run, this graph holds the storages that outlive its last forward op, or those of its update.
     last = facts.num_forward - 1
     dying_bytes = sum(nbytes for end, nbytes in ends if end == last)
-    rest[last] += max(0, facts.problem.between_bytes - dying_bytes)
-    rest[facts.num_forward : facts.num_run] += averaged_bytes(facts.buckets, facts.problem.num_copies)
+    rest[places.of(last)] += max(0, facts.problem.between_bytes - dying_bytes)
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
-    rest[facts.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
+    rest[ops.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
     return rest
 
 
-def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int64]:
-    num_ops = len(facts.graph.ops)
-    starts = {0, facts.num_forward, facts.num_run, *more_starts}
+def _segment_starts(facts: Facts, places: Positions, more_starts: Iterable[int]) -> NDArray[np.int64]:
+    begins = {0, facts.num_forward, facts.num_run, *more_starts}
+    ends: set[int] = set()
     for bucket, windows, gradients in zip(facts.buckets, facts.windows, facts.gradients, strict=True):
-        for window in windows:
-            starts |= {window.first, window.last + 1}
+        begins.update(window.first for window in windows)
+        ends.update(window.last for window in windows)
         if gradients is not None:
-            starts.add(gradients.complete + 1)
-            starts.update(birth for birth, _ in gradients.births)
-        # The buffers of a gather and of a reduce that live between two ops count at one op.
+            ends.add(gradients.complete)
+            begins.update(birth for birth, _ in gradients.births)
+        # The buffers of a gather that live between two ops count at one op.
         if bucket.is_sharded:
-            starts.update(window.first + 1 for window in windows)
-        if (bucket.is_sharded or bucket.is_packed) and gradients is not None:
-            starts.add(gradients.complete)
+            ends.update(window.first for window in windows)
     for interval in facts.offload_intervals:
-        starts |= {interval.leave + 1, interval.first, *(birth for birth, _ in interval.births)}
-        starts.update(last + 1 for last, _ in interval.lasts)
-    return np.array(sorted(start for start in starts if start < num_ops), dtype=np.int64)
+        ends |= {interval.leave, *(last for last, _ in interval.lasts)}
+        begins |= {interval.first, *(birth for birth, _ in interval.births)}
+    starts = {*map(places.of, begins), *(places.of(end) + 1 for end in ends)}
+    starts.update(at for moment in places.moments.values() for at in (moment, moment + 1))
+    return np.array(sorted(start for start in starts if start < places.num), dtype=np.int64)

@@ -83,7 +83,7 @@ def lowered_modes(
     """
     now = list(modes)
     more_bytes = [[profile.nbytes - layer[0].nbytes for profile in layer] for layer in profiles]
-    changed = {int(point) + 1 for layer in more_bytes for mode in layer for point in np.flatnonzero(np.diff(mode))}
+    changed = {int(point) + 1 for layer in more_bytes for mode in layer for point in np.flatnonzero(np.diff(mode[0]))}
     memory = MemoryModel(kept, changed)
     own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(mode) for mode in layer] for layer in more_bytes]
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))

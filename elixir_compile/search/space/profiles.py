@@ -55,7 +55,7 @@ class Profile:
     """Bytes and seconds of a layer in a mode."""
 
     nbytes: NDArray[np.int64]
-    """Device bytes by point."""
+    """Device bytes: a row of those at each point, and a row of those between each point and the next."""
     added_s: _Added
     """(point, seconds) of compute beyond the seconds of the layer with every activation kept."""
     trips: tuple[Trip, ...]
@@ -116,8 +116,8 @@ class _RecomputedStep:
         }
         self._starts = np.searchsorted(self._point_of, np.arange(len(index)))
         self.num_run_points = Ops.of(base).num_run
-        self.bytes_per_op = self._bytes_by_layer(len(layers), owner)
-        self.nbytes = self.highest(self.bytes_per_op)
+        self._bytes_per_op = self._bytes_by_layer(len(layers), owner)
+        self.nbytes = self._by_point(self._bytes_per_op)
         seconds = self._ops.of(activations, problem.laps(activations))
         self.added_s = self._added_s(len(layers), seconds, kept_s)
         totals_s = [round(_total_s(added), 12) for added in self.added_s]
@@ -131,22 +131,35 @@ class _RecomputedStep:
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
         self.trips = trips_of(problem, layers, depth, activations, self._step, self._lives, self._point_of)
 
-    def highest(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the highest of `bytes_per_op` at each point, along the last axis."""
-        return np.maximum.reduceat(bytes_per_op, self._starts, axis=-1)
+    def bytes_without(self, layer: int, saved_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bytes of `layer` by point, less `saved_bytes` at each op of the step."""
+        between = np.minimum(saved_bytes, np.append(saved_bytes[1:], 0))
+        return self._by_point(self._bytes_per_op[layer] - np.stack([saved_bytes, between]))
+
+    def _by_point(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the highest of the bytes at the ops of each point, and the bytes between its last op and the next.
+
+        The last axis of `bytes_per_op` are the ops, and the one before has the bytes at an op and those behind it.
+        """
+        at, behind = bytes_per_op[..., 0, :], bytes_per_op[..., 1, :]
+        lasts = np.append(self._starts[1:], behind.shape[-1]) - 1
+        return np.stack([np.maximum.reduceat(at, self._starts, axis=-1), behind[..., lasts]], axis=-2)
 
     def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int]) -> NDArray[np.int64]:
         changes = np.zeros((num_layers, len(self._step.ops) + 1), dtype=np.int64)
+        ending = np.zeros((num_layers, len(self._step.ops)), dtype=np.int64)
         ops = Ops.of(self._step)
         for storage in self._step.storages:
             layer, life = owner.get(storage.id), self._lives.lives.get(storage.id)
             if layer is not None and life is not None and storage.kind in _MOVABLE:
                 changes[layer, life.first] += storage.nbytes
                 changes[layer, life.last + 1] -= storage.nbytes
+                ending[layer, life.last] += storage.nbytes
                 if crosses(life, ops.num_forward):  # other outstanding forwards hold it too
                     changes[layer, 0] += (self.num_outstanding - 1) * storage.nbytes
                     changes[layer, ops.num_run] -= (self.num_outstanding - 1) * storage.nbytes
-        return np.cumsum(changes[:, :-1], axis=1)
+        at = np.cumsum(changes[:, :-1], axis=1)
+        return np.stack([at, at - ending], axis=1)
 
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
         """Return (point, seconds) by which the ops of each layer take longer than with every activation kept.
@@ -249,12 +262,12 @@ def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
     trips = tuple(step.trips[group] for group in sorted(mode.away) if group in step.trips)
     saved_bytes = [trip.saved_bytes for trip in trips if trip.saved_bytes is not None]
     if saved_bytes:
-        nbytes = step.highest(step.bytes_per_op[number] - sum(saved_bytes))
+        nbytes = step.bytes_without(number, np.sum(saved_bytes, axis=0))
     else:
         nbytes = step.nbytes[number].copy()
         for trip in trips:
-            nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
-    nbytes[: step.num_run_points] -= (step.num_outstanding - 1) * sum(trip.nbytes for trip in trips)
+            nbytes[:, trip.leave + 1 : trip.first] -= trip.nbytes
+    nbytes[:, : step.num_run_points] -= (step.num_outstanding - 1) * sum(trip.nbytes for trip in trips)
     return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips, num_outstanding=step.num_outstanding)
 
 

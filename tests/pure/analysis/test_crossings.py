@@ -165,7 +165,7 @@ def test_the_modes_of_a_layer_count_the_bytes_of_its_slices():
     assert len(layer) > 2
     for mode, profile in enumerate(layer):
         planned = [own - other for own, other in zip(live((mode,)), live((0,)), strict=True)]
-        counted = (profile.nbytes - layer[0].nbytes).tolist()
+        counted = (profile.nbytes - layer[0].nbytes)[0].tolist()
         # A slice that is prefetched for the lap counts from its first reader on: a mode never counts too many bytes.
         assert all(0 <= more - own <= 6400 // NUM for more, own in zip(planned, counted, strict=True))
         assert planned[4] == counted[4], "at the peak"

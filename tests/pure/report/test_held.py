@@ -1,5 +1,6 @@
 """`held`: one pass over a plan gives what separate timelines and walks gave for each bucket and region."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_rows, plan_timeline
+from elixir_compile.analysis.bucket_bytes import bytes_at
+from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -36,19 +39,18 @@ MADE = plan(TIGHT, "greedy")
 
 
 def peak_bytes(made: Plan, bucket: Bucket, graph: StepGraph) -> Mapping[Kind, int]:
-    """Return the bytes of `bucket` at the peak by kind: the difference of two timelines, with and without it."""
+    """Return the bytes of `bucket` at the fullest position of the peak's op, by kind: with it, less without it."""
     empty = replace(bucket, nbytes=0, state_nbytes=0)
     without = replace(made, buckets=tuple(empty if other.id == bucket.id else other for other in made.buckets))
     storages = tuple(replace(s, nbytes=0) if s.of in bucket.params else s for s in graph.storages)
-    timeline, lighter = plan_timeline(graph, made), plan_timeline(replace(graph, storages=storages), without)
-    at = timeline.ops.index(made.prediction.device_peak_at)
-    rest = lighter.live_bytes_by_kind
-    held = {kind: live[at] - (rest[kind][at] if kind in rest else 0) for kind, live in _live(timeline).items()}
+    timeline = plan_timeline(graph, made)
+    position = timeline.positions[timeline.ops.index(made.prediction.device_peak_at)]
+    held = Counter[Kind]()
+    for row in PlanRows(graph, made).all():
+        held[row.kind] += bytes_at(position, [row])
+    for row in PlanRows(replace(graph, storages=storages), without).all():
+        held[row.kind] -= bytes_at(position, [row])
     return {kind: nbytes for kind, nbytes in held.items() if nbytes}
-
-
-def _live(timeline: object) -> Mapping[Kind, tuple[int, ...]]:
-    return timeline.live_bytes_by_kind  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def moves_of(made: Plan, targets: Collection[Target]) -> tuple[Move, ...]:

@@ -49,7 +49,7 @@ def test_a_later_wait_adds_the_same_bytes_to_each_op(problem: Problem, seed: int
     for bucket, end in moves.grad_ends.items():
         later = moves._replace(grad_ends={**moves.grad_ends, bucket: last})
         more_bytes = memory.live_bytes(draft.levels, later) - before
-        first, until = memory.segment_of(end + 1), memory.segment_of(last + 1)
+        first, until = memory.segment_behind(end), memory.segment_behind(last)
         assert (more_bytes[first:until] == memory.late_bytes(bucket, draft.levels[bucket])).all()
         # The wait right after the op that completes the gradients frees bytes at that op if it comes later.
         assert (np.delete(more_bytes, np.s_[first:until]) <= 0).all()

@@ -229,15 +229,16 @@ def test_the_bytes_of_a_bucket_of_two_parameters_at_each_op() -> None:
     """Ops 0 and 9 read layer 0, ops 2 and 6 layer 1: 72 bytes are gathered and 72 copied out right before each.
 
     Ops 4 and 5 write the gradients of layer 1, 40 and 24 bytes; behind op 5 they are packed into 72, which counts at
-    op 5: 64 + 72. They are under way, 72 and a shard of 24, while ops 6 to 8 produce those of layer 0 (at 7 and 8),
-    which are packed the same way. Then the first shard is there with 72 + 24, and at the update two shards.
+    op 5: 64 + 72. They are under way, 72 and a shard of 24, while ops 6 to 8 produce those of layer 0 (at 7 and 8). The
+    wait for the first frees its 72 before the second are packed, so op 8 has 72 + 24 + 64, no less than the moment
+    behind it with 24 + 64 + 72. Then the first shard is there with 72 + 24, and at the update two shards.
     """
     problem, evaluator = pair_of_layers()
     assert [bucket.shard_numels for bucket in evaluator.facts.buckets] == [(6, 6, 4)] * 2
     assert [(b.nbytes, b.flat_nbytes, b.flat_shard_nbytes) for b in evaluator.facts.buckets] == [(64, 72, 24)] * 2
     live = at_use(problem, evaluator, Level.ON_DEVICE_RELEASED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
-    assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 24 + 96, 48)
+    assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64, 24 + 96, 48)
     assert live[Kind.PARAM] == (48,) * 11
     # Resident, layer 1's copy is there from op 2 to op 6, layer 0's from op 0 to op 9.
     live = at_use(problem, evaluator, Level.ON_DEVICE)
@@ -245,7 +246,7 @@ def test_the_bytes_of_a_bucket_of_two_parameters_at_each_op() -> None:
     # Shards from the host go where copies are made; reduced gradients leave with the flat buffer.
     live = at_use(problem, evaluator, Level.ALL_OFF_RELEASED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
-    assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 96, 0)
+    assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64, 96, 0)
 
 
 def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
@@ -271,8 +272,8 @@ def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
 
 def test_a_single_parameter_is_used_in_the_gathered_buffer() -> None:
     """20 elements on 2 ranks: 80 bytes, in shards of 40. Behind op 2 its gradient is reduced where it is, and waited
-    for behind op 3, the last: whole and shard count there, 80 + 40. A shard from the host counts at the op that its
-    gather is for."""
+    for behind op 3, the last: whole and shard count from the moment behind op 2 on, 80 + 40. A shard from the host
+    counts at the op that its gather is for."""
     graph = chain([Layer(module="h", params=(("w", 20),), frozen=False, act_numel=1)])
     problem = problem_of(graph, ranks(2))
     evaluator = Evaluator(gather_facts(problem))
@@ -283,7 +284,7 @@ def test_a_single_parameter_is_used_in_the_gathered_buffer() -> None:
     live = plan_timeline(graph, write_out(evaluator, draft)).live_bytes_by_kind
     assert [op.reads for op in graph.ops[2:4]] == [("x", "tangent"), ("tangent", "w")]
     assert live[Kind.GATHERED] == (80 + 40, 0, 0, 80 + 40, 0)
-    assert live[Kind.GRAD] == (0, 0, 80, 80 + 40, 0)
+    assert live[Kind.GRAD] == (0, 0, 80 + 40, 80 + 40, 0)
 
 
 def test_the_given_shards_of_parameters_add_up_in_buckets() -> None:

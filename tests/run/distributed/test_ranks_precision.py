@@ -30,7 +30,8 @@ def test_two_ranks_average_and_add_up_in_fp32_as_planned(tmp_path: Path) -> None
         assert "host" in held_tight["param"]
         assert "host" in tight["param"]
         for found in (held_loose, held_tight):
-            assert 0 < found["measured"] <= found["planned"]
+            own_bytes = found["measured"] - found["scratch"]  # the product at the peak may allocate less than the most
+            assert 0 < own_bytes <= found["planned"] <= 1.01 * found["measured"]
 
 
 @pytest.mark.parametrize(

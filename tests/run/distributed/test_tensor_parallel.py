@@ -53,7 +53,7 @@ def test_two_by_two_ranks(tmp_path: Path) -> None:
     options = {"device_memory": 1_900_000}  # 1.72 MB would do, and all of it takes 3.5 MB
     how = {"shape": [2, 2], "plan": "sequence", "options": options, "clip": "torch"}
     (trained,) = all_of(4, tmp_path, ["trains", how])
-    assert_trained(trained, within=0.02)  # a reduce counts beside the last op before it
+    assert_trained(trained)
     assert "host" in trained[0]["optim"]
 
 
@@ -96,7 +96,7 @@ def test_two_by_two_ranks_by_inductor_and_from_meta(tmp_path: Path) -> None:
     )
     assert all(all(own.values()) for own in (*saved, *loaded))
     assert_trained(trained[0], within=0.1)  # kernels keep less than the graph
-    assert_trained(trained[1], within=0.02)
+    assert_trained(trained[1])
     for own in made:
         assert own["share"] < 0.4
         assert own["same"]
