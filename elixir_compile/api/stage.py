@@ -92,7 +92,8 @@ def _backward_order(order: str, micro_batches: Sequence[int], outstanding: int) 
 def take_calls(managed: ManagedModel, calls: Calls | None) -> None:
     """Let each step call `managed` as `calls` say from now on.
 
-    Raises UnsupportedModel if it has no parameters, or has trained in steps of other calls.
+    Raises UnsupportedModel if it has no parameters, or if a forward that saves activations was planned for steps of
+    other calls.
     """
     executor = managed.executor
     if calls is None or calls == executor.calls.spec:
@@ -102,8 +103,9 @@ def take_calls(managed: ManagedModel, calls: Calls | None) -> None:
         raise UnsupportedModel(executor.name, because)
     if any(not graph.is_inference for graph in managed.graphs):
         because = (
-            f"it has trained in steps of {executor.calls.spec} already, and cannot change to {calls}. Call `prepare` "
-            "with `outstanding` before its first step"
+            f"a forward of it was planned for steps of {executor.calls.spec}, and cannot change to {calls}. Call "
+            "`prepare` with `outstanding` before its first forward; one before that, as to see that it runs, is under "
+            "`torch.no_grad()`"
         )
         raise UnsupportedModel(executor.name, because)
     executor.calls.spec = calls
