@@ -68,10 +68,9 @@ def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
 def _may_have_lean_calls(problem: Problem, made: Plan) -> bool:
     """Return whether lean calls may make the step of `made` shorter, and this module counts all that the problem asks.
 
-    Other graphs that need memory between the halves are not counted here, and plans of ranks that differ have one
-    order of collectives each.
+    Other graphs that need memory between the halves are not counted here.
     """
-    is_counted = not (problem.between_bytes or problem.after_bytes) and problem.released is None
+    is_counted = problem.may_have_lean_calls and not (problem.between_bytes or problem.after_bytes)
     is_short = any(group.saving is not Saving.KEEP for group in made.activations)
     return is_counted and is_short and problem.calls.outstanding > 1 and problem.calls.num <= MOST_CALLS_WITH_LEAN
 
