@@ -1,10 +1,12 @@
 """What `prepare` is told of the calls of a step: by numbers, or by a schedule of torch.distributed.pipelining."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.errors import InvalidOption, UnsupportedModel
-from elixir_compile.ir import Calls
+from elixir_compile.ir import BackwardOrder, Calls
 from elixir_compile.managed.model import ManagedModel
 
 _SCHEDULES = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
@@ -65,7 +67,26 @@ def _calls_of(model: nn.Module, schedule: object) -> Calls:
         input_grads=1 if stage.is_first else min(stage.num_sent + 1, number),
         has_loss=stage.is_last,
         is_scaled=stage.scales and number > 1,
+        backward_order=_backward_order(stage.order, stage.micro_batches, most),
     )
+
+
+def _backward_order(order: str, micro_batches: Sequence[int], outstanding: int) -> BackwardOrder:
+    """Return the order of the backward passes among the letters `order`, each of the micro-batch with its place in
+    `micro_batches`; ANY if it is neither of the two others."""
+    number = order.count("F")
+    turns = "F" * outstanding + "BF" * (number - outstanding) + "B" * outstanding
+    for found, place in ((BackwardOrder.FIRST_FIRST, 0), (BackwardOrder.LAST_FIRST, -1)):
+        waiting: list[int] = []
+        is_so = order == turns
+        for letter, micro_batch in zip(order, micro_batches, strict=True):
+            if letter == "F":
+                waiting.append(micro_batch)
+            elif is_so:
+                is_so = waiting.pop(place) == micro_batch
+        if is_so:
+            return found
+    return BackwardOrder.ANY
 
 
 def take_calls(managed: ManagedModel, calls: Calls | None) -> None:

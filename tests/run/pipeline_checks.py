@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import elixir_compile as elixir
+from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
 
@@ -102,8 +103,10 @@ def train_pipeline(
         "messages": dict(messages),
         "plans": [str(plan.calls) for plan in plans],
         "planned": [counted(plan) for plan in plans],
+        "in_all_calls": [counted_in_all_calls(plan) for plan in plans],
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
-        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "saved": [savings(plan) for plan in plans],
+        "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
         "peaks": [(plan.prediction.device_peak_bytes, plan.budget_bytes) for plan in plans],
         "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
     }
@@ -244,7 +247,8 @@ def measure_pipeline(
         "budget": sum(plan.budget_bytes for plan in plans),
         "reduces": [counted(plan)["reduce"] for plan in plans],
         "reduced": [now["reduce"] - then["reduce"] for now, then in zip(after, before, strict=True)],
-        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "saved": [savings(plan) for plan in plans],
+        "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
     }
 
 
@@ -292,6 +296,22 @@ def counted(plan: elixir.Plan) -> dict[str, int]:
     return dict(
         collections.Counter(action.verb.value for action in plan.schedules[0].actions if action.verb is not Verb.RUN)
     )
+
+
+def counted_in_all_calls(plan: elixir.Plan) -> collections.Counter[str]:
+    """Return the actions of all calls of a step by verb, if each call did all actions of its schedule."""
+    num_full = plan.calls.num if plan.lean is None else num_full_calls(plan.calls, plan.lean.num_full)
+    found = collections.Counter({verb: num_full * count for verb, count in counted(plan).items()})
+    if plan.lean is not None:
+        lean = counted(plan.of_lean_calls())
+        found += collections.Counter({verb: (plan.calls.num - num_full) * count for verb, count in lean.items()})
+    return found
+
+
+def savings(plan: elixir.Plan) -> list[str]:
+    """Return the treatments of activations in any call."""
+    lean = () if plan.lean is None else plan.lean.activations
+    return sorted({group.saving.value for group in (*plan.activations, *lean)})
 
 
 @torch.no_grad()
