@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,16 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from tests.run.updating import small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
 DEFAULTS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}
+ALL_ON_THE_HOST: Mapping[str, Any] = {
+    "placement_policy": "static",
+    "shard_param_frac": 1.0,
+    "offload_optim_frac": 1.0,
+    "offload_param_frac": 1.0,
+}
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
 
 
@@ -105,8 +113,21 @@ def train_pipeline(
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
         "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
         "peaks": [(plan.prediction.device_peak_bytes, plan.budget_bytes) for plan in plans],
+        "homes": [sorted({(home.param.value, home.streamed) for home in plan.placements}) for plan in plans],
         "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
     }
+
+
+def train_streamed(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the result of `train_pipeline` for each schedule of `names`, with all of each stage on the host, and the
+    update of every second bucket streamed to the device."""
+
+    def streamed(plan: elixir.Plan) -> elixir.Plan:
+        homes = [replace(home, streamed=number % 2 == 0) for number, home in enumerate(plan.placements)]
+        return replace(plan, placements=tuple(homes))
+
+    with small_buckets(streamed):
+        return {name: train_pipeline(rank, world_size, name, ALL_ON_THE_HOST) for name in names}
 
 
 def train_sharded(

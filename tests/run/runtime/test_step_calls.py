@@ -16,15 +16,9 @@ from elixir_compile.errors import (
     UnsupportedBackward,
     UnsupportedModel,
 )
-from tests.run.pipeline_checks import Block
+from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block
 
 OPTIONS = {"inner": "aot_eager", "report": False, "plan_cache": False}
-ALL_ON_THE_HOST = {
-    "placement_policy": "static",
-    "shard_param_frac": 1.0,
-    "offload_optim_frac": 1.0,
-    "offload_param_frac": 1.0,
-}
 
 
 class Pair(nn.Module):
