@@ -27,8 +27,9 @@ from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.modes import modes_by_depth
-from elixir_compile.search.writing import predicted, written
+from elixir_compile.search.writing import predicted
 from elixir_compile.simulate import FurtherCall, further_call
 from elixir_compile.units import format_bytes, format_s
 
@@ -119,8 +120,11 @@ def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple
         # How many full forwards fit decides how early transfers may be, so both ends are tried.
         times = [just_in_time(own, levels, budget_bytes=_UNLIMITED_BYTES), own.at_use(levels)]
         for moves in times if times[0] != times[1] else times[:1]:
-            other = replace(draft, modes=modes, moves=moves._replace(streamed=draft.moves.streamed))
-            yield written(own.facts, other), own.step_s(levels, other.moves)
+            moves = moves._replace(streamed=draft.moves.streamed)
+            cuts = cut_regions(own.facts, levels, moves)
+            actions = schedule(step_actions(own.facts, levels, moves, cuts))
+            groups, laps = own.facts.activations, regions(own.facts, cuts)
+            yield replace(made, activations=groups, regions=laps, schedules=(actions,)), own.step_s(levels, moves)
 
 
 def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> Iterator[_Pair]:
