@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,16 @@ import elixir_compile as elixir
 from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from tests.run.updating import small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
 DEFAULTS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}
+ALL_ON_THE_HOST: Mapping[str, Any] = {
+    "placement_policy": "static",
+    "shard_param_frac": 1.0,
+    "offload_optim_frac": 1.0,
+    "offload_param_frac": 1.0,
+}
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
 
 
@@ -108,8 +116,21 @@ def train_pipeline(
         "saved": [savings(plan) for plan in plans],
         "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
         "peaks": [(plan.prediction.device_peak_bytes, plan.budget_bytes) for plan in plans],
+        "homes": [sorted({(home.param.value, home.streamed) for home in plan.placements}) for plan in plans],
         "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
     }
+
+
+def train_streamed(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the result of `train_pipeline` for each schedule of `names`, with all of each stage on the host, and the
+    update of every second bucket streamed to the device."""
+
+    def streamed(plan: elixir.Plan) -> elixir.Plan:
+        homes = [replace(home, streamed=number % 2 == 0) for number, home in enumerate(plan.placements)]
+        return replace(plan, placements=tuple(homes))
+
+    with small_buckets(streamed):
+        return {name: train_pipeline(rank, world_size, name, ALL_ON_THE_HOST) for name in names}
 
 
 def train_sharded(

@@ -15,6 +15,7 @@ from tests.run.pipeline_checks import (
     measure_pipeline,
     train_grid,
     train_sharded,
+    train_streamed,
 )
 from tests.run.processes import spawn
 
@@ -101,6 +102,17 @@ def test_sums_of_gradients_in_fp32_are_bitwise_those_of_one_process(tmp_path: Pa
             assert found[name]["grads_apart"] == 0.0
         if saved != "keep":
             assert saved in found["ScheduleGPipe"]["saved"][0]
+
+
+@pytest.mark.slow
+def test_stages_on_the_host_with_streamed_updates_train_as_one_process_does(tmp_path: Path) -> None:
+    for found in spawn(train_streamed, 2, SCHEDULES, folder=tmp_path, limit_s=240):
+        for name in SCHEDULES:
+            assert found[name]["apart"] <= 1e-12
+            assert found[name]["homes"] == [[["host", False], ["host", True]]] * len(found[name]["plans"])
+            for planned, executed in zip(found[name]["planned"], found[name]["executed"], strict=True):
+                for verb in ("reduce", "offload", "update"):  # gradients leave once per step, not once per call
+                    assert executed[verb] == NUM_STEPS * planned[verb] > 0
 
 
 @pytest.mark.slow
