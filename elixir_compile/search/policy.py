@@ -1,4 +1,4 @@
-"""Decisions of a plan whose user fixed fractions: the fractions that place each bucket, and how exactly they are met."""
+"""Decisions of a plan whose user fixed fractions: the fractions that place each bucket, and how exactly they fit."""
 
 from collections.abc import Iterator, Sequence
 
