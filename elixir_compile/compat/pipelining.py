@@ -51,6 +51,25 @@ def scheduled_stages(schedule: object) -> Sequence[ScheduledStage] | None:
     ]
 
 
+def scheduled_runs(schedule: object) -> Sequence[tuple[int, str]]:
+    """Return the forwards (`F`) and backward passes (`B`) of this rank in a step of `schedule`, in order, each with the
+    place of its stage among `scheduled_stages`.
+
+    It reads what `scheduled_stages` reads, which must not be None.
+    """
+    stages = scheduled_stages(schedule)
+    assert stages is not None, "it is no schedule of torch"
+    if len(stages) == 1:
+        return [(0, letter) for letter in stages[0].order]
+    places = {own.index: place for place, own in enumerate(stages)}
+    found: list[tuple[int, str]] = []
+    rank_order: Any = schedule
+    for action in rank_order.pipeline_order[rank_order.rank]:
+        for part in () if action is None else action.sub_actions or (action,):
+            found.extend((places[part.stage_index], letter) for letter in _letters([part], part.stage_index) if letter)
+    return found
+
+
 def _stage(schedule: Any, stage: Any, order: str, number: int, *, num_sent: int) -> ScheduledStage:
     return ScheduledStage(
         module=stage.submod,

@@ -176,7 +176,8 @@ class PlannedGraph:
             return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
 
         def answer(problem: Problem) -> Plan:
-            return plan_for_all(executor, problem, search, self._options)
+            make = partial(plan_for_all, executor, search=search, options=self._options)
+            return self._outstanding.answered(problem, make, counts_free=self._options.device_memory is None)
 
         problem = asked_by_all(executor, ask)
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.measure.step import Resident
 from elixir_compile.ir import Lane, Plan, Verb
+from elixir_compile.measure.step import Resident
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, own_grad, own_part
 from tests.pure.collectives import collectives
