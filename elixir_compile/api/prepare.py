@@ -14,7 +14,7 @@ from elixir_compile import compat
 from elixir_compile.api.stage import calls_asked, take_calls
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
 from elixir_compile.ir.share import Share, check_shares
-from elixir_compile.managed.agreement.shares import share_out
+from elixir_compile.managed.agreement.shares import share_out, weigh_batches
 from elixir_compile.managed.agreement.shares import suggested_shares as shares_suggested
 from elixir_compile.managed.cast_and_shard import (
     cast,
@@ -128,11 +128,12 @@ def weigh(model: nn.Module, num_samples: int) -> None:
     sizes. Every rank must call this together, before each backward with new sizes.
 
     The gradient of a parameter is then sum(num_samples * gradient) / sum(num_samples), both sums over the ranks. If the
-    loss is a mean over samples, that is the gradient of a single process with the complete batch. On one rank, this
-    changes nothing.
+    loss is a mean over samples, that is the gradient of a single process with the complete batch. Ranks along a tensor
+    axis have the same batch, and give the same number. On one rank, this changes nothing.
 
     Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, or in the middle
-    of a step of several calls, and PeerFailed if a rank does not call this.
+    of a step of several calls, RanksDiffer if the numbers differ along a tensor axis, and PeerFailed if a rank does not
+    call this.
 
     Example:
         elixir.weigh(model, num_samples=len(batch))
@@ -141,8 +142,7 @@ def weigh(model: nn.Module, num_samples: int) -> None:
     managed = prepared_model(model, "weigh")
     if managed.executor.calls.is_under_way:
         raise ValueError("weigh before the first call of a step: the gradients of all calls are reduced together")
-    if managed.executor.ranks is not None:
-        managed.executor.ranks.set_gradient_weight(num_samples)
+    weigh_batches(managed.executor, num_samples)
 
 
 def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,8 @@ def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> 
     """Let each step call `managed` as `calls` say from now on; if `schedule` is one, beside its other stages of this
     rank.
 
-    Raises UnsupportedModel if it has no parameters, or has trained in steps of other calls.
+    Raises UnsupportedModel if it has no parameters, or if a forward that saves activations was planned for steps of
+    other calls.
     """
     executor = managed.executor
     if calls is None:
@@ -85,8 +86,9 @@ def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> 
         raise UnsupportedModel(executor.name, because)
     if any(not graph.is_inference for graph in managed.graphs):
         because = (
-            f"it has trained in steps of {executor.calls.spec} already, and cannot change to {calls}. Call `prepare` "
-            "with `outstanding` before its first step"
+            f"a forward of it was planned for steps of {executor.calls.spec}, and cannot change to {calls}. Call "
+            "`prepare` with `outstanding` before its first forward; one before that, as to see that it runs, is under "
+            "`torch.no_grad()`"
         )
         raise UnsupportedModel(executor.name, because)
     executor.calls.spec = calls

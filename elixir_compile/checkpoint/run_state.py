@@ -22,7 +22,7 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, key_of, tensor_at, tensor_keys, to_plain
 from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
-from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_adamw import with_joined_master
 from elixir_compile.optim.moment_forms import MomentForm
@@ -207,9 +207,9 @@ def optimizer_targets(
         form, param = forms[key], like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
         if param is not None and is_dtensor(param) and _is_shared_out(key, form, param) and not is_count:
-            own = own_part(param).shape
-            shape = own if form.shape == param.shape else (*own[:1], *form.shape[1:])
-            found[key] = as_dtensor(torch.empty(shape, dtype=form.dtype, device="cpu"), param)
+            own, is_whole = own_part(param).shape, form.shape == param.shape
+            part = torch.empty(own if is_whole else (*own[:1], *form.shape[1:]), dtype=form.dtype, device="cpu")
+            found[key] = as_dtensor(part, param) if is_whole else as_rows(part, param)
         else:
             found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return found

@@ -11,6 +11,8 @@ from elixir_compile.compat.autograd import after_backward as after_backward
 from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
+from elixir_compile.compat.autograd import has_hooks_before_accumulation as has_hooks_before_accumulation
+from elixir_compile.compat.autograd import hooks_after_accumulation as hooks_after_accumulation
 from elixir_compile.compat.autograd import is_batched as is_batched
 from elixir_compile.compat.autograd import keeps_tangents as keeps_tangents
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors

@@ -44,6 +44,21 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
 
+def has_hooks_before_accumulation(param: torch.Tensor) -> bool:
+    """Return whether the user registered a hook by `param.register_hook`, which may change the gradient; see
+    `has_gradient_hooks`."""
+    return bool(param._backward_hooks)
+
+
+def hooks_after_accumulation(param: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]]:
+    """Return the hooks of `param.register_post_accumulate_grad_hook`, in the dictionary that autograd reads.
+
+    Autograd calls them in each backward that reaches the leaf, whether or not there is a gradient. See
+    `has_gradient_hooks`.
+    """
+    return param._post_accumulate_grad_hooks or {}
+
+
 class AccumulateNode:
     """The autograd node that adds to `.grad` of a leaf. A leaf has at most one; it must require a gradient."""
 

@@ -70,7 +70,7 @@ def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
 
 def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
     """Return a DTensor with `local` as its local tensor and the layout of the DTensor `like`; a row of `local` may have
-    another shape than a row of `like`.
+    another shape than a row of `like` if no axis cuts the rows.
 
     `DTensor.from_local` is not used because it copies to the device of the mesh.
 
@@ -83,11 +83,7 @@ def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
         raise TypeError("a DTensor without shape and dtype has no layout to take over")
     form = spec.tensor_meta._replace(dtype=local.dtype)
     if local.shape[1:] != local_tensor(like).shape[1:]:
-        full = list(local.shape)
-        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True):
-            if placement.is_shard() and placement.dim:  # pyright: ignore[reportAttributeAccessIssue]  shards have it
-                full[placement.dim] *= size  # pyright: ignore[reportAttributeAccessIssue]  as above
-        row = torch.empty((form.shape[0], *full[1:]), device="meta")
+        row = torch.empty((form.shape[0], *local.shape[1:]), device="meta")
         form = form._replace(shape=row.shape, stride=row.stride())
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
 

@@ -58,7 +58,7 @@ class Calls:
         return self.outstanding < self.num
 
     def __str__(self) -> str:
-        return f"{self.num} calls, {self.outstanding} outstanding"
+        return f"{self.num} call{'' if self.num == 1 else 's'}, {self.outstanding} outstanding"
 
 
 ONCE = Calls()

@@ -216,7 +216,9 @@ def _sharded(
     assert param is not None
     if unmanaged_reason(module, local) is not None:
         if is_dtensor(original):
-            raise UnsupportedModel(name, f"{unmanaged_reason(module, local)}, and it is cut along a tensor axis")
+            assert axis is not None
+            because = f"{unmanaged_reason(module, local)}, and it is cut along a tensor axis of {axis.num_ranks} ranks"
+            raise UnsupportedModel(name, f"{because}. Leave its module out of the plan of `parallelize_module`")
         _from_first(param.data, ranks, axis)
         if param.requires_grad and ranks is not None:
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))

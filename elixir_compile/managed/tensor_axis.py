@@ -38,7 +38,8 @@ def tensor_axis_of(model: nn.Module, data: "DeviceMesh | None") -> TensorAxis | 
         if is_dtensor(buffer):
             raise UnsupportedModel(
                 f"buffer {name}",
-                "it is a DTensor, and only parameters may be. Leave its module out of the plan of `parallelize_module`",
+                f"it is a DTensor of shape {tuple(buffer.shape)}, and only parameters may be. Leave its module out of "
+                "the plan of `parallelize_module`",
             )
     if data is not None:
         _check_axes(data, mesh)

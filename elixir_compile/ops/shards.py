@@ -5,7 +5,7 @@ as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -76,8 +76,9 @@ def own_grad(param: torch.Tensor) -> torch.Tensor:
 def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the shard of `value`, a DTensor or a full tensor, for this rank's shard of `param`.
 
-    A shard of a full tensor is a copy, in order not to keep the full tensor alive. If `value` is a DTensor whose shards
-    have other rows than those of `param`, all ranks must call this together.
+    A `value` of another shape than `param`, with values for each of its rows, is not cut along an axis that cuts the
+    rows. A shard of a full tensor is a copy, in order not to keep the full tensor alive. If `value` is a DTensor whose
+    shards have other rows than those of `param`, all ranks must call this together.
     """
     if isinstance(value, DTensor):
         is_other = rows_of(value) != rows_of(param) and is_sharded(value) and _has_rows_of(value, param)
@@ -88,18 +89,34 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         return value
     if isinstance(param, Portion):
         return value[param.own_rows].clone()
+    is_whole = value.shape == param.shape
+    return _cut(value, param, lambda each: cuts(each) and (is_whole or not _cuts_rows(each))).clone()
+
+
+def part_of_rows(rows: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of `rows`, its rows of `param` with all of their elements, as a view."""
+    return _cut(rows, param, _cuts_rows) if isinstance(param, DTensor) else rows
+
+
+def _cut(value: torch.Tensor, param: DTensor, along: "Callable[[Placement], bool]") -> torch.Tensor:
+    """Return the part of `value` for this rank, as `along` the placements of `param` the rule of `torch.chunk` cuts."""
     mesh = param.device_mesh
     # The last axis first: a tensor axis cuts before the data axis does. See `ops.tensor_axis`.
     for axis, placement in reversed(list(enumerate(param.placements))):
-        if cuts(placement):
-            value = value.tensor_split(*_cuts(value, placement, mesh.size(axis)))[mesh.get_local_rank(axis)]
-    return value.clone()
+        if along(placement):
+            dim, num_parts = placement.dim, mesh.size(axis)  # pyright: ignore[reportAttributeAccessIssue]  it is a cut
+            length = -(-value.shape[dim] // num_parts)
+            value = value.tensor_split([length * part for part in range(1, num_parts)], dim)[mesh.get_local_rank(axis)]
+    return value
 
 
-def _cuts(value: torch.Tensor, placement: Any, num_parts: int) -> tuple[list[int], int]:
-    """Return the places at which the rule of `torch.chunk` cuts `value`, and the dimension of `placement`."""
-    length = -(-value.shape[placement.dim] // num_parts)
-    return [length * part for part in range(1, num_parts)], placement.dim
+def _cuts_rows(placement: Any) -> bool:
+    return cuts(placement) and placement.dim != 0
+
+
+def has_cut_rows(tensor: torch.Tensor) -> bool:
+    """Return whether an axis cuts the rows of `tensor`, its elements at the same first index."""
+    return isinstance(tensor, DTensor) and any(map(_cuts_rows, tensor.placements))
 
 
 def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
@@ -144,6 +161,20 @@ def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return own
     made, rows = compat.dtensor_like(own, like), rows_of(like)
     return made if rows is None else with_rows(made, rows)
+
+
+def as_rows(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the DTensor with local tensor `own`, values for each of this rank's rows of the DTensor `like`.
+
+    It is replicated along an axis that cuts the rows of `like`.
+    """
+    if not isinstance(like, DTensor) or not has_cut_rows(like):
+        return as_dtensor(own, like)
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if _cuts_rows(each) else each for each in like.placements]
+    form = torch.empty((like.shape[0], *own.shape[1:]), device="meta")
+    return compat.dtensor_of(own, like.device_mesh, placements, form.shape, form.stride())
 
 
 @torch.no_grad()

@@ -64,6 +64,11 @@ class TensorAxis:
         """All ranks of the data axes and the tensor axis, as the default process group numbers them."""
         return self.joined.mesh.flatten().tolist()
 
+    @property
+    def rank_groups(self) -> list[list[int]]:
+        """The ranks along the axis, a list for each rank of the data axes."""
+        return self.joined.mesh.view(-1, self.num_ranks).tolist()
+
     def note_plain(self, param: torch.Tensor) -> None:
         """Record that modules read `param` as a plain tensor."""
         self._plain[param] = True

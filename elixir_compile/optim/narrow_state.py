@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_of_rows
 from elixir_compile.optim.disk.state import DiskState
 from elixir_compile.optim.layout import StatisticLayout, flat_order
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, Rounding, decode, encode
@@ -125,8 +125,8 @@ def saved_name(name: str, param: torch.Tensor) -> str | None:
     """Return the name under which a state dict holds the entry `name` of the state of `param`; None if it does not.
 
     A state dict can be loaded by any number of ranks, each with some rows of `param`. If a row is not a whole number of
-    blocks, a block has elements of two rows: then a state dict holds moments in fp32. To store these in the same form
-    again gives the same bits.
+    blocks, a block has elements of two rows, and if a tensor axis cuts rows, other ranks cut them elsewhere: then a
+    state dict holds moments in fp32. To store these in the same form again gives the same bits.
     """
     if name not in _CODED or has_whole_rows(param):
         return name
@@ -156,21 +156,36 @@ def saved_moments(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, An
 def has_whole_rows(param: torch.Tensor) -> bool:
     """Return whether each row of `param`, its elements at the same first index, is a whole number of blocks in memory.
 
-    The same on all ranks.
+    The same on all ranks. False if an axis cuts the rows.
     """
-    return _row_numel(param) % BLOCK == 0 and param.is_contiguous()
+    return _row_numel(param) % BLOCK == 0 and param.is_contiguous() and not has_cut_rows(param)
 
 
 def _row_numel(param: torch.Tensor) -> int:
     return math.prod(param.shape[1:])
 
 
-def loaded_moments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with flat scales: the inverse of `saved_moments`, once each rank has its own part."""
+def loaded_moments(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return `state` with flat scales: the inverse of `saved_moments`, once each rank has its own part of `param`.
+
+    The moments are in fp32 if `state` has the scales of whole rows, and an axis cuts the rows of `param`.
+    """
+    if has_cut_rows(param) and form_of(state).has_scales:
+        first, root = (
+            state[f"{moment}_codes"].float() * part_of_rows(_of_elements(state[f"{moment}_scale"], param), param)
+            for moment in MOMENTS
+        )
+        kept = {name: value for name, value in state.items() if name not in STORED_NAMES}
+        return {"exp_avg": first, "exp_avg_sq": root * root, **kept}
     return {
         name: value.reshape(-1) if name in _CODED and name.endswith("_scale") else value
         for name, value in state.items()
     }
+
+
+def _of_elements(scale: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each element of whole rows of `param`, given those of the blocks of each row."""
+    return scale.repeat_interleave(BLOCK, dim=1).view(-1, *param.shape[1:])
 
 
 def as_sharded(state: Mapping[str, Any], param: torch.Tensor, names: Iterable[str]) -> dict[str, Any]:

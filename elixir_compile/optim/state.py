@@ -239,7 +239,7 @@ def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: b
         else value
         for name, value in entry.items()
     }
-    return load_master(loaded_moments(found), param) if entry else found
+    return load_master(loaded_moments(found, param), param) if entry else found
 
 
 def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
@@ -255,7 +255,7 @@ def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str,
     if form_of(entry) is MomentForm.FLOAT32:
         return entry
     own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-    decoded = with_form(loaded_moments(own), MomentForm.FLOAT32, own_part(param).detach())
+    decoded = with_form(loaded_moments(own, param), MomentForm.FLOAT32, own_part(param).detach())
     moments = as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
     return {**moments, **{name: value for name, value in entry.items() if name not in STORED_NAMES}}
 

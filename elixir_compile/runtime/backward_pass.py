@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from elixir_compile import compat
-from elixir_compile.ir import BucketId
+from elixir_compile.errors import UnsupportedBackward
+from elixir_compile.ir import BucketId, Calls
 from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.lanes import Transfer
@@ -30,6 +32,8 @@ class BackwardPass:
     """The last reduce of each sharded bucket."""
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
+    suspended: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
+    """By parameter, the dictionary of its hooks after accumulation, and what it held before `suspend_hooks`."""
 
     def made_on(self, device: torch.device, slots: Iterable[Slot]) -> list[torch.Tensor]:
         """Return the gradients of `slots` that graphs have made so far and that are on `device`."""
@@ -48,9 +52,45 @@ class BackwardPass:
         """Return whether the backward asks for the gradient of any of `slots`."""
         return self.asks_for_all or any(self.asks_for(slot) is not compat.Asked.NOT for slot in slots)
 
+    def suspend_hooks(self, slots: Iterable[Slot]) -> None:
+        """Keep autograd from calling hooks after accumulation until `resume_hooks`: the gradients of `slots` are only
+        there after the last call of a step."""
+        for slot in slots:
+            hooks = compat.hooks_after_accumulation(slot.param)
+            if hooks:
+                self.suspended.append((hooks, dict(hooks)))
+                hooks.clear()
+
+    def resume_hooks(self) -> None:
+        """Give the suspended hooks back."""
+        for hooks, kept in self.suspended:
+            hooks.update(kept)
+        self.suspended.clear()
+
+    def run_missed_hooks(self, slots: Iterable[Slot]) -> None:
+        """Run the hooks after accumulation of those `slots` whose gradient autograd did not take in this backward."""
+        for slot in slots:
+            if slot not in self.handed:
+                for hook in list(compat.hooks_after_accumulation(slot.param).values()):
+                    hook(slot.param)
+
     def goes_through_autograd(self, slot: Slot) -> bool:
         """Whether autograd itself takes the gradient of the slot's parameter."""
         return self.asks_for(slot) is compat.Asked.TO_RETURN or slot.has_hooks
+
+
+def refuse_hooks(model: str, slots: Iterable[Slot], step: Calls) -> None:
+    """Raise UnsupportedBackward if `slots` of `model` have a hook before accumulation, or one on their autograd node.
+
+    In a `step` of several calls, the gradient of a parameter is there after the last backward: autograd would call such
+    a hook with None in all others. Hooks after accumulation run once.
+    """
+    for slot in slots:
+        if not (compat.has_hooks_before_accumulation(slot.param) or slot.has_node_holders):
+            continue
+        where = "the autograd node of" if slot.has_node_holders else "the gradient of"
+        instead = "Use `register_post_accumulate_grad_hook`, which runs once, in the last backward of the step"
+        raise UnsupportedBackward(model, f"a hook on {where} {slot.name} in a step of {step}", instead)
 
 
 def _asked_for(slot: Slot) -> compat.Asked:

@@ -19,6 +19,7 @@ from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
+from elixir_compile.runtime.backward_pass import refuse_hooks
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
@@ -132,8 +133,8 @@ class Executor:
         """Return the result of `program`, the backward of `graph` with that name for the forward of `ticket`.
 
         Raises UnsupportedBackward if a step has several calls, whose gradients are summed, and the backward asks for
-        the gradients of chosen parameters, or is the second one of its forward, or a parameter has a hook on its
-        gradient.
+        the gradients of chosen parameters, or is the second one of its forward, or autograd would call a hook on a
+        gradient in each of its backward passes.
         """
         if self.calls.spec.num == 1:
             return self.ledger.run(name, program, args)
@@ -147,13 +148,10 @@ class Executor:
             asked = f"a second backward of a forward, or one after an exception, in a step of {self.calls.spec}"
             instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
             raise UnsupportedBackward(self.name, asked, instead)
-        trained = self.slots.values() if trains else ()
-        hooked = next((slot for slot in trained if compat.has_gradient_hooks(slot.param)), None)
-        if hooked is not None:  # autograd would call the hook with None in each backward before the last
-            asked = f"a hook on the gradient of {hooked.name} in a step of {self.calls.spec}"
-            instead = "Remove the hook, and read or change `.grad` between the last backward and `optimizer.step()`"
-            raise UnsupportedBackward(self.name, asked, instead)
+        refuse_hooks(self.name, self.slots.values() if trains else (), self.calls.spec)
         with self.calls.backward(graph, number, trains=trains):
+            if not self.calls.is_last:
+                backward.suspend_hooks(self.slots.values())
             results = self.ledger.run(name, program, args)
             if self.calls.is_last and trains and graph is self:
                 self._reduce_rest()

@@ -194,11 +194,12 @@ class GradientAccumulator:
         if not (self._calls.is_last and self._calls.trains):
             return None
         if bucket.spec.id in backward.reducing and not self._lanes.d2h.is_asynchronous:
-            return LateTransfer(_offload_label(bucket), functools.partial(self._offload, backward, bucket))
+            late = functools.partial(self._offload, backward, bucket)
+            return LateTransfer(label(Verb.OFFLOAD, GradientRef(bucket.spec.id)), late)
         return self._offload(backward, bucket)
 
     def _offload(self, backward: BackwardPass, bucket: RunningBucket) -> Transfer:
-        name = _offload_label(bucket)
+        name = label(Verb.OFFLOAD, GradientRef(bucket.spec.id))
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         moved: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
@@ -262,10 +263,8 @@ class GradientAccumulator:
         Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
         backward = self._backwards.get(compat.backward_pass_id())
-        made = [
-            slot if backward is not None and slot is not None and slot.key in backward.pending else None
-            for slot in slots
-        ]
+        pending = {} if backward is None else backward.pending
+        made = [slot if slot is not None and slot.key in pending else None for slot in slots]
         if backward is None or not any(slot is not None for slot in made):
             return [None] * len(slots)
         self._refuse_double()
@@ -305,6 +304,7 @@ class GradientAccumulator:
         backward = self._backwards.pop(number, None)
         if backward is None:  # The backward raised an exception and was abandoned.
             return
+        backward.resume_hooks()
         backward.reducing.clear()
         self._wait_for_copies()
         backward.arriving.clear()
@@ -313,6 +313,8 @@ class GradientAccumulator:
         slots = [slot for slot, _ in backward.pending.values()]
         self._publish(backward, slots)
         self.norm_cache.end_backward()
+        if self._calls.spec.num > 1 and not self._calls.is_under_way:  # the last call may have other parameters
+            backward.run_missed_hooks(slots)
         slots += backward.handed
         for bucket in dict.fromkeys(self._buckets.of(slot) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
@@ -321,6 +323,8 @@ class GradientAccumulator:
 
     def abandon(self) -> None:
         """Drop all unpublished gradients; called after an exception."""
+        for backward in self._backwards.values():
+            backward.resume_hooks()
         self._backwards.clear()
         self.sums.clear()
         self.norm_cache.drop()
@@ -344,7 +348,3 @@ class GradientAccumulator:
     def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
         bucket = self._buckets.of(slot) if self.sums_in_fp32 else None
         return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
-
-
-def _offload_label(bucket: RunningBucket) -> str:
-    return label(Verb.OFFLOAD, GradientRef(bucket.spec.id))

@@ -15,6 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.measure.step import Resident
+from elixir_compile.ops.shards import own_part, part_like
+from elixir_compile.optim.moment_forms import MomentForm
+from elixir_compile.optim.narrow_state import with_form
+from elixir_compile.optim.state import decoded_entry
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid
 from tests.run.tensor_models import LENGTH, batch, decoder, parallel
 
@@ -200,6 +204,36 @@ def saves(rank: int, world_size: int, shape: list[int] | None, plan: str, folder
         "weights": all(torch.equal(full(one), full(two)) for one, two in pairs),
         "alone": rank > 0 or all(torch.equal(weights[name], value) for name, value in alone.state_dict().items()),
     }
+
+
+def loads_blocks(rank: int, world_size: int, shape: list[int] | None, folder: str) -> dict[str, Any]:
+    """Load moments in int8, which one process saved with the scales of blocks of whole rows, save them and load again.
+
+    Returns which of the moments of this rank are those of the part that it has of the decoded ones, stored anew.
+    """
+    alone = elixir.prepare(decoder(torch.float32))
+    optimizer = elixir.HybridAdamW(alone.parameters(), state_dtype="int8")
+    alone(batch()).backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    expected = [decoded_entry(state[number], param) for number, param in enumerate(alone.parameters())]
+    if rank == 0:
+        elixir.save(Path(folder) / "alone", alone, optimizer)
+    distributed.barrier()
+    tensor, data = axes(world_size, shape)
+    same = {}
+    for path in ("alone", "cut"):
+        model = elixir.prepare(parallel(decoder(torch.float32, seed=3), tensor, "linear"), mesh=data)
+        optimizer = elixir.HybridAdamW(model.parameters(), state_dtype="int8")
+        elixir.load(Path(folder) / path, model, optimizer)
+        for whole, (name, param) in zip(expected, model.named_parameters(), strict=True):
+            part = {key: part_like(whole[key], param) for key in ("exp_avg", "exp_avg_sq")}
+            stored = with_form(part, MomentForm.INT8, own_part(param))
+            own = optimizer.state[param]
+            same[f"{path} {name}"] = all(torch.equal(stored[key], own[key]) for key in stored)
+        if path == "alone":
+            elixir.save(Path(folder) / "cut", model, optimizer)
+    return same
 
 
 def from_meta(rank: int, world_size: int, shape: list[int] | None) -> dict[str, Any]:

@@ -10,8 +10,13 @@ from elixir_compile.errors import ElixirWarning, InvalidOption, UnsupportedModel
 from elixir_compile.ir.share import STATE_TOLERANCE, Share, batch_of, check_shares, equal_shares, shares_to_json
 from elixir_compile.runtime.distributed.errors import RanksDiffer
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.executor import Executor
 
 _NONE = "none"
+_SAME_BATCH = (
+    "Ranks along a tensor axis have the same rows. Give each of them the same batch, by the rank along the data axis "
+    "alone, and call `weigh` with its number of samples."
+)
 
 
 def share_out(ranks: Ranks, shares: Sequence[Share]) -> None:
@@ -52,6 +57,27 @@ def take_rows(ranks: Ranks, shares: Sequence[Share]) -> None:
     ranks.weigh_by([share.num_rows for share in shares])
 
 
+def weigh_batches(executor: Executor, num_samples: int) -> None:
+    """Weight the gradients of this rank by `num_samples`, so that means over ranks are means over samples from now on.
+
+    Every rank must call this at the same point. Raises PeerFailed if a rank does not, ValueError if no rank has
+    samples, and RanksDiffer if ranks along a tensor axis, which have the same batch, give different numbers.
+    """
+    if executor.peers is None:
+        return
+    control = executor.peers.control
+    samples = [int(text) for text in control.exchange(str(num_samples), "samples of a batch", "weighs its batch")]
+    if executor.tensor_axis is not None:
+        of_rank = dict(zip(control.ranks, samples, strict=True))
+        for ranks in executor.tensor_axis.rank_groups:
+            odd = [rank for rank in ranks if of_rank[rank] != of_rank[ranks[0]]]
+            if odd:
+                said = [f"rank {rank} weighs its batch by {of_rank[rank]} samples" for rank in ranks]
+                raise RanksDiffer(odd, said, _SAME_BATCH)
+    if executor.ranks is not None:
+        executor.ranks.weigh_by(samples)
+
+
 def suggested_shares(ranks: Ranks) -> tuple[Share, ...]:
     """Return the shares of `ranks` with the rows that were suggested; empty if none were."""
     rows = ranks.suggested_rows
@@ -66,9 +92,10 @@ def _require_one_axis(ranks: Ranks) -> None:
     if ranks.num_copies > 1:
         raise UnsupportedModel("the mesh", "shares are for one axis; a mesh with copies of each part has two")
     if ranks.tensor_axis is not None:
-        raise UnsupportedModel(
-            "the mesh", "shares are for one axis; a tensor-parallel model has a tensor axis beside it"
+        because = (
+            f"shares are for one axis, and a tensor axis of {ranks.tensor_axis.num_ranks} ranks is beside it. Give "
         )
+        raise UnsupportedModel("the mesh", f"{because}all ranks along the data axis as many rows, and no `shares`")
 
 
 def _digest(shares: Sequence[Share]) -> str:

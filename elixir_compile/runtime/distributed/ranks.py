@@ -193,17 +193,6 @@ class Ranks:
                 work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
 
-    def set_gradient_weight(self, num_samples: int) -> None:
-        """Weight this rank's gradients by `num_samples`, so that means over ranks are means over samples from now on.
-
-        Every rank must call this at the same point. Raises PeerFailed if a rank does not, and ValueError if no rank has
-        samples.
-        """
-        samples = [
-            int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")
-        ]
-        self.weigh_by(samples)
-
     def weigh_by(self, samples: Sequence[int]) -> None:
         """Weight the gradients of each rank by its number in `samples`, in the order of the mesh, from now on.
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
 from elixir_compile.managed.rank_balance import RankBalance
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 from elixir_compile.optim import clipping, guard
@@ -146,6 +147,65 @@ def noted_balances() -> list[int]:
 
 def test_ranks_of_a_tensor_parallel_model_suggest_no_shares() -> None:
     assert apart(noted_balances) == [1, 0]
+
+
+def weighed_on_two_axes() -> list[str]:
+    """Return the weight of rank 0 on a mesh of 2 x 2 ranks, and the error if a rank of a tensor axis has another."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = elixir.prepare(two_layers(mesh["tensor"]), mesh=mesh["data"])
+    executor = executor_of(model)
+    control = executor.peers.control
+    with mock.patch.object(control, "exchange", return_value=["3", "3", "5", "5"]):
+        elixir.weigh(model, 3)
+    weight = executor.ranks.weight
+    other = mock.patch.object(control, "exchange", return_value=["3", "3", "5", "4"])
+    with other, pytest.raises(elixir.RanksDiffer) as caught:
+        elixir.weigh(model, 3)
+    return [str(weight), str(executor.ranks.weight), str(caught.value)]
+
+
+def test_ranks_of_a_tensor_axis_weigh_one_batch() -> None:
+    weight, after, said = apart(weighed_on_two_axes)
+    assert (weight, after) == ("0.75", "0.75")
+    assert "rank 2 weighs its batch by 5 samples\n  rank 3 weighs its batch by 4 samples" in said
+    assert "Ranks along a tensor axis have the same rows" in said
+
+
+def refusals_along_a_tensor_axis() -> dict[str, str]:
+    """Return the error about each tensor-parallel model that no plan can hold."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def in_shards(tensor: torch.Tensor) -> DTensor:
+        return distribute_tensor(tensor.detach(), mesh["tensor"], [Shard(0)])
+
+    buffer, recurrent = two_layers(mesh["tensor"]), nn.LSTM(64, 64)
+    buffer.register_buffer("scale", in_shards(torch.ones(64)))
+    for name, param in list(recurrent.named_parameters()):
+        setattr(recurrent, name, nn.Parameter(in_shards(param)))
+    shares = [elixir.Share(rank=rank, num_rows=rows, state=0.5) for rank, rows in enumerate((3, 5))]
+    tries = {
+        "shares": (two_layers(mesh["tensor"]), {"shares": shares}),
+        "buffer": (buffer, {}),
+        "lstm": (recurrent, {}),
+    }
+    said = {}
+    for name, (model, how) in tries.items():
+        with pytest.raises(elixir.UnsupportedModel) as caught:
+            elixir.prepare(model, mesh=mesh["data"], **how)
+        said[name] = str(caught.value)
+    return said
+
+
+def test_models_that_no_plan_can_hold_along_a_tensor_axis_are_refused() -> None:
+    said = apart(refusals_along_a_tensor_axis)
+    assert "a tensor axis of 2 ranks is beside it. Give all ranks along the data axis as many rows" in said["shares"]
+    assert "buffer scale is not supported: it is a DTensor of shape (64,)" in said["buffer"]
+    assert said["lstm"].startswith("weight_ih_l0 is not supported: LSTM reads its parameters directly")
+    assert "it is cut along a tensor axis of 2 ranks" in said["lstm"]
+    for name in ("buffer", "lstm"):
+        assert "out of the plan of `parallelize_module`" in said[name]
 
 
 def sums_of_two_meshes() -> list[tuple[str, float]]:

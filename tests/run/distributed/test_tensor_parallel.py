@@ -38,11 +38,11 @@ def assert_trained(found: list[dict[str, Any]], *, within: float = 0.01) -> None
 
 
 def test_two_ranks_of_a_tensor_axis(tmp_path: Path) -> None:
-    checks = ["trains", {"tightness": 1.05}], ["equals_torch", "linear"], ["refuses"]
-    trained, same, refused = all_of(2, tmp_path, *checks)
+    checks = ["trains", {"tightness": 1.05}], ["equals_torch", "linear"], ["loads_blocks", None, str(tmp_path)]
+    trained, same, loaded, refused = all_of(2, tmp_path, *checks, ["refuses"])
     assert_trained(trained)
     assert "host" in trained[0]["optim"]
-    assert all(all(own.values()) for own in same)
+    assert all(all(own.values()) for own in (*same, *loaded))
     for said in refused:
         for name, (error, fix) in REFUSED.items():
             assert said[name].startswith(error)
@@ -85,15 +85,16 @@ def test_two_ranks_in_micro_batches_and_from_meta(tmp_path: Path) -> None:
 def test_two_by_two_ranks_by_inductor_and_from_meta(tmp_path: Path) -> None:
     shape = [2, 2]
     compiled = {"inner": "inductor", "micro_batches": 2}
-    *trained, saved, made = all_of(
+    *trained, saved, loaded, made = all_of(
         4,
         tmp_path,
         ["trains", {"shape": shape, "plan": "sequence", "tightness": 1.1, "options": compiled}],
         ["trains", {"shape": shape, "plan": "linear", "tightness": 1.05}],
         ["saves", shape, "vocabulary", str(tmp_path)],
+        ["loads_blocks", shape, str(tmp_path)],
         ["from_meta", shape],
     )
-    assert all(all(own.values()) for own in saved)
+    assert all(all(own.values()) for own in (*saved, *loaded))
     assert_trained(trained[0], within=0.1)  # kernels keep less than the graph
     assert_trained(trained[1])
     for own in made:

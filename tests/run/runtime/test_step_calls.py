@@ -27,9 +27,11 @@ class Pair(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
         self.more = nn.Parameter(torch.zeros(8))
+        self.skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x) + self.more))
+        hidden = self.first(x)
+        return self.second(torch.tanh(hidden if self.skips else hidden + self.more))
 
 
 def prepared(**calls: Any) -> tuple[Pair, Any, Pair]:
@@ -189,21 +191,69 @@ def test_after_an_incomplete_step_the_next_forward_begins_a_step() -> None:
     assert_same_gradients(module, double)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_gradient_is_refused(register: str) -> None:
+def hooked(param: nn.Parameter, where: str, hook: Any) -> Any:
+    """Register `hook` on `param`, or on the node that accumulates its gradient; return what removes it."""
+    if where == "parameter":
+        return param.register_hook(hook).remove
+    held = [torch.autograd.graph.get_gradient_edge(param).node]
+    getattr(held[0], where)(hook)
+    return held.clear
+
+
+@pytest.mark.parametrize("where", ["parameter", "register_hook", "register_prehook"])
+def test_a_hook_that_autograd_calls_in_each_backward_is_refused(where: str) -> None:
     module, compiled, double = prepared(outstanding=2)
     rows, seen = list(torch.randn(2, 2, 4)), []
-    hook = getattr(module.first.weight, register)(seen.append)
+    remove = hooked(module.first.weight, where, lambda *grads: seen.append(grads))
     waiting = [loss_of(compiled, x) for x in rows]
-    with pytest.raises(UnsupportedBackward, match=r"hook on the gradient of first\.weight in a step of 2 calls"):
+    with pytest.raises(
+        UnsupportedBackward, match=r"a hook on .* of first\.weight in a step of 2 calls.*post_accumulate"
+    ):
         waiting[0].backward()
     assert not seen
-    hook.remove()
+    remove()
     del waiting
     for x in rows:
         loss_of(compiled, x).backward()
         loss_of(double, x).backward()
     assert_same_gradients(module, double)
+
+
+def test_a_hook_after_accumulation_runs_once_with_the_gradient_of_the_step() -> None:
+    module, compiled, double = prepared(outstanding=2, calls=3)
+    rows, seen = list(torch.randn(3, 2, 4)), []
+    module.more.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    optimizers = [torch.optim.SGD([own.second.weight], lr=0.1) for own in (module, double)]
+    module.second.weight.register_post_accumulate_grad_hook(lambda _: optimizers[0].step())
+    given = rows[0].clone().requires_grad_()
+    given.register_hook(lambda _: 1 // 0)
+    loss_of(compiled, rows[0]).backward()
+    with pytest.raises(ZeroDivisionError):  # and the hooks are still there in the next step
+        loss_of(compiled, given).backward()
+    assert not seen
+    for _ in range(2):
+        for x in rows:
+            loss_of(compiled, x).backward()
+            loss_of(double, x).backward()
+        optimizers[1].step()
+        assert len(seen) == 1
+        assert torch.equal(seen.pop(), double.more.grad)
+        assert_same_gradients(module, double)
+        assert torch.equal(module.second.weight, double.second.weight)
+        module.zero_grad()
+        double.zero_grad()
+
+
+def test_a_hook_runs_if_the_last_call_has_no_gradient_for_its_parameter() -> None:
+    module, compiled, double = prepared(outstanding=1, calls=2)
+    x, seen = torch.randn(2, 4), []
+    module.more.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    for module.skips, double.skips in ((False, False), (True, True)):
+        assert not seen
+        loss_of(compiled, x).backward()
+        loss_of(double, x).backward()
+    assert len(seen) == 1
+    assert torch.equal(seen[0], double.more.grad)
 
 
 def test_a_split_backward_is_refused() -> None:
@@ -247,8 +297,24 @@ def test_calls_cannot_change_after_the_first_step() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=2)
     loss_of(compiled, torch.randn(2, 4)).backward()
     elixir.prepare(module, outstanding=1, calls=2)
-    with pytest.raises(UnsupportedModel, match="2 calls, 1 outstanding already, and cannot change to 3 calls"):
+    with pytest.raises(UnsupportedModel, match="for steps of 2 calls, 1 outstanding, and cannot change to 3 calls"):
         elixir.prepare(module, outstanding=3)
+
+
+def test_calls_cannot_be_named_after_a_forward_that_saved_activations() -> None:
+    module, compiled, double = prepared()
+    x = torch.randn(2, 4)
+    compiled(x)
+    with pytest.raises(UnsupportedModel, match=r"a forward of it was planned for steps of 1 call, .*torch\.no_grad"):
+        elixir.prepare(module, outstanding=2)
+    module, compiled, double = prepared()
+    with torch.no_grad():
+        compiled(x)
+    elixir.prepare(module, outstanding=2)
+    for loss in [loss_of(compiled, x), loss_of(compiled, x)]:
+        loss.backward()
+        loss_of(double, x).backward()
+    assert_same_gradients(module, double)
 
 
 def test_the_plan_of_another_number_of_calls_is_refused(tmp_path: Any) -> None:
