@@ -23,6 +23,7 @@ from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
 from elixir_compile.managed.variants import ActivePlan
+from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import outside_bytes
 from elixir_compile.problem.planning import ExternalUsage
@@ -139,15 +140,15 @@ class OutstandingForwards:
         training = [own for own in self._graphs if own.is_planned and not (own.is_inference or own.is_superseded)]
         return [(own.active.graph, own.active.plan) for own in training]
 
-    def answered(self, problem: Problem, make: Callable[[Problem], Plan], *, counts_free: bool) -> Plan:
+    def answered(self, problem: Problem, make: Callable[[Problem], Plan], options: Options) -> Plan:
         """Return the plan for `problem` from `make`, beside the other stages of this rank if there are any.
 
-        `counts_free` as in `StagesOfRank.answered`.
+        Raises NoFeasiblePlan if nothing fits.
         """
         trains = any(op.phase is Phase.BACKWARD for op in problem.graph.ops)
         if self.stages is None or not trains:
             return make(problem)
-        return self.stages.answered(self, problem, make, counts_free=counts_free)
+        return self.stages.answered(self, problem, make, options)
 
     def begin(self, graph: JointGraph) -> None:
         """Record a forward of `graph`; first plan all graphs of the last steps together if memory was short and no

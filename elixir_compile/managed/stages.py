@@ -20,6 +20,7 @@ from elixir_compile.analysis.rank_peak import Run, StageBytes, most_beside, stag
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import any_of_all
+from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import on_device_bytes, training_bytes
 from elixir_compile.runtime.executor import Executor
@@ -93,11 +94,11 @@ class StagesOfRank:
         peaks = stage_peaks([self._bytes_of(other, planned[other]) for other in places], runs)
         return max(peak.nbytes for peak in peaks) + library_bytes(stage.executor.device)
 
-    def answered(self, stage: Stage, problem: Problem, make: Callable[[Problem], Plan], *, counts_free: bool) -> Plan:
+    def answered(self, stage: Stage, problem: Problem, make: Callable[[Problem], Plan], options: Options) -> Plan:
         """Return the plan of `stage` for `problem`, whose device budget is that of the rank, from `make`.
 
-        If the problem `counts_free` memory as its budget, parameters of other stages are not in it. Raises
-        NoFeasiblePlan if the stages do not fit together.
+        A plan that the user gave in `options` is returned as it is. Raises NoFeasiblePlan if the stages do not fit
+        together.
         """
         place, budget_bytes = self._place_of(stage), problem.budget_bytes
         beside_bytes = reserved = 0
@@ -106,7 +107,9 @@ class StagesOfRank:
             if planned:
                 held = self._bytes_of(other, planned)
                 nbytes = most_beside(held, other, place, self._runs)
-                beside_bytes += max(0, nbytes - on_device_bytes(there.executor)) if counts_free else nbytes
+                # Free memory does not include what is on the device now.
+                now_bytes = on_device_bytes(there.executor) if options.device_memory is None else 0
+                beside_bytes += max(0, nbytes - now_bytes)
             elif other != place:
                 reserved += training_bytes(there.executor)
         self._beside_bytes[place] = beside_bytes
@@ -123,6 +126,8 @@ class StagesOfRank:
                 raise
             asked = replace(asked, budget_bytes=error.needed_bytes)
             made = make(asked)
+        if options.plan is not None:
+            return made
         return self._fitted(stage, asked, made, make, budget_bytes)
 
     def _fitted(
@@ -140,8 +145,8 @@ class StagesOfRank:
             try:
                 made = make(asked)
             except NoFeasiblePlan as error:
-                missing_bytes = error.needed_bytes - error.budget_bytes
-                raise NoFeasiblePlan(
-                    *error.args[:2], budget_bytes, budget_bytes + missing_bytes, *error.args[4:]
-                ) from error
+                if error.memory != "device":
+                    raise
+                needed_bytes = budget_bytes + error.needed_bytes - error.budget_bytes
+                raise NoFeasiblePlan(error.op, error.source, budget_bytes, needed_bytes, error.by_kind) from error
         raise NoFeasiblePlan("", "", budget_bytes, needed_bytes, {})
