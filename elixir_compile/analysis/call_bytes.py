@@ -14,6 +14,9 @@ and those between. The bytes at an op are the most of them.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elixir_compile.analysis.bucket_bytes import (
     Births,
     Held,
@@ -41,10 +44,16 @@ class CallKind:
     """Outstanding forwards beside the backward of the call."""
     input_grads: int = 0
     """Gradients of inputs of earlier calls that the caller holds."""
+    others_beside_forward: int = 0
+    """How many of `beside_forward` run the other program of a plan with lean calls: `others_bytes` are theirs."""
+    others_beside_backward: int = 0
+    """The same of `beside_backward`."""
 
 
 ONLY = CallKind()
 """The only call of a step."""
+_SAVED = (Kind.SAVED, Kind.TEMP)
+"""The kinds of activations."""
 
 
 def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
@@ -233,15 +242,39 @@ def storages_of_calls(
             yield storage, Held(storage.kind, storage.nbytes, 0, ops.num_forward - 1)
             last = max((life.last for life in lives.get(storage.id, ())), default=ops.num_forward - 1)
             yield storage, Held(storage.kind, storage.nbytes, last + 1, ops.num_run - 1)
-        elif storage.kind in (Kind.SAVED, Kind.TEMP) and (saved or is_output):
-            most, more = calls.num - 1, calls.more_outputs if is_output else 0
-            loss = int(is_output and calls.has_loss)
-            forward = min(call.beside_forward + (more if calls.alternate else 0), most) + loss * call.beside_forward
+        elif storage.kind in _SAVED and (saved or is_output):
+            forward = call.beside_forward - call.others_beside_forward
+            backward = call.beside_backward - call.others_beside_backward
+            if is_output:
+                forward = int(outputs_beside(call.beside_forward, calls, is_backward=False))
+                # The caller holds the output of the call itself until its backward has ended.
+                backward = int(outputs_beside(call.beside_backward, calls, is_backward=True)) + int(not saved)
             yield storage, Held(storage.kind, forward * storage.nbytes, 0, ops.num_forward - 1)
-            # The caller holds the output of the call itself until its backward has ended.
-            own = int(is_output and not saved)
-            backward = min(call.beside_backward + more, most) + loss * call.beside_backward + own
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
+
+
+def outputs_beside(
+    num_beside: int | NDArray[np.int64], calls: Calls, *, is_backward: bool
+) -> NDArray[np.int64] | np.int64:
+    """Return how many outputs of other calls, and losses of as many bytes, there are beside a half of a call while
+    `num_beside` other forwards wait."""
+    more = calls.more_outputs if is_backward or calls.alternate else 0
+    return np.minimum(num_beside + more, calls.num - 1) + int(calls.has_loss) * num_beside
+
+
+def waiting_bytes(step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[Life]]) -> Mapping[Kind, int]:
+    """Return the bytes by kind that a forward leaves for its backward, without outputs, which every call has alike.
+
+    `lives` are on the same axis as `ops`.
+    """
+    num_forward, outputs = ops.num_forward, frozenset(step.outputs)
+    found: dict[Kind, int] = dict.fromkeys(_SAVED, 0)
+    for storage in step.storages:
+        if storage.kind in _SAVED and storage.id not in outputs:
+            found[storage.kind] += storage.nbytes * any(
+                crosses(life, num_forward) for life in lives.get(storage.id, ())
+            )
+    return found
 
 
 def tangents_of(step: StepGraph) -> frozenset[StorageId]:

@@ -11,6 +11,7 @@ row for each op that runs, recomputed ops included, and for each reduce with buf
 row of the ops while they are away.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
 from elixir_compile.analysis.timeline import bytes_by_position, with_peaks
-from elixir_compile.ir import Plan, StepGraph, sizes
+from elixir_compile.ir import Activations, Plan, StepGraph, sizes
 
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
@@ -69,13 +70,19 @@ def resized(graph: StepGraph, plan: Plan) -> Plan:
 
     Raises IllegalSchedule if regions or groups of activations do not fit the graph.
     """
-    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
-    groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
-    plan = replace(plan, activations=tuple(groups))
-    check_activations(graph, plan)
-    check_regions(as_run(graph, plan.activations, laps_of(plan)), plan)
+    plan = replace(plan, activations=_resized_groups(graph, plan.activations))
+    if plan.lean is not None:
+        plan = replace(plan, lean=replace(plan.lean, activations=_resized_groups(graph, plan.lean.activations)))
+    for own in (plan,) if plan.lean is None else (plan, plan.of_lean_calls()):
+        check_activations(graph, own)
+        check_regions(as_run(graph, own.activations, laps_of(own)), own)
     plan = with_peaks(graph, plan)
     return replace(plan, formula=peak_formula(graph, plan), symbols=graph.symbols)
+
+
+def _resized_groups(graph: StepGraph, groups: Iterable[Activations]) -> tuple[Activations, ...]:
+    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+    return tuple(replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in groups)
 
 
 def _undominated(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:

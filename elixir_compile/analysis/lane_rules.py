@@ -86,7 +86,7 @@ class _Walk:
         self._actions = actions
         self._regions = {region.id: region for region in plan.regions}
         self._has_backward = any(region.phase is Phase.BACKWARD for region in plan.regions)
-        self._forward_end = _forward_end(self._regions, actions)
+        self._forward_end = forward_end(self._regions, actions)
 
     def calls(self, plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> Sequence[_Call]:
         """Return for each action the function that issues its works, without the updates at the end."""
@@ -280,7 +280,7 @@ def _last(actions: Sequence[Action], holds: Callable[[Action], bool]) -> int:
     return next((at for at in range(len(actions) - 1, -1, -1) if holds(actions[at])), -1)
 
 
-def _forward_end(regions: Mapping[RegionId, Region], actions: Sequence[Action]) -> int:
+def forward_end(regions: Mapping[RegionId, Region], actions: Sequence[Action]) -> int:
     """Return the index of the last action of the program of the forward; -1 if no region of the forward runs."""
 
     def is_run(action: Action) -> bool:

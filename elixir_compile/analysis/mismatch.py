@@ -56,7 +56,8 @@ def _differences(plan: Plan, graph: StepGraph) -> Iterator[str]:
     yield from _differences_of_activations(plan, graph)
     known = {op.id for op in graph.ops}
     known |= {repeated_op(op) for op in known}
-    for region in plan.regions:
+    lean = () if plan.lean is None else plan.lean.regions
+    for region in (*plan.regions, *lean):
         for op in (region.first, region.last):
             if op not in known:
                 yield f"This model has no op {op}, which the plan has"
@@ -82,7 +83,8 @@ def _differences_of_bucket(bucket: Bucket, graph: StepGraph, params: Mapping[Sto
 
 def _differences_of_activations(plan: Plan, graph: StepGraph) -> Iterator[str]:
     sizes = {storage.id: storage.nbytes for storage in graph.storages}
-    for group in plan.activations:
+    lean = () if plan.lean is None else plan.lean.activations
+    for group in (*plan.activations, *lean):
         missing = next((name for name in group.storages if name not in sizes), None)
         if missing is not None:
             yield f"This model has no activation {missing}, which the plan has in {group.id}"

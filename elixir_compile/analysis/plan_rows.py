@@ -16,7 +16,9 @@ the op before it reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy as shallow_copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from elixir_compile.analysis.axis import Axis, actions_of, axis_of
@@ -38,6 +40,7 @@ from elixir_compile.analysis.call_bytes import (
     gradients_of_call,
     storages_of_calls,
     sum_nbytes,
+    waiting_bytes,
 )
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.liveness import Life, liveness
@@ -72,6 +75,7 @@ class PlanRows:
         self.axis = axis_of(self.step, plan, rank)
         """The positions of rows."""
         self.call, self._ops = call, self.axis.ops
+        self._others_bytes: Mapping[Kind, int] = {}
         self.plan, self.rank = plan, rank
         self._placements = {placement.bucket: placement for placement in plan.placements}
         self._moves = _moves(self.axis, plan, rank)
@@ -90,6 +94,18 @@ class PlanRows:
             elif not (storage.kind is Kind.PARAM and name in owners):
                 self.storages[name] = tuple(Held(storage.kind, storage.nbytes, *life) for life in map(_ends, lives))
 
+    @cached_property
+    def waiting_bytes(self) -> Mapping[Kind, int]:
+        """The bytes by kind that a forward leaves for its backward, without outputs."""
+        return waiting_bytes(self.step, self._ops, self.lives)
+
+    def in_call(self, call: CallKind, others_bytes: Mapping[Kind, int]) -> "PlanRows":
+        """Return these rows in `call`, with `others_bytes` for each forward beside it that runs the other program of a
+        plan with lean calls."""
+        rows = shallow_copy(self)
+        rows.call, rows._others_bytes = call, others_bytes
+        return rows
+
     def all(self) -> Iterator[Held]:
         """Yield all rows. They add up to the timeline."""
         for bucket in self.plan.buckets:
@@ -99,6 +115,10 @@ class PlanRows:
         if self.call is not ONLY:
             for _, held in storages_of_calls(self.step, self._ops, self.lives, self.call, self.plan.calls):
                 yield held
+        num_forward, num_run = self._ops.num_forward, self._ops.num_run
+        for kind, nbytes in self._others_bytes.items():
+            yield Held(kind, self.call.others_beside_forward * nbytes, 0, num_forward - 1)
+            yield Held(kind, self.call.others_beside_backward * nbytes, num_forward, num_run - 1)
         yield from self.joint(self.plan.buckets)
         # External usage counts like buffers of modules: live at every op, never moved.
         yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self._ops.num - 1)

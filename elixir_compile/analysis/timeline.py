@@ -28,7 +28,7 @@ which a gather before a release in the schedule holds both copies.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,11 +36,12 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.analysis.call_bytes import call_kinds
+from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes
-from elixir_compile.ir import Kind, OpId, Plan, Saving, StepGraph, StorageId, Tier
+from elixir_compile.ir import Activations, Kind, OpId, Phase, Plan, Saving, StepGraph, StorageId, Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +93,35 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
 
     If the step has several calls, each op has the bytes of the call that holds the most there. The ops include
-    recomputed ops; fused storages are left out.
+    recomputed ops, those of full calls if there are lean ones; fused storages are left out.
     """
+    if plan.lean is not None:
+        full, lean = (PlanRows(graph, own, rank) for own in (plan, plan.of_lean_calls()))
+        return _with_lean_calls(TwoPrograms(CallBytes(full), CallBytes(lean)), plan)
     found = [timeline_of(PlanRows(graph, plan, rank, call)) for call in call_kinds(plan.calls)]
-    return found[0] if len(found) == 1 else _highest(found)
+    if len(found) == 1:
+        return found[0]
+    return _joined([(max(found, key=lambda own, at=at: own.live_bytes[at]), at) for at in range(len(found[0].ops))])
+
+
+def _with_lean_calls(programs: TwoPrograms, plan: Plan) -> MemoryTimeline:
+    """Return the timeline of `plan` over the ops of its full calls. An op that lean calls alone run counts at the next
+    op that both run."""
+    step = programs.full.rows.step
+    index = {op.id: at for at, op in enumerate(step.ops)}
+    highest: list[tuple[MemoryTimeline, int] | None] = [None] * len(step.ops)
+    assert plan.lean is not None
+    for half, rows in programs.fullest(Halves(plan.calls, plan.lean.num_full)):
+        found, ops = timeline_of(rows), rows.step.ops
+        own = [at for at, op in enumerate(ops) if (op.phase is not Phase.FORWARD) is half.is_backward]
+        place = len(step.ops) - 1
+        for at in reversed(own):
+            place = index.get(ops[at].id, place)
+            before = highest[place]
+            if before is None or before[0].live_bytes[before[1]] < found.live_bytes[at]:
+                highest[place] = (found, at)
+    made = _joined([found for found in highest if found is not None])
+    return replace(made, ops=tuple(op.id for op in step.ops), host_bytes=host_bytes(plan))
 
 
 def timeline_of(rows: PlanRows) -> MemoryTimeline:
@@ -115,19 +141,16 @@ def _tally_of(rows: PlanRows) -> "_Tally":
     return tally
 
 
-def _highest(timelines: Sequence[MemoryTimeline]) -> MemoryTimeline:
-    """Return at each op the bytes of the timeline that has the most there."""
-    most = [max(timelines, key=lambda own, at=at: own.live_bytes[at]) for at in range(len(timelines[0].ops))]
-    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own in timelines)]
-    nothing = (0,) * len(most)
-    by_kind = {
-        kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for at, own in enumerate(most)) for kind in kinds
-    }
+def _joined(parts: Sequence[tuple[MemoryTimeline, int]]) -> MemoryTimeline:
+    """Return the timeline that has at each op the bytes of a timeline at one of its ops."""
+    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own, _ in parts)]
+    nothing = (0,) * max(len(own.ops) for own, _ in parts)
+    by_kind = {kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for own, at in parts) for kind in kinds}
     return MemoryTimeline(
-        ops=timelines[0].ops,
+        ops=tuple(own.ops[at] for own, at in parts),
         live_bytes_by_kind=by_kind,
-        live_bytes=tuple(own.live_bytes[at] for at, own in enumerate(most)),
-        host_bytes=timelines[0].host_bytes,
+        live_bytes=tuple(own.live_bytes[at] for own, at in parts),
+        host_bytes=parts[0][0].host_bytes,
     )
 
 
@@ -166,8 +189,14 @@ def host_bytes(plan: Plan) -> int:
 
 def away_bytes(plan: Plan) -> int:
     """Return the bytes of the offloaded activations of `plan`, of all forwards that are outstanding at once."""
-    away = sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
-    return plan.calls.outstanding * away
+    num_full = plan.calls.outstanding if plan.lean is None else plan.lean.num_full
+    lean = () if plan.lean is None else plan.lean.activations
+    return num_full * offloaded_bytes(plan.activations) + (plan.calls.outstanding - num_full) * offloaded_bytes(lean)
+
+
+def offloaded_bytes(activations: Iterable[Activations]) -> int:
+    """Return the bytes of the groups among `activations` that are offloaded."""
+    return sum(group.nbytes for group in activations if group.saving is Saving.OFFLOAD)
 
 
 class _Tally:

@@ -23,6 +23,7 @@ from elixir_compile.analysis import lifecycles
 from elixir_compile.analysis.excerpt import illegal_action
 from elixir_compile.analysis.lane_order import check_order
 from elixir_compile.analysis.laps import laps_of
+from elixir_compile.analysis.lean_moves import check_lean_moves
 from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.analysis.recompute import as_run
@@ -73,6 +74,16 @@ def verify(graph: StepGraph, plan: Plan) -> None:
     require_same_graph(plan, graph)
     check_ranks(plan)
     check_buckets(graph, plan)
+    _verify_calls(graph, plan)
+    if plan.lean is not None:
+        _verify_calls(graph, plan.of_lean_calls())
+        check_lean_moves(plan)
+    check_peak(graph, plan)
+    check_claims(plan)
+
+
+def _verify_calls(graph: StepGraph, plan: Plan) -> None:
+    """Check the activations, the regions and the schedules of calls that run alike."""
     check_activations(graph, plan)
     step = as_run(graph, plan.activations, laps_of(plan))
     check_regions(step, plan)
@@ -81,8 +92,6 @@ def verify(graph: StepGraph, plan: Plan) -> None:
         _Walk(step, plan, rank_index, touches).check()
     check_schedules(plan)
     check_order(plan, touches)
-    check_peak(graph, plan)
-    check_claims(plan)
 
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:

@@ -1,10 +1,13 @@
 """What `prepare` is told of the calls of a step: by numbers, or by a schedule of torch.distributed.pipelining."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.analysis.rank_peak import Run
 from elixir_compile.errors import InvalidOption, UnsupportedModel
-from elixir_compile.ir import Calls, Phase
+from elixir_compile.ir import BackwardOrder, Calls, Phase
 from elixir_compile.managed.model import ManagedModel, managed_model
 
 _SCHEDULES = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
@@ -65,7 +68,26 @@ def _calls_of(model: nn.Module, schedule: object) -> Calls:
         input_grads=1 if stage.is_first else min(stage.num_sent + 1, number),
         has_loss=stage.is_last,
         is_scaled=stage.scales and number > 1,
+        backward_order=_backward_order(stage.order, stage.micro_batches, most),
     )
+
+
+def _backward_order(order: str, micro_batches: Sequence[int], outstanding: int) -> BackwardOrder:
+    """Return the order of the backward passes among the letters `order`, each of the micro-batch with its place in
+    `micro_batches`; ANY if it is neither of the two others."""
+    number = order.count("F")
+    turns = "F" * outstanding + "BF" * (number - outstanding) + "B" * outstanding
+    for found, place in ((BackwardOrder.FIRST_FIRST, 0), (BackwardOrder.LAST_FIRST, -1)):
+        waiting: list[int] = []
+        is_so = order == turns
+        for letter, micro_batch in zip(order, micro_batches, strict=True):
+            if letter == "F":
+                waiting.append(micro_batch)
+            elif is_so:
+                is_so = waiting.pop(place) == micro_batch
+        if is_so:
+            return found
+    return BackwardOrder.ANY
 
 
 def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> None:
@@ -100,7 +122,8 @@ def _join_stages(managed: ManagedModel, schedule: object) -> None:
         return
     modules = [compat.undo_compile(own.module) for own in stages]
     runs = [
-        (place, Phase.FORWARD if letter == "F" else Phase.BACKWARD) for place, letter in compat.scheduled_runs(schedule)
+        Run(place, Phase.FORWARD if letter == "F" else Phase.BACKWARD, micro_batch)
+        for place, letter, micro_batch in compat.scheduled_runs(schedule)
     ]
     place = next(place for place, module in enumerate(modules) if module in managed.roots)
     models = (managed_model(module) for module in modules)

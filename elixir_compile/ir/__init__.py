@@ -1,7 +1,7 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.calls import ONCE, Calls
+from elixir_compile.ir.calls import ONCE, BackwardOrder, Calls
 from elixir_compile.ir.codec import (
     fingerprint,
     graph_from_json,
@@ -30,6 +30,7 @@ from elixir_compile.ir.kinds import (
     Update,
     Verb,
 )
+from elixir_compile.ir.lean_calls import LeanCalls
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
@@ -55,6 +56,7 @@ __all__ = [
     "PLAN_FORMAT",
     "Action",
     "Activations",
+    "BackwardOrder",
     "Batched",
     "Bucket",
     "BucketId",
@@ -69,6 +71,7 @@ __all__ = [
     "Kernel",
     "Kind",
     "Lane",
+    "LeanCalls",
     "Op",
     "OpId",
     "Origin",

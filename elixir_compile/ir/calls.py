@@ -10,10 +10,22 @@ a bucket is gathered in the first forward and released in the last one, and so i
 calls are summed before they are reduced, in the last backward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import StorageId
+
+
+class BackwardOrder(StrEnum):
+    """Of which outstanding forward the next backward is. Plans of steps in a known order count no other order."""
+
+    ANY = "any"
+    FIRST_FIRST = "first-first"
+    """The earliest. After `outstanding` forwards, a backward and a forward take turns."""
+    LAST_FIRST = "last-first"
+    """The latest. After `outstanding` forwards, a backward and a forward take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +54,8 @@ class Calls:
 
     shared: tuple[StorageId, ...] = ()
     """Inputs that are parts of one tensor in all calls, which counts once."""
+    backward_order: BackwardOrder = field(default=BackwardOrder.ANY, metadata=LEFT_OUT)
+    """Of which outstanding forward the next backward is."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.outstanding <= self.num:

@@ -1,16 +1,17 @@
 """The plan: all decisions about a graph, as a value between the planning and the acting half."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.calls import ONCE, Calls
+from elixir_compile.ir.calls import ONCE, BackwardOrder, Calls
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
+from elixir_compile.ir.lean_calls import LeanCalls
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.share import Share
@@ -20,6 +21,8 @@ from elixir_compile.units import format_bytes, format_s
 PLAN_FORMAT = 6
 _MOST_CHUNKS = 1024
 """The most chunks of a loss. Each chunk is traced and compiled; the planner asks for at most 64."""
+MOST_CALLS_WITH_LEAN = 4096
+"""The most calls of a step with lean calls, which are counted one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,8 @@ class Plan:
     """Groups of activations with their treatment; activations in no group are kept."""
     calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
     """How often a step calls the graph, and how many of its forwards are outstanding at once."""
+    lean: LeanCalls | None = field(default=None, metadata=LEFT_OUT)
+    """The calls of the step that save less; None if all calls treat activations alike."""
     loss_chunks: int = 1
     """Number of chunks over tokens in which the graph computes its loss; 1 if the loss is not chunked."""
     update: Update = Update.AFTER_BACKWARD
@@ -155,8 +160,15 @@ class Plan:
                 f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
                 f"expected at most {_MOST_CHUNKS} chunks and {MOST_RANKS} copies."
             )
+        most, calls = MOST_CALLS_WITH_LEAN, self.calls
+        if self.lean is not None and not (self.lean.num_full < calls.outstanding and calls.num <= most):
+            raise InvalidPlan(
+                f"plan {self.name} has lean calls beside {self.lean.num_full} full ones in a step of {calls}; "
+                f"expected fewer full ones than are outstanding, and at most {most} calls."
+            )
         total_bytes = self.base_bytes + sum(map(_counted_bytes, self.buckets))
-        total_bytes += sum(group.nbytes for group in self.activations)
+        lean_groups = () if self.lean is None else self.lean.activations
+        total_bytes += sum(group.nbytes for group in (*self.activations, *lean_groups))
         if total_bytes > MOST_BYTES:
             raise InvalidPlan(f"plan {self.name} counts {total_bytes} bytes; expected at most {MOST_BYTES}.")
         if len(dict(self.symbols)) != len(self.symbols) or any(value < 0 for _, value in self.symbols):
@@ -206,6 +218,7 @@ class Plan:
         lines += ["activations", *(f"  {group}" for group in self.activations)] if self.activations else []
         lines += ["regions", *(f"  {region}" for region in self.regions)]
         lines += map(str, self.schedules)
+        lines += [] if self.lean is None else [str(self.lean)]
         lines += ["decisions", *(f"  {decision}".replace("\n", "\n  ") for decision in self.decisions)]
         return "\n".join(lines)
 
@@ -245,6 +258,12 @@ class Plan:
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
+
+    def of_lean_calls(self) -> "Plan":
+        """Return this plan with the activations, regions and schedules of its lean calls in place of its own."""
+        lean = self.lean
+        assert lean is not None, "only a plan with lean calls has a treatment of theirs"
+        return replace(self, activations=lean.activations, regions=lean.regions, schedules=lean.schedules, lean=None)
 
     def placement(self, bucket: BucketId) -> Placement:
         """Return the placement of `bucket`. Raises KeyError if the plan has no such bucket."""
@@ -292,6 +311,7 @@ def calls_text(calls: Calls) -> str:
     sums = ("  loss" if calls.has_loss else "") + ("  scaled" if calls.is_scaled else "")
     sums += "  sums float32" if calls.sums_in_fp32 else ""
     sums += ("  sums stay" if calls.sums_stay else "") + (f"  shared {words(*calls.shared)}" if calls.shared else "")
+    sums += "" if calls.backward_order is BackwardOrder.ANY else f"  backward {calls.backward_order}"
     return f"{numbers}  output grads {calls.output_grads}  input grads {calls.input_grads}{sums}"
 
 

@@ -27,7 +27,8 @@ from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
-from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
+from elixir_compile.managed.program_versions import ProgramVersions
+from elixir_compile.managed.programs import Programs, storages_of, ticket_position
 from elixir_compile.managed.same_step import EarlierCaptures
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
@@ -66,10 +67,9 @@ class PlannedGraph:
         """`graphs` are the graphs of the model, which adds later ones to the same sequence, and `outstanding` its
         outstanding forwards. `graph_break` has file, line and reason of the graph break at which the graph ends."""
         self.name = name
-        self.description = name
+        at_break = "" if graph_break is None else f" (up to the graph break at {graph_break[0]}:{graph_break[1]})"
+        self.description = name + at_break
         """The name of the graph, and the graph break at which it ends."""
-        if graph_break is not None:
-            self.description = f"{name} (up to the graph break at {graph_break[0]}:{graph_break[1]})"
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
         self.runs = GraphRuns()
@@ -148,9 +148,8 @@ class PlannedGraph:
         assert own is not None
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
         if self._variants.graph_set_digest:
-            beside_bytes = executor.saved.held_bytes()
-            answer, sizes = self.planner.answer_for(own), self.planner.sizes.values
-            joined, problem, plan = planned_in_step(executor, own, self._options, sizes, answer)
+            answer, beside_bytes = self.planner.answer_for(own), executor.saved.held_bytes()
+            joined, problem, plan = planned_in_step(executor, own, self._options, self.planner.sizes.values, answer)
             require_disk(plan, executor.buckets.disk)
             self._active = active_plan(joined, problem, plan, beside_bytes)
             return None
@@ -201,14 +200,15 @@ class PlannedGraph:
 
     def run_forward(self, args: list[Any]) -> Any:
         """Run the forward once."""
-        input_storages, programs, executor = storages_of(args), self.programs.last, self._executor
+        input_storages, executor = storages_of(args), self._executor
+        programs = self.programs.next(executor.calls.num_full(self._counted, executor.saved.numbers))
         try:
             results = executor.run_forward(self._counted, programs.plan.name, programs.forward.forward, args)
         except BaseException:
             executor.abandon()
             raise
         if not self.is_inference:
-            self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
+            self.programs.keep_for(programs.note_outstanding(results, input_storages, self), programs)
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:

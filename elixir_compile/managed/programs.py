@@ -1,10 +1,5 @@
-"""The forward and the backward program of a graph under a plan, and older programs with outstanding forwards.
+"""The forward and the backward program of a graph under a plan."""
 
-The plan in force during a forward decides which activations autograd keeps. Its backward must run the
-program of the same plan, even if the graph follows another plan by then.
-"""
-
-import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -37,7 +32,10 @@ from elixir_compile.runtime.saved import number_of
 
 
 class Programs:
-    """The programs of a graph under a plan; the forward is written at once, the backward at its first use."""
+    """The programs of a graph under a plan; the forward is written at once, the backward at its first use.
+
+    It has more than 15 attributes, because the backward is written from what the forward was written from.
+    """
 
     def __init__(
         self,
@@ -49,8 +47,10 @@ class Programs:
         progress: Progress,
         *,
         may_choose_strides: bool,
+        is_lean: bool = False,
     ) -> None:
-        self.graph, self.plan = graph, plan
+        """`is_lean` if these are the programs of the lean calls of a plan, and `plan` is that of these calls."""
+        self.graph, self.plan, self.is_lean = graph, plan, is_lean
         self.chooses_strides = may_choose_strides and is_one_region_each(plan) and captured.backward is not None
         """Whether Inductor chose the strides of the activations that the forward saves."""
         self._executor, self._regions, self._progress = executor, regions, progress
@@ -69,6 +69,14 @@ class Programs:
         self._saved_only = _saved_only_positions(self._partition.captured, graph)
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
+        self.lean: Programs | None = None
+        """The programs of lean calls; None if all calls treat activations alike."""
+        if plan.lean is not None:
+            parts = (executor, regions, progress)
+            lean_plan = plan.of_lean_calls()
+            self.lean = Programs(
+                captured, graph, lean_plan, *parts, may_choose_strides=may_choose_strides, is_lean=True
+            )
 
     @property
     def output_strides(self) -> list[compat.Strides]:
@@ -85,6 +93,12 @@ class Programs:
             self._restride_placeholders()
             self._backward = self._write(Phase.BACKWARD)
         return self._backward
+
+    def write_backward(self) -> None:
+        """Write the backward program, and that of lean calls, if they are not written yet."""
+        _ = self.backward
+        if self.lean is not None:
+            self.lean.write_backward()
 
     def saved_only(self, results: Sequence[Any], input_storages: Set[int]) -> list[torch.Tensor]:
         """Return the `results` of a forward made in the step and read by its backward alone.
@@ -105,13 +119,16 @@ class Programs:
         ticket = results[self._partition.captured.num_outputs]
         activations = self.saved_only(results, input_storages)
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
-        self._executor.calls.note_forward(number_of(ticket))
+        self._executor.calls.note_forward(number_of(ticket), is_lean=self.is_lean)
         return ticket
 
     def saves_as(self, other: "Programs") -> bool:
         """Return whether the backward of `other` can follow this forward."""
         # Micro-batches draw random numbers of their own, which the backward may draw again.
         is_same = self.plan.activations == other.plan.activations and laps_of(self.plan) == laps_of(other.plan)
+        if self.lean is not None and other.lean is not None:
+            is_same = is_same and self.lean.saves_as(other.lean)
+        is_same = is_same and (self.lean is None) == (other.lean is None)
         return is_same and self.chooses_strides == other.chooses_strides
 
     def _restride_placeholders(self) -> None:
@@ -196,107 +213,6 @@ class Programs:
         return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
 
 
-class ProgramVersions:
-    """Writes the programs of a graph; keeps programs that save different activations, each until its last backward."""
-
-    def __init__(self, executor: Executor, regions: RegionCompiler, progress: Progress) -> None:
-        self._executor = executor
-        self._regions = regions
-        self._progress = progress
-        self._programs: tuple[tuple[int, Programs], ...] = ()
-        """Programs, each with the number of the first forward that may run them."""
-        self._outstanding: set[int] = set()
-        """Numbers of forwards whose ticket autograd holds."""
-        self._has_backward = False
-        self._chose_strides: bool | None = None
-
-    @property
-    def last(self) -> Programs:
-        """The programs of the next forward."""
-        return self._programs[-1][1]
-
-    @property
-    def forward(self) -> fx.GraphModule | None:
-        """The program of the next forward; None before it was written."""
-        return self.last.forward if self._programs else None
-
-    @property
-    def backward(self) -> fx.GraphModule | None:
-        """The program of the backward of the next forward; None before the first backward, and for inference."""
-        return self.last.backward if self._programs and self._has_backward else None
-
-    def write_backward(self) -> None:
-        """Write the backward of the last programs, and from now on the backward of all programs with their forward."""
-        self._has_backward = True
-        _ = self.last.backward
-
-    def write_first(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
-        """Return new programs as `write` does; the first call decides whether Inductor chooses strides."""
-        is_first, is_training = self._chose_strides is None, captured.backward is not None
-        if is_first:
-            self._chose_strides = is_one_region_each(plan) and is_training
-        programs = self.write(captured, graph, plan)
-        if is_first and is_training:
-            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
-        return programs
-
-    def write(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
-        """Return new programs of `plan` for `graph`, the step of `captured`."""
-        return Programs(
-            captured,
-            graph,
-            plan,
-            self._executor,
-            self._regions,
-            self._progress,
-            # Autograd keeps the strides of the first programs. If these had several regions, Inductor may choose none.
-            may_choose_strides=bool(self._chose_strides),
-        )
-
-    def write_next(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
-        """Return programs of `plan` for `graph`, which may follow the last programs: these themselves if they are equal
-        to what would be written."""
-        if graph == self.last.graph and runs_as(plan, self.last.plan):
-            return self.last
-        programs = self.write(captured, graph, plan)
-        if self._has_backward:
-            _ = programs.backward
-        return programs
-
-    def take(self, programs: Programs, *, is_apart: bool = False) -> None:
-        """Let `programs` run from the next forward on.
-
-        They replace the last programs if these save the same activations, unless `is_apart`.
-        """
-        if self._programs and not is_apart and self.last.saves_as(programs):
-            self._programs = (*self._programs[:-1], (self._programs[-1][0], programs))
-        else:
-            self._programs = (*self._programs, (self._executor.saved.next_number, programs))
-        if self._has_backward:
-            _ = programs.backward
-
-    def keep_for(self, ticket: torch.Tensor) -> None:
-        """Keep the programs of the forward of `ticket` as long as the memory of `ticket` lives."""
-        number = number_of(ticket)
-        self._outstanding.add(number)
-        weakref.finalize(ticket.untyped_storage(), self._outstanding.discard, number).atexit = False
-
-    def of(self, ticket: torch.Tensor) -> Programs:
-        """Return the programs of the forward of `ticket`."""
-        return self._programs[self._place(number_of(ticket))][1]
-
-    def drop_old(self) -> None:
-        """Drop the programs that no outstanding forward and no next forward needs."""
-        if len(self._programs) > 1:
-            # Any thread may free a ticket: copy the set, which must not change during the iteration.
-            needed = {self._place(number) for number in self._outstanding.copy()} | {len(self._programs) - 1}
-            self._programs = tuple(self._programs[place] for place in sorted(needed))
-
-    def _place(self, number: int) -> int:
-        """Return the position of the programs of the forward `number`."""
-        return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
-
-
 def storages_of(values: Sequence[Any]) -> Set[int]:
     """Return the keys of the storages of the tensors among `values`."""
     return {compat.storage_key(value) for value in values if isinstance(value, torch.Tensor)}
@@ -306,14 +222,6 @@ def is_one_region_each(plan: Plan) -> bool:
     """Return whether the forward is one region, and the backward too, and both run on the whole batch."""
     return not laps_of(plan) and all(
         sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-
-
-def runs_as(plan: Plan, other: Plan) -> bool:
-    """Return whether `plan` and `other`, both for the same graph, have the same programs."""
-    return all(
-        getattr(plan, field) == getattr(other, field)
-        for field in ("buckets", "placements", "activations", "regions", "schedules")
     )
 
 

@@ -90,7 +90,7 @@ class StagesOfRank:
         place = self._place_of(stage)
         planned = {other: there.planned() for other, there in self._alive()} | {place: own}
         places = [other for other, plans in planned.items() if plans]
-        runs = [(places.index(run), phase) for run, phase in self._runs if run in places]
+        runs = [run._replace(stage=places.index(run.stage)) for run in self._runs if run.stage in places]
         peaks = stage_peaks([self._bytes_of(other, planned[other]) for other in places], runs)
         return max(peak.nbytes for peak in peaks) + library_bytes(stage.executor.device)
 

@@ -113,9 +113,18 @@ def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: 
     """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
     problem = replace(problem, micro_batches=micro_batches_of(plan))
     if plan.calls.outstanding > 1:  # the plan counts other outstanding forwards of the graph
-        own_bytes = saved_device_bytes(problem.graph, plan) + given_bytes(problem.graph)
-        beside_bytes += (plan.calls.outstanding - 1) * own_bytes
+        beside_bytes += (plan.calls.outstanding - 1) * given_bytes(problem.graph)
+        beside_bytes += _saved_beside_bytes(problem.graph, plan)
     return ActivePlan(captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes)
+
+
+def _saved_beside_bytes(graph: StepGraph, plan: Plan) -> int:
+    """Return the most bytes of activations that other outstanding forwards of `plan` hold on the device."""
+    most, full_bytes = plan.calls.outstanding - 1, saved_device_bytes(graph, plan)
+    if plan.lean is None:
+        return most * full_bytes
+    lean_bytes = saved_device_bytes(graph, plan.of_lean_calls())
+    return max(full * full_bytes + (most - full) * lean_bytes for full in (plan.lean.num_full - 1, plan.lean.num_full))
 
 
 class PlanVariant(NamedTuple):

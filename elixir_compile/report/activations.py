@@ -57,6 +57,8 @@ class LayerAnswer:
     """Number of all groups of the layer."""
     decisions: tuple[Decision, ...]
     """Decisions about the layer."""
+    is_lean: bool = False
+    """Whether this is the treatment in lean calls."""
 
 
 def layer_of_group(group: GroupId) -> str:
@@ -67,7 +69,8 @@ def layer_of_group(group: GroupId) -> str:
 
 def layers_of_plan(plan: Plan) -> frozenset[str]:
     """Return the layers whose activations the plan lists, as its decisions name them."""
-    return frozenset(layer_of_group(group.id) for group in plan.activations)
+    lean = () if plan.lean is None else plan.lean.activations
+    return frozenset(layer_of_group(group.id) for group in (*plan.activations, *lean))
 
 
 def saving_answers(plan: Plan) -> tuple[SavingAnswer, ...]:
@@ -88,8 +91,19 @@ def savings_text(plan: Plan) -> str:
     )
 
 
-def layer_answers(survey: Survey, groups: Sequence[Activations]) -> tuple[LayerAnswer, ...]:
-    """Return the facts about `groups` by layer; with the graph of the plan also the regions that recompute them."""
+def lean_text(plan: Plan) -> str:
+    """Return how many outstanding forwards are lean, and their bytes by treatment; empty if none is."""
+    if plan.lean is None:
+        return ""
+    number = f"{plan.calls.outstanding - plan.lean.num_full} of {plan.calls.outstanding} outstanding forwards"
+    return f"{number}: {savings_text(plan.of_lean_calls()) or 'all kept'}"
+
+
+def layer_answers(survey: Survey, groups: Sequence[Activations], *, is_lean: bool = False) -> tuple[LayerAnswer, ...]:
+    """Return the facts about `groups` by layer; with the graph of the plan also the regions that recompute them.
+
+    `is_lean` if `survey` is that of the lean calls of a plan.
+    """
     plan, held = survey.plan, survey.held
     by_layer: dict[str, list[GroupAnswer]] = {}
     for group in groups:
@@ -106,6 +120,7 @@ def layer_answers(survey: Survey, groups: Sequence[Activations]) -> tuple[LayerA
             groups=tuple(own),
             num_groups=sum(layer_of_group(group.id) == layer for group in plan.activations),
             decisions=tuple(decision for decision in plan.decisions if decision.subject == layer),
+            is_lean=is_lean,
         )
         for layer, own in by_layer.items()
     )

@@ -15,6 +15,7 @@ from elixir_compile.report.activations import (
     LayerAnswer,
     SavingAnswer,
     layers_of_plan,
+    lean_text,
     moving_at,
     saving_answers,
 )
@@ -88,6 +89,8 @@ class PlanAnswer:
     """Bytes of optimizer state on disk."""
     calls: Calls
     """How often a step calls the graph."""
+    lean: str
+    """How many outstanding forwards are lean, and their bytes of activations by treatment; empty if none is."""
     staying_gradient_bytes: Mapping[str, int]
     """Bytes of gradients of earlier backward passes that stay through the step, by home; empty if none stay."""
     num_streamed: int
@@ -147,6 +150,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
         calls=plan.calls,
+        lean=lean_text(plan),
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
         tensor=plan.tensor,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
-from elixir_compile.report.activations import SAID, saving_answers
+from elixir_compile.report.activations import SAID, lean_text, saving_answers
 from elixir_compile.report.text import table_text
 from elixir_compile.units import format_bytes, format_s
 
@@ -190,6 +190,7 @@ _HEADER: Mapping[str, Callable[[Plan], Figure]] = {
     "device_peak_at": lambda plan: plan.prediction.device_peak_at,
     "host_peak_bytes": lambda plan: plan.prediction.host_peak_bytes,
     "regions": lambda plan: len(plan.regions),
+    "lean": lean_text,
 }
 _SECONDS = frozenset({"step_s", "exposed_s", "bound_s"})
 _SAVED_BYTES: Mapping[Saving, str] = {saving: f"activations_{said}_bytes" for saving, said in SAID.items()}

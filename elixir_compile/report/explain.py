@@ -77,7 +77,10 @@ def answer_of(survey: Survey, subject: str) -> Answer:
     if found.region is not None:
         return Answer(subject=subject, region=region_answer(survey, found.region))
     buckets = tuple(bucket_answer(survey, bucket, found) for bucket in found.buckets)
-    return Answer(subject=subject, buckets=buckets, layers=layer_answers(survey, found.groups))
+    layers = layer_answers(survey, found.groups)
+    if found.lean_groups:
+        layers += layer_answers(survey.of_lean_calls(), found.lean_groups, is_lean=True)
+    return Answer(subject=subject, buckets=buckets, layers=layers)
 
 
 def answer_text(found: Answer, peak_at: str) -> str:
@@ -106,6 +109,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("host", [format_bytes(made.host_peak_bytes)]),
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
             ("calls", [str(found.calls)] if found.calls.num > 1 else []),
+            ("lean calls", [found.lean] if found.lean else []),
             ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("ranks", [_class_text(line, found.rank) for line in found.classes]),
@@ -228,7 +232,7 @@ def _layer_text(found: LayerAnswer) -> str:
     is_kept = all(group.saving is Saving.KEEP for group in groups)
     undecided = "they fit on the device: no decision moved them" if is_kept else "no decision of this plan names them"
     return entry_text(
-        f"{found.layer}  activations of {asked}, {nbytes}",
+        f"{found.layer}  activations of {asked}, {nbytes}{', in lean calls' if found.is_lean else ''}",
         [
             *((answer.group.id.removeprefix(f"{found.layer}."), [_group_text(answer)]) for answer in found.groups),
             ("why", why or [undecided]),

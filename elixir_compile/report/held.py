@@ -86,6 +86,10 @@ class Survey:
     """What answers about a plan share; `held` is None if the graph is not given."""
 
     def __init__(self, plan: Plan, graph: StepGraph | None = None) -> None:
-        self.plan = plan
+        self.plan, self._graph = plan, graph
         self.moves = PlanMoves(plan)
         self.held = None if graph is None else Holdings(graph, plan)
+
+    def of_lean_calls(self) -> "Survey":
+        """Return the survey of the plan's lean calls, which it must have."""
+        return Survey(self.plan.of_lean_calls(), self._graph)

@@ -4,7 +4,7 @@ from collections import Counter
 
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
-from elixir_compile.report.activations import savings_text
+from elixir_compile.report.activations import lean_text, savings_text
 from elixir_compile.units import format_bytes, format_s
 
 
@@ -20,6 +20,7 @@ def plan_line(plan: Plan) -> str:
         *([str(plan.calls)] if plan.calls.num > 1 else []),
     ]
     parts += [f"activations {savings_text(plan)}"] if plan.activations else []
+    parts += [f"lean {lean_text(plan)}"] if plan.lean is not None else []
     parts += _moments(plan)
     return "   ".join(parts)
 

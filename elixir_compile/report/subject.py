@@ -101,6 +101,8 @@ class Subject:
     params: frozenset[StorageId] = frozenset()
     """The parameters under the name, if it is the name of a parameter or a module."""
     groups: tuple[Activations, ...] = ()
+    lean_groups: tuple[Activations, ...] = ()
+    """Groups of lean calls."""
     region: Region | None = None
 
 
@@ -117,11 +119,14 @@ def find_subject(plan: Plan, name: str) -> Subject:
         if region.id == name:
             return Subject(name=name, region=region)
     found = frozenset(param for bucket in plan.buckets for param in bucket.params if _has_parts(param, name))
-    groups = tuple(group for group in plan.activations if _has_parts(group.id, name))
-    if not found and not groups:
+    lean = () if plan.lean is None else plan.lean.activations
+    groups, lean_groups = (
+        tuple(own for own in activations if _has_parts(own.id, name)) for activations in (plan.activations, lean)
+    )
+    if not found and not groups and not lean_groups:
         raise UnknownSubject(name, _names(plan))
     buckets = tuple(bucket for bucket in plan.buckets if not found.isdisjoint(bucket.params))
-    return Subject(name=name, buckets=buckets, params=found, groups=groups)
+    return Subject(name=name, buckets=buckets, params=found, groups=groups, lean_groups=lean_groups)
 
 
 def _has_parts(path: str, name: str) -> bool:
@@ -133,7 +138,8 @@ def _names(plan: Plan) -> list[str]:
     names: dict[str, None] = dict.fromkeys([bucket.id for bucket in plan.buckets])
     names |= dict.fromkeys([region.id for region in plan.regions])
     params = [param for bucket in plan.buckets for param in bucket.params]
-    for path in (*params, *(group.id for group in plan.activations)):
+    lean = () if plan.lean is None else plan.lean.activations
+    for path in (*params, *(group.id for group in (*plan.activations, *lean))):
         parts = path.split(".")
         for start in range(len(parts)):
             names |= dict.fromkeys(".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))

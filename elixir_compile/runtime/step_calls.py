@@ -26,6 +26,8 @@ class _Progress:
     """Backward passes that have ended."""
     waiting: set[int] = field(default_factory=set)
     """The numbers of the forwards whose backward has not begun; a forward that was dropped may still be among them."""
+    full: set[int] = field(default_factory=set)
+    """The numbers of full forwards (see `ir.lean_calls`), of which some may wait no longer."""
 
 
 class StepCalls:
@@ -100,6 +102,7 @@ class StepCalls:
         """
         progress = self._progress.setdefault(graph, _Progress())
         progress.waiting &= set(alive)
+        progress.full &= progress.waiting
         number = self._running = self.number_of_forward(graph, alive)
         if number > self.spec.num or len(progress.waiting) >= self.spec.outstanding:
             numbers = (len(progress.waiting), progress.num_done, self.spec.num, self.spec.outstanding)
@@ -113,10 +116,19 @@ class StepCalls:
         progress = self._progress.get(graph)
         return progress is not None and number in progress.waiting
 
-    def note_forward(self, number: int) -> None:
-        """Note that the forward that ran last, number `number` of all, waits for its backward."""
+    def num_full(self, graph: object | None, alive: Collection[int]) -> int:
+        """Return how many full forwards of `graph` wait for their backward; `alive` are the numbers of outstanding
+        forwards, and `graph` is None for inference."""
+        progress = None if graph is None else self._progress.get(graph)
+        return 0 if progress is None else len((progress.waiting & progress.full).intersection(alive))
+
+    def note_forward(self, number: int, *, is_lean: bool) -> None:
+        """Note that the forward that ran last, number `number` of all, waits for its backward, and whether it is a
+        lean one."""
         if self._last is not None:
             self._last.waiting.add(number)
+            if not is_lean:
+                self._last.full.add(number)
 
     @contextlib.contextmanager
     def backward(self, graph: object, number: int, *, trains: bool) -> Iterator[None]:

@@ -25,7 +25,8 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
-from elixir_compile.simulate import prediction_of, prices, simulate
+from elixir_compile.search.writing import predicted
+from elixir_compile.simulate import prices
 from elixir_compile.units import format_bytes, format_s
 
 log = logging.getLogger("elixir_compile")
@@ -128,10 +129,8 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
         for placement in plan.placements
     )
     moved = replace(plan, placements=placements)
-    record = simulate(problem.graph, moved, problem.cluster, problem.measured)
-    prediction = prediction_of(record, plan.prediction.device_peak_bytes, plan.prediction.device_peak_at)
     decisions = (*plan.decisions, *_decisions(problem, plan, going))
-    return replace(moved, prediction=prediction, decisions=decisions)
+    return replace(moved, prediction=predicted(problem, moved)[0], decisions=decisions)
 
 
 def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> list[Decision]:

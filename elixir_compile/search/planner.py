@@ -31,6 +31,7 @@ from elixir_compile.search.heuristics.rules import (
     place_exhaustively,
 )
 from elixir_compile.search.host_memory import host_floor_bytes, plan_with_disk, with_min_host_bytes
+from elixir_compile.search.lean_calls import with_lean_calls
 from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
@@ -66,7 +67,9 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
 
     def place(variant: Problem, clock: Clock) -> Plan:
         evaluator = Evaluator(gather_facts(variant))
-        return write_out(evaluator, _place(evaluator, planner, timeout_s, clock))
+        draft = _place(evaluator, planner, timeout_s, clock)
+        made = write_out(evaluator, draft)
+        return with_lean_calls(evaluator, draft, made) if planner == "milp" else made
 
     def search_without_solver(variant: Problem) -> Plan:
         evaluator = Evaluator(gather_facts(variant))

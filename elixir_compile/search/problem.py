@@ -118,6 +118,8 @@ class Problem:
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
     calls: Calls = field(default=ONCE, metadata=LEFT_OUT)
     """How often a step calls the graph, and how many of its forwards are outstanding at once."""
+    may_have_lean_calls: bool = field(default=True, metadata=LEFT_OUT)
+    """Whether some calls of a step may save less than others. False where the plans of ranks differ."""
     common_rows: int | None = None
     """The greatest common divisor of the batches of all ranks, in rows: a number of micro-batches that the search
     chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from elixir_compile.analysis.formula import peak_formula
 from elixir_compile.analysis.laps import laps_in
+from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import (
     Activations,
     Bucket,
-    Calls,
     Decision,
-    Lane,
     OpId,
     Placement,
     Plan,
@@ -20,18 +19,17 @@ from elixir_compile.ir import (
     Record,
     Region,
     Schedule,
-    Verb,
     fingerprint,
-    verb_of,
 )
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
 from elixir_compile.search.policy import policy_decisions
 from elixir_compile.search.problem import Problem, update_time
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
+from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
-from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
+from elixir_compile.simulate import further_call, hidden_update_share, prediction_of, simulate
 from elixir_compile.simulate.traffic import tensor_traffic
 from elixir_compile.units import format_bytes, format_s
 
@@ -43,21 +41,12 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     facts, problem = evaluator.facts, evaluator.facts.problem
     # The search counts more bytes than several calls hold at once, so its bound is none for the plans of such a step.
     proved = draft.certificate if problem.calls.num == 1 else None
-    cuts = cut_regions(facts, draft.levels, draft.moves)
-    actions = step_actions(facts, draft.levels, draft.moves, cuts)
-    streamed = draft.moves.streamed
-    buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
-    placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)
-    unpredicted = unpredicted_plan(
-        problem, facts.buckets, placements, facts.activations, regions(facts, cuts), schedule(actions), draft.planner
-    )
+    unpredicted = written(facts, draft)
     if proved is not None:
         unpredicted = replace(
             unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_saves_s=proved.gib_saves_s
         )
-    peak = plan_timeline(problem.graph, unpredicted).peak
-    record = simulate(problem.graph, unpredicted, problem.cluster, problem.measured)
-    prediction = of_all_calls(prediction_of(record, peak.nbytes, peak.op), record, problem.calls)
+    prediction, record = predicted(problem, unpredicted)
     return replace(
         unpredicted,
         prediction=prediction,
@@ -67,15 +56,42 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
             *update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record)),
         ),
         formula=peak_formula(problem.graph, unpredicted),
-        symbols=problem.graph.symbols,
     )
 
 
-def of_all_calls(prediction: Prediction, record: Record, calls: Calls) -> Prediction:
-    """Return the `prediction` of a step that calls the graph once for a step of `calls`, each of which runs all regions
-    of `record`. Transfers of activations in the other calls count as hidden."""
-    runs = (span for span in record.spans if span.lane is Lane.COMPUTE and verb_of(span.label) == Verb.RUN)
-    return replace(prediction, step_s=prediction.step_s + (calls.num - 1) * sum(s.end_s - s.start_s for s in runs))
+def written(facts: Facts, draft: DraftPlan) -> Plan:
+    """Return `draft`, whose modes are those of `facts`, as a plan without a prediction."""
+    cuts = cut_regions(facts, draft.levels, draft.moves)
+    actions = step_actions(facts, draft.levels, draft.moves, cuts)
+    buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
+    streamed = draft.moves.streamed
+    placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)
+    made = regions(facts, cuts)
+    return unpredicted_plan(
+        facts.problem, facts.buckets, placements, facts.activations, made, schedule(actions), draft.planner
+    )
+
+
+def predicted(problem: Problem, plan: Plan) -> tuple[Prediction, Record]:
+    """Return the prediction of a step of `plan`, which answers `problem`, and the record of one call of a step.
+
+    The record has the gathers, reduces and updates of the step. Each further call takes its regions, and what it waits
+    for its activations.
+    """
+    graph, calls = problem.graph, plan.calls
+    peak = plan_timeline(graph, plan).peak
+    record = simulate(graph, plan, problem.cluster, problem.measured)
+    prediction = prediction_of(record, peak.nbytes, peak.op)
+    if calls.num == 1:
+        return prediction, record
+    num_full = calls.num if plan.lean is None else num_full_calls(calls, plan.lean.num_full)
+    step_s, exposed_s = prediction.step_s, prediction.exposed_s
+    further = [(num_full - 1, plan)] + ([] if plan.lean is None else [(calls.num - num_full, plan.of_lean_calls())])
+    for num, own in further:
+        call = further_call(graph, own, problem.cluster, problem.measured)
+        step_s += num * call.step_s
+        exposed_s += num * call.exposed_s
+    return replace(prediction, step_s=step_s, exposed_s=exposed_s), record
 
 
 _NOTHING = Prediction(
@@ -112,6 +128,7 @@ def unpredicted_plan(
         decisions=(),
         prediction=_NOTHING,
         planner=planner,
+        symbols=problem.graph.symbols,
         tensor=tensor_traffic(problem.graph, activations, laps_in(regions), problem.cluster),
     )
 

@@ -2,6 +2,7 @@
 
 from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.engine import Cycle, Played, play, simulate
+from elixir_compile.simulate.further_call import FurtherCall, further_call
 from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,
@@ -15,6 +16,7 @@ from elixir_compile.simulate.prices import OpSeconds, Prices, crossing_s, prices
 __all__ = [
     "Cycle",
     "Drawing",
+    "FurtherCall",
     "OpSeconds",
     "Played",
     "Prices",
@@ -22,6 +24,7 @@ __all__ = [
     "crossing_s",
     "exposed_by_lane",
     "exposed_s",
+    "further_call",
     "hidden_share",
     "hidden_update_share",
     "play",

@@ -230,7 +230,9 @@ class Player:
         cycle: Cycle,
         copies: Mapping[RegionId, LapCopies | None],
     ) -> None:
-        self.lanes, self._run_s, self._placements, self.cycle = lanes, run_s, placements, cycle
+        self.lanes, self._placements, self.cycle = lanes, placements, cycle
+        self.run_s = run_s
+        """The seconds of each region."""
         self._copies = copies
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
@@ -303,7 +305,7 @@ class Player:
         if lanes.updating_s or lanes.arriving:
             for bucket in self.cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
-        lanes.run(region, self._run_s[region], self._copies.get(region))
+        lanes.run(region, self.run_s[region], self._copies.get(region))
 
     def _update(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket after the backward; updates by the host do not wait for updates by the device."""

@@ -1,6 +1,6 @@
 """Count the device bytes of a step of several calls by carrying out all of its calls, one after another, on one rank.
 
-`analysis.plan_timeline` counts the same bytes from three kinds of calls. This count keeps the set of allocations of all
+`analysis.plan_timeline` counts the same bytes from kinds of calls. This count keeps the set of allocations of all
 calls. They share the ops that run and the stretches in which a call's own storages are on the device
 (`analysis.timeline.device_lives`), which other tests count a second time.
 """
@@ -11,7 +11,7 @@ from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.timeline import device_lives
-from elixir_compile.ir import Kind, Phase, Plan, StepGraph, Verb
+from elixir_compile.ir import BackwardOrder, Kind, Phase, Plan, StepGraph, Verb
 from elixir_compile.ir.schedule import BucketRef, GradientRef, RegionRef
 
 
@@ -23,75 +23,98 @@ def order_of(num: int, outstanding: int) -> str:
 def peak_of_calls(graph: StepGraph, plan: Plan) -> int:
     """Return the most bytes at any op of any call of a step under `plan`, in the order of `order_of`."""
     walk = _Calls(graph, plan)
-    started = ended = 0
+    started = 0
+    waiting: list[int] = []
     for letter in order_of(plan.calls.num, plan.calls.outstanding):
         if letter == "F":
             walk.half(started, Phase.FORWARD)
+            waiting.append(started)
             started += 1
         else:
-            walk.half(ended, Phase.BACKWARD)
-            ended += 1
+            walk.half(waiting.pop(-1 if plan.calls.backward_order is BackwardOrder.LAST_FIRST else 0), Phase.BACKWARD)
     walk.update()
     return walk.most
 
 
-class _Calls:
-    """The allocations after the calls so far."""
+class _Program:
+    """What the full or the lean calls of a plan run."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.plan, self.step = plan, as_run(graph, plan.activations, laps_of(plan))
         self.lives = device_lives(graph, plan)
         self.index = {op.id: i for i, op in enumerate(self.step.ops)}
         self.storages = {storage.id: storage for storage in self.step.storages}
-        owned = {name for bucket in plan.buckets for name in bucket.params}
         self.own = [s for s in self.step.storages if s.id in self.lives and s.kind in (Kind.SAVED, Kind.TEMP)]
-        self.fixed = plan.base_bytes + sum(
-            s.nbytes * (plan.calls.num if s.kind is Kind.INPUT else 1)
-            for s in self.step.storages
-            if s.kind in (Kind.INPUT, Kind.BUFFER) or (s.kind is Kind.PARAM and s.id not in owned)
-        )
-        homes = zip(plan.buckets, plan.placements, strict=True)
-        self.fixed += sum(nbytes for bucket, home in homes for _, nbytes in resting(bucket, home))
-        self.copies: dict[str, int] = {}
-        self.grads: dict[tuple[str, int], int] = {}
-        self.waiting: set[int] = set()
-        self.done: set[int] = set()
-        self.most = 0
+        self.held = sum(s.nbytes for s in self.own if self.crosses(s.id) or s.id in self.step.outputs)
 
-    def half(self, call: int, phase: Phase) -> None:
-        """Run the forward or the backward of `call`."""
-        regions = {region.id: region for region in self.plan.regions}
-        self.waiting.discard(call)
-        last = self.plan.calls.num - 1
-        for action in self._actions(phase):
-            match action.verb, action.target:
-                case Verb.RUN, RegionRef(name):
-                    for i in range(self.index[regions[name].first], self.index[regions[name].last] + 1):
-                        self._run(call, i)
-                case Verb.GATHER, BucketRef(name):
-                    self.copies[name] = next(b.nbytes for b in self.plan.buckets if b.id == name)
-                case Verb.RELEASE, BucketRef(name) if call == last:
-                    self.copies.pop(name, None)
-                case Verb.REDUCE, BucketRef(name):
-                    self._add(name, call)
-                case Verb.WAIT, GradientRef(name) if call == last:
-                    for key in [key for key in self.grads if key[0] in self._params(name)]:
-                        del self.grads[key]
-        if phase is Phase.FORWARD:
-            self.waiting.add(call)
-        else:
-            self.done.add(call)
-
-    def update(self) -> None:
-        self._note(self.fixed + sum(self.grads.values()))
-
-    def _actions(self, phase: Phase) -> Iterable:
+    def actions(self, phase: Phase) -> Iterable:
+        """Return the actions of one half."""
         actions = self.plan.schedules[0].actions
         names = {RegionRef(r.id) for r in self.plan.regions if r.phase is Phase.FORWARD}
         end = max(i for i, action in enumerate(actions) if action.target in names) + 1
         while end < len(actions) and actions[end].verb in (Verb.RELEASE, Verb.OFFLOAD, Verb.WAIT):
             end += 1
         return actions[:end] if phase is Phase.FORWARD else actions[end:]
+
+    def crosses(self, name: str) -> bool:
+        """Return whether a storage is there between the halves."""
+        num_forward = sum(op.phase is Phase.FORWARD for op in self.step.ops)
+        return any(life.first < num_forward <= life.last for life in self.lives[name])
+
+
+class _Calls:
+    """The allocations after the calls so far."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.plan = plan
+        self.full = _Program(graph, plan)
+        self.lean = self.full if plan.lean is None else _Program(graph, plan.of_lean_calls())
+        owned = {name for bucket in plan.buckets for name in bucket.params}
+        self.fixed = plan.base_bytes + sum(
+            s.nbytes * (plan.calls.num if s.kind is Kind.INPUT else 1)
+            for s in self.full.step.storages
+            if s.kind in (Kind.INPUT, Kind.BUFFER) or (s.kind is Kind.PARAM and s.id not in owned)
+        )
+        homes = zip(plan.buckets, plan.placements, strict=True)
+        self.fixed += sum(nbytes for bucket, home in homes for _, nbytes in resting(bucket, home))
+        self.copies: dict[str, int] = {}
+        self.grads: dict[tuple[str, int], int] = {}
+        self.waiting: dict[int, _Program] = {}
+        self.num_done = self.num_full_calls = self.most = 0
+
+    def half(self, call: int, phase: Phase) -> None:
+        """Run the forward or the backward of `call`."""
+        if phase is Phase.FORWARD:
+            limit = self.plan.calls.num if self.plan.lean is None else self.plan.lean.num_full
+            is_full = sum(other is self.full for other in self.waiting.values()) < limit
+            program = self.full if is_full else self.lean
+            self.num_full_calls += is_full
+            is_last = call == self.plan.calls.num - 1
+        else:
+            program = self.waiting.pop(call)
+            is_last = self.num_done == self.plan.calls.num - 1
+        regions = {region.id: region for region in program.plan.regions}
+        for action in program.actions(phase):
+            match action.verb, action.target:
+                case Verb.RUN, RegionRef(name):
+                    for i in range(program.index[regions[name].first], program.index[regions[name].last] + 1):
+                        self._run(program, call, i)
+                case Verb.GATHER, BucketRef(name):
+                    self.copies[name] = next(b.nbytes for b in self.plan.buckets if b.id == name)
+                case Verb.RELEASE, BucketRef(name) if is_last:
+                    self.copies.pop(name, None)
+                case Verb.REDUCE, BucketRef(name):
+                    self._add(name, call)
+                case Verb.WAIT, GradientRef(name) if is_last:
+                    for key in [key for key in self.grads if key[0] in self._params(name)]:
+                        del self.grads[key]
+        if phase is Phase.FORWARD:
+            self.waiting[call] = program
+        else:
+            self.num_done += 1
+
+    def update(self) -> None:
+        self._note(self.fixed + sum(self.grads.values()))
 
     def _params(self, bucket: str) -> tuple[str, ...]:
         return next(own.params for own in self.plan.buckets if own.id == bucket)
@@ -102,22 +125,19 @@ class _Calls:
             nbytes = self.grads.pop(key)
             self.grads[key[0], -1] = nbytes
 
-    def _run(self, call: int, op: int) -> None:
-        for name in self.step.ops[op].writes:
-            if self.storages[name].kind is Kind.GRAD:
-                self.grads[self.storages[name].of or name, call] = self.storages[name].nbytes
-        is_backward = self.step.ops[op].phase is Phase.BACKWARD
-        own = sum(s.nbytes for s in self.own if any(life.first <= op <= life.last for life in self.lives[s.id]))
+    def _run(self, program: _Program, call: int, op: int) -> None:
+        for name in program.step.ops[op].writes:
+            if program.storages[name].kind is Kind.GRAD:
+                self.grads[program.storages[name].of or name, call] = program.storages[name].nbytes
+        is_backward = program.step.ops[op].phase is Phase.BACKWARD
+        lives = program.lives
+        own = sum(s.nbytes for s in program.own if any(life.first <= op <= life.last for life in lives[s.id]))
         if is_backward:
-            own += sum(s.nbytes for s in self.own if s.id in self.step.outputs and not self._crosses(s.id))
-        held = sum(s.nbytes for s in self.own if self._crosses(s.id) or s.id in self.step.outputs)
-        copies = sum(self.copies.values())
-        grads = sum(self.grads.values())
-        self._note(self.fixed + own + len(self.waiting) * held + copies + grads)
-
-    def _crosses(self, name: str) -> bool:
-        num_forward = sum(op.phase is Phase.FORWARD for op in self.step.ops)
-        return any(life.first < num_forward <= life.last for life in self.lives[name])
+            outputs = program.step.outputs
+            own += sum(s.nbytes for s in program.own if s.id in outputs and not program.crosses(s.id))
+        held = sum(other.held for other in self.waiting.values())
+        copies, grads = sum(self.copies.values()), sum(self.grads.values())
+        self._note(self.fixed + own + held + copies + grads)
 
     def _note(self, nbytes: int) -> None:
         self.most = max(self.most, nbytes)

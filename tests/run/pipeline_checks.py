@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import elixir_compile as elixir
+from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from tests.run.updating import small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
 DEFAULTS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}
+ALL_ON_THE_HOST: Mapping[str, Any] = {
+    "placement_policy": "static",
+    "shard_param_frac": 1.0,
+    "offload_optim_frac": 1.0,
+    "offload_param_frac": 1.0,
+}
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
 
 
@@ -111,13 +120,28 @@ def train_pipeline(
         "messages": dict(messages),
         "plans": [str(plan.calls) for plan in plans],
         "planned": [counted(plan) for plan in plans],
+        "in_all_calls": [counted_in_all_calls(plan) for plan in plans],
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
-        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "saved": [savings(plan) for plan in plans],
+        "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
         "peaks": [
             (elixir.compilations(modules[i])[-1].rank_peak_bytes, plan.budget_bytes)
             for i, plan in zip(own, plans, strict=True)
         ],
+        "homes": [sorted({(home.param.value, home.streamed) for home in plan.placements}) for plan in plans],
     }
+
+
+def train_streamed(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Return the result of `train_pipeline` for each schedule of `names`, with all of each stage on the host, and the
+    update of every second bucket streamed to the device."""
+
+    def streamed(plan: elixir.Plan) -> elixir.Plan:
+        homes = [replace(home, streamed=number % 2 == 0) for number, home in enumerate(plan.placements)]
+        return replace(plan, placements=tuple(homes))
+
+    with small_buckets(streamed):
+        return {name: train_pipeline(rank, world_size, name, ALL_ON_THE_HOST) for name in names}
 
 
 def train_sharded(
@@ -259,7 +283,8 @@ def measure_pipeline(
         "homes": [sorted({placement.optim.value for placement in plan.placements}) for plan in plans],
         "reduces": [counted(plan)["reduce"] for plan in plans],
         "reduced": [now["reduce"] - then["reduce"] for now, then in zip(after, before, strict=True)],
-        "saved": [sorted({group.saving.value for group in plan.activations}) for plan in plans],
+        "saved": [savings(plan) for plan in plans],
+        "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
     }
 
 
@@ -307,6 +332,22 @@ def counted(plan: elixir.Plan) -> dict[str, int]:
     return dict(
         collections.Counter(action.verb.value for action in plan.schedules[0].actions if action.verb is not Verb.RUN)
     )
+
+
+def counted_in_all_calls(plan: elixir.Plan) -> collections.Counter[str]:
+    """Return the actions of all calls of a step by verb, if each call did all actions of its schedule."""
+    num_full = plan.calls.num if plan.lean is None else num_full_calls(plan.calls, plan.lean.num_full)
+    found = collections.Counter({verb: num_full * count for verb, count in counted(plan).items()})
+    if plan.lean is not None:
+        lean = counted(plan.of_lean_calls())
+        found += collections.Counter({verb: (plan.calls.num - num_full) * count for verb, count in lean.items()})
+    return found
+
+
+def savings(plan: elixir.Plan) -> list[str]:
+    """Return the treatments of activations in any call."""
+    lean = () if plan.lean is None else plan.lean.activations
+    return sorted({group.saving.value for group in (*plan.activations, *lean)})
 
 
 @torch.no_grad()

@@ -168,6 +168,33 @@ def reduces_in_fp32(rank: int, world_size: int, shape: list[int], is_tight: bool
     }
 
 
+def sums_calls_in_fp32(rank: int, world_size: int, order: str) -> dict[str, float]:
+    """Run two steps of the calls `order`, and compare the gradient of each with the sum in fp32 of the means of each
+    call. Returns how far they are apart, and how far the sums in 16 bits would be."""
+    batches = [own_rows(batch).bfloat16() for batch in rows(order.count("F"))]
+    model = prepared([world_size], "bfloat16")
+    outstanding = max(order[:end].count("F") - order[:end].count("B") for end in range(len(order)))
+    elixir.prepare(model, outstanding=outstanding, calls=len(batches))
+    compiled, double = compiled_with(model, reduce_dtype="float32"), Small().bfloat16()
+    exact = torch.compile(double, backend="aot_eager")
+    apart = narrow = 0.0
+    for _ in range(2):
+        forwards, waiting = iter(batches), []
+        for letter in order:
+            waiting.append(compiled(next(forwards))) if letter == "F" else waiting.pop(0).backward()
+        sums: list[torch.Tensor] | None = None
+        for x in batches:
+            means = means_alone(exact, x)
+            sums = means if sums is None else [total + mean for total, mean in zip(sums, means, strict=True)]
+        assert sums is not None
+        for param, total in zip(model.parameters(), sums, strict=True):
+            assert own_grad(param).dtype == torch.float32
+            apart = max(apart, (full(param.grad) - total).abs().max().item())
+            narrow = max(narrow, (total.bfloat16().float() - total).abs().max().item())
+            param.grad = None
+    return {"apart": apart, "narrow": narrow}
+
+
 def refuses_other_plans(rank: int, world_size: int, folder: str) -> None:
     """Follow a plan that reduces in fp32, with the option and without it."""
     x, path = own_rows(rows(1)[0]).bfloat16(), f"{folder}/plan.json"

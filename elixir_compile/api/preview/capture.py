@@ -30,6 +30,8 @@ from elixir_compile.managed.cast_and_shard import gets_master, torch_dtype
 from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import add_master, has_master
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import DTensor
 from elixir_compile.options import Options
 from elixir_compile.platforms import accelerator
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
@@ -266,7 +268,8 @@ def _stand_in(
     The buffers of the copy are on `device`. If `dtype` is given, its parameters are as after a cast to `dtype`, with
     masters. `model` stays as it is.
 
-    Raises UnsupportedModel if the model has no parameters, a parameter has no shape yet, or the model cannot be copied.
+    Raises UnsupportedModel if the model has no parameters, a parameter has no shape yet or is cut along a tensor axis,
+    or the model cannot be copied.
     """
     params = list(model.parameters())
     if not params:
@@ -276,6 +279,7 @@ def _stand_in(
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
+        _require_no_tensor_axis(name, param)
         is_cast = dtype is not None and gets_master(param, dtype)
         own = _without_weights(param, memory, dtype if is_cast else None)
         if is_cast or has_master(param):
@@ -291,6 +295,19 @@ def _stand_in(
     except Exception as error:
         reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
         raise UnsupportedModel(type(model).__name__, reason) from error
+
+
+def _require_no_tensor_axis(name: str, param: nn.Parameter) -> None:
+    """Raise UnsupportedModel if `param` is a DTensor, unless `prepare` cut it along data axes alone."""
+    slot = slot_of(param)
+    if isinstance(param, DTensor) and (slot is None or slot.part is not None):
+        axes = " x ".join(map(str, param.device_mesh.shape))
+        because = (
+            f"it is cut over a mesh of {axes} ranks, and a plan without a run is for one rank with plain parameters. "
+            "Prepare and compile the model itself, under `init_process_group('fake', rank=0, world_size=...)` if the "
+            "ranks are not there, and read `compilations(model)[-1].plan` after a forward"
+        )
+        raise UnsupportedModel(name, because)
 
 
 def _nbytes(param: nn.Parameter) -> int:

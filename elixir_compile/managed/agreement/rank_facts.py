@@ -195,8 +195,10 @@ def plan_digest(plan: Plan) -> str:
 
     Bytes of activations and predictions may differ, as batches may.
     """
-    activations = ((group.id, group.saving, group.storages) for group in plan.activations)
-    parts = (plan.buckets, plan.placements, plan.regions, plan.schedules, plan.update, plan.loss_chunks)
+    programs = (plan,) if plan.lean is None else (plan, plan.of_lean_calls())
+    activations = ((group.id, group.saving, group.storages) for own in programs for group in own.activations)
+    parts = (plan.buckets, plan.placements, plan.update, plan.loss_chunks, plan.lean and plan.lean.num_full)
+    parts += tuple(part for own in programs for part in (own.regions, own.schedules))
     return digest_of([*map(repr, parts), *map(repr, activations)])
 
 

@@ -90,16 +90,17 @@ def reserve(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) ->
     return True
 
 
-def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
+def just_in_time(evaluator: Evaluator, levels: Sequence[Level], budget_bytes: int | None = None) -> Moves:
     """Return moves of `levels` with each transfer as late as its link allows without a wait, if memory is free.
 
-    `levels` must fit with transfers at their use.
+    `levels` must fit `budget_bytes`, by default those of the problem, with transfers at their use.
     """
     moves = evaluator.at_use(levels)
+    budget_bytes = evaluator.facts.problem.budget_bytes if budget_bytes is None else budget_bytes
     planned = _JustInTime(
         evaluator=evaluator,
         levels=levels,
-        free_bytes=evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves),
+        free_bytes=budget_bytes - evaluator.memory.live_bytes(levels, moves),
         starts=[cut.first for cut in cut_regions(evaluator.facts, levels, moves)],
     )
     placed = planned.gathered(moves.residencies)

@@ -76,13 +76,14 @@ def _plan_in_one_order(
 def with_buckets_formed(problem: Problem) -> Problem:
     """Return `problem` with all of its buckets in force, the new ones on the device and resident.
 
-    The buckets depend on the parameters alone, so they are equal for all ranks.
+    The buckets depend on the parameters alone, so they are equal for all ranks. All calls of a step are treated alike.
     """
     own = problem.buckets
     formed = form_buckets(with_larger_buckets(problem) or problem)
     new = [bucket for bucket in formed if bucket not in own]
     there = [Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for bucket in new]
-    return replace(problem, buckets=(*own, *new), placements=(*problem.placements, *there))
+    placements = (*problem.placements, *there)
+    return replace(problem, buckets=(*own, *new), placements=placements, may_have_lean_calls=False)
 
 
 def _searched_again(

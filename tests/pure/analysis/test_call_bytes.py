@@ -85,10 +85,10 @@ def test_more_outstanding_forwards_need_more_bytes() -> None:
 def test_activations_are_recomputed_or_offloaded_for_all_outstanding_forwards() -> None:
     calls = Calls(num=8, outstanding=8)
     problem = problem_of_calls(calls, share=0.6)
-    made = plan(problem, "milp", 1.0)
+    made = plan(problem, "greedy")
     assert made.calls == calls
     assert made.bound_s is None
-    assert {group.saving for group in made.activations} > {Saving.KEEP}
+    assert Saving.OFFLOAD in {group.saving for group in made.activations}
     away = sum(group.nbytes for group in made.activations if group.saving is Saving.OFFLOAD)
     assert made.prediction.host_peak_bytes >= 8 * away
     assert plan_from_json(plan_to_json(made)) == made

@@ -8,20 +8,21 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis import liveness
 from elixir_compile.analysis.bucket_bytes import resting
-from elixir_compile.analysis.rank_peak import Run, StageBytes, most_beside, stage_peaks
+from elixir_compile.analysis.rank_peak import Done, Run, StageBytes, most_beside, stage_peaks
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Calls, Kind, Phase, Plan, Saving, StepGraph
+from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, Saving, StepGraph
 from elixir_compile.search import plan
 from tests.pure.analysis.test_call_bytes import problem_of_calls
+from tests.pure.analysis.test_lean_bytes import small_pair
 from tests.pure.calls_walk import order_of
 
 LETTERS = {"F": Phase.FORWARD, "B": Phase.BACKWARD}
 
 
 def runs_of(order: str) -> list[Run]:
-    """Return runs from their texts: `0F 1F 1B 0B`."""
-    return [(int(run[0]), LETTERS[run[1]]) for run in order.split()]
+    """Return runs from their texts, stage, letter and micro-batch: `0F0 1F0 1B0 0B0`."""
+    return [Run(int(run[0]), LETTERS[run[1]], int(run[2])) for run in order.split()]
 
 
 def kept(calls: Calls) -> tuple[StepGraph, Plan]:
@@ -38,9 +39,22 @@ def test_one_stage_has_the_peak_of_its_plan(num: int, outstanding: int, share: f
         made = plan(problem, "greedy")
     except NoFeasiblePlan:
         return
-    runs = [(0, LETTERS[letter]) for letter in order_of(num, calls.outstanding)]
+    order = order_of(num, calls.outstanding)
+    runs = [Run(0, LETTERS[letter], order[:at].count(letter)) for at, letter in enumerate(order)]
     (peak,) = stage_peaks([[StageBytes(problem.graph, made)]], runs)
     assert peak.beside_bytes == 0
+    assert peak.own_bytes == plan_timeline(problem.graph, made).peak.nbytes
+
+
+@pytest.mark.parametrize("order", [BackwardOrder.FIRST_FIRST, BackwardOrder.LAST_FIRST])
+@pytest.mark.parametrize("num_full", [1, 3, 5])
+def test_one_stage_with_lean_calls_has_the_peak_of_its_plan(order: BackwardOrder, num_full: int) -> None:
+    problem, made = small_pair(order, num_full)
+    micro_batches = list(range(made.calls.num))
+    runs = [Run(0, Phase.FORWARD, number) for number in micro_batches]
+    reverse = order is BackwardOrder.LAST_FIRST
+    runs += [Run(0, Phase.BACKWARD, number) for number in sorted(micro_batches, reverse=reverse)]
+    (peak,) = stage_peaks([[StageBytes(problem.graph, made)]], runs)
     assert peak.own_bytes == plan_timeline(problem.graph, made).peak.nbytes
 
 
@@ -62,13 +76,13 @@ def test_a_stage_between_its_runs_holds_what_waits_and_the_sums_of_gradients() -
     stage = StageBytes(graph, made)
     for started, ended in [(0, 0), (1, 0), (4, 0), (4, 1), (4, 3), (4, 4)]:
         by_hand = held_by_hand(graph, made, started - ended, has_grads=ended > 0)
-        assert stage.idle_bytes(started, ended) == by_hand
+        assert stage.idle_bytes(Done(started, ended)) == by_hand
 
 
 def test_stages_one_after_another_hold_less_than_their_peaks_together() -> None:
     graph, made = kept(Calls(num=2, outstanding=2))
     stage = StageBytes(graph, made)
-    runs = runs_of("0F 0F 1F 1F 1B 1B 0B 0B")  # breadth-first
+    runs = runs_of("0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0")  # breadth-first
     first, second = stage_peaks([[stage], [stage]], runs)
     alone = plan_timeline(graph, made).peak.nbytes
     # The first stage has its peak after all backward passes of the second, whose gradients wait for the update.
@@ -86,7 +100,7 @@ def test_what_the_caller_holds_counts_between_runs(held: str, most: int, times: 
     plain, calls = Calls(num=3, outstanding=3), Calls(num=3, outstanding=3, **{held: most})
     graph, made = kept(plain)
     without, there = (StageBytes(graph, replace(made, calls=each)) for each in (plain, calls))
-    more = [there.idle_bytes(*state) - without.idle_bytes(*state) for state in ((3, 0), (3, 1), (3, 3))]
+    more = [there.idle_bytes(Done(*state)) - without.idle_bytes(Done(*state)) for state in ((3, 0), (3, 1), (3, 3))]
     assert more[1] > 0
     assert more == [number * more[1] for number in times]
-    assert there.idle_bytes(3, 3, is_over=True) == without.idle_bytes(3, 3, is_over=True)
+    assert there.idle_bytes(Done(3, 3), is_over=True) == without.idle_bytes(Done(3, 3), is_over=True)

@@ -195,7 +195,9 @@ def refusals_along_a_tensor_axis() -> dict[str, str]:
         with pytest.raises(elixir.UnsupportedModel) as caught:
             elixir.prepare(model, mesh=mesh["data"], **how)
         said[name] = str(caught.value)
-    return said
+    with pytest.raises(elixir.UnsupportedModel) as caught:
+        elixir.plan(two_layers(mesh["tensor"]), torch.randn(4, 64), hardware="4 x a100-40g")
+    return {**said, "plan": str(caught.value)}
 
 
 def test_models_that_no_plan_can_hold_along_a_tensor_axis_are_refused() -> None:
@@ -204,6 +206,8 @@ def test_models_that_no_plan_can_hold_along_a_tensor_axis_are_refused() -> None:
     assert "buffer scale is not supported: it is a DTensor of shape (64,)" in said["buffer"]
     assert said["lstm"].startswith("weight_ih_l0 is not supported: LSTM reads its parameters directly")
     assert "it is cut along a tensor axis of 2 ranks" in said["lstm"]
+    assert "cut over a mesh of 2 ranks" in said["plan"]
+    assert "init_process_group('fake'" in said["plan"]
     for name in ("buffer", "lstm"):
         assert "out of the plan of `parallelize_module`" in said[name]
 

@@ -23,8 +23,9 @@ def test_two_ranks_average_and_add_up_in_fp32_as_planned(tmp_path: Path) -> None
     checks = [
         [name, [2], is_tight] for name in ("holds_what_is_planned", "reduces_in_fp32") for is_tight in (False, True)
     ]
-    checks.append(["refuses_other_plans", str(tmp_path)])
-    for held_loose, held_tight, loose, tight, _ in all_of(2, tmp_path, *checks):
+    checks += [["sums_calls_in_fp32", "FFBFBFBB"], ["refuses_other_plans", str(tmp_path)]]
+    for held_loose, held_tight, loose, tight, calls, _ in all_of(2, tmp_path, *checks):
+        assert calls["apart"] < 1e-6 < calls["narrow"]
         assert loose["is_cut"] == tight["is_cut"] == [False, True]
         assert held_loose["param"] == loose["param"] == ["device"]
         assert "host" in held_tight["param"]

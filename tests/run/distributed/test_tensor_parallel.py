@@ -82,6 +82,28 @@ def test_two_ranks_in_micro_batches_and_from_meta(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_fractions_of_gemini_along_a_tensor_axis(tmp_path: Path) -> None:
+    """Along a tensor axis alone, and with a data axis beside it."""
+    fractions = [(1.0, 1.0, 1.0), (0.0, 0.5, 0.0)]
+    names = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+    for world_size, shape in ((2, None), (4, [2, 2])):
+        checks = [
+            [
+                "trains",
+                {"shape": shape, "options": {"placement_policy": "static", **dict(zip(names, each, strict=True))}},
+            ]
+            for each in fractions
+        ]
+        everything, half = all_of(world_size, tmp_path, *checks)
+        for own in (*everything, *half):
+            assert max(own["loss"], own["norm"], own["weights"]) < 1e-12
+            assert own["moved"] > 1e-4
+            assert sum(own["executed"].values()) == own["collectives"] > 0
+        assert all(own["optim"] == ["host"] for own in everything)
+        assert all(own["optim"] == ["device", "host"] for own in half)
+
+
+@pytest.mark.slow
 def test_two_by_two_ranks_by_inductor_and_from_meta(tmp_path: Path) -> None:
     shape = [2, 2]
     compiled = {"inner": "inductor", "micro_batches": 2}

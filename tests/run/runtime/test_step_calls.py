@@ -16,6 +16,7 @@ from elixir_compile.errors import (
     UnsupportedBackward,
     UnsupportedModel,
 )
+from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block
 
 OPTIONS = {"inner": "aot_eager", "report": False, "plan_cache": False}
 
@@ -254,6 +255,39 @@ def test_a_hook_runs_if_the_last_call_has_no_gradient_for_its_parameter() -> Non
         loss_of(double, x).backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], double.more.grad)
+
+
+@pytest.mark.parametrize("order", ["FFBFBFBB", "FFFFBBBB"])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_gradients_in_16_bits_are_summed_over_the_calls_in_fp32(order: str, home: str) -> None:
+    """Bit for bit the sums in fp32 of the gradients that the micro-batches have one by one in 16 bits."""
+    double = Block(64).bfloat16()
+    module, most = Block(64), 4 if "FFFF" in order else 2
+    module.load_state_dict(double.state_dict())
+    elixir.prepare(module, param_dtype="bfloat16", outstanding=most, calls=4)
+    optimizer = elixir.HybridAdamW(module.parameters())
+    options = {**OPTIONS, "reduce_dtype": "float32", **(ALL_ON_THE_HOST if home == "host" else {})}
+    compiled = torch.compile(module, backend="elixir", options=options)
+    exact = torch.compile(double, backend="aot_eager")
+    rows = list(torch.randn(4, 8, 64, dtype=torch.bfloat16))
+    for _ in range(2):
+        forwards, waiting = iter(rows), []
+        for letter in order:
+            if letter == "F":
+                waiting.append(loss_of(compiled, next(forwards)))
+            else:
+                waiting.pop(0).backward()
+        sums = {name: torch.zeros(param.shape) for name, param in double.named_parameters()}
+        for x in rows:
+            loss_of(exact, x).backward()
+            for name, param in double.named_parameters():
+                sums[name] += param.grad
+                param.grad = None
+        for name, param in module.named_parameters():
+            assert param.grad.dtype == torch.float32
+            assert torch.equal(param.grad, sums[name])
+        optimizer.zero_grad()
+    assert {placement.param.value for placement in elixir.compilations(module)[-1].plan.placements} == {home}
 
 
 def test_a_split_backward_is_refused() -> None:

@@ -1,0 +1,196 @@
+"""Choose activations per outstanding forward: as many full calls as memory holds, and lean calls beside them.
+
+```text
+  one treatment for all      the plan of the search             8 outstanding: recompute
+  two                        a lighter one, and a stronger one  5 outstanding: keep       3 outstanding: recompute
+```
+
+The search chooses one treatment of activations for all outstanding forwards. With its levels, each lighter treatment
+for full calls is tried beside each stronger one for lean calls. What a pair holds is counted exactly for any number of
+full forwards, so the most that fit are found without a further search. The fastest step of all pairs is taken if it is
+shorter than that of the search.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
+from elixir_compile.analysis.lean_moves import check_lean_moves
+from elixir_compile.analysis.plan_rows import PlanRows
+from elixir_compile.analysis.timeline import away_bytes, offloaded_bytes
+from elixir_compile.errors import IllegalSchedule
+from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
+from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.heuristics.transfers import just_in_time
+from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.modes import modes_by_depth
+from elixir_compile.search.writing import predicted, written
+from elixir_compile.simulate import FurtherCall, further_call
+from elixir_compile.units import format_bytes, format_s
+
+_WORTH = 1e-3
+"""Two treatments must make the step shorter by more than this share: they compile twice as many regions."""
+_UNLIMITED_BYTES = 1 << 62
+_MOST_NUMBERS = 64
+"""The most numbers of full forwards that are tried for a pair."""
+_MOST_WRITTEN = 8
+"""So many of the fastest pairs are counted as plans, until one of them fits and is legal."""
+
+
+def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Plan:
+    """Return `made`, which is `draft` written out, or a faster plan with the same levels and with lean calls."""
+    problem = evaluator.facts.problem
+    if not _may_have_lean_calls(problem, made):
+        return made
+    programs = [_Program(problem, plan, step_s) for plan, step_s in _plans(evaluator, draft, made)]
+    host_bytes = problem.host_budget_bytes - evaluator.at(draft.modes).host_bytes(draft.levels) + away_bytes(made)
+    pairs = sorted(_pairs(problem, host_bytes, programs), key=lambda pair: pair.step_s)
+    limit_s = made.prediction.step_s * (1 - _WORTH)
+    for pair in [pair for pair in pairs if pair.step_s < limit_s][:_MOST_WRITTEN]:
+        plan = paired(problem, pair.full.plan, pair.lean.plan, pair.num_full)
+        expected = plan.prediction
+        if expected.device_peak_bytes <= problem.budget_bytes and expected.step_s < limit_s and _is_legal(plan):
+            return replace(plan, decisions=_decisions(pair, made, plan))
+    return made
+
+
+def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
+    """Return the plan `full` for `problem` with the calls of `lean`, a plan of the same placements, as lean calls."""
+    calls = LeanCalls(num_full=num_full, activations=lean.activations, regions=lean.regions, schedules=lean.schedules)
+    plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_saves_s=None)
+    return replace(plan, prediction=predicted(problem, plan)[0])
+
+
+def _may_have_lean_calls(problem: Problem, made: Plan) -> bool:
+    """Return whether lean calls may make the step of `made` shorter, and this module counts all that the problem asks.
+
+    Other graphs that need memory between the halves are not counted here.
+    """
+    is_counted = problem.may_have_lean_calls and not (problem.between_bytes or problem.after_bytes)
+    is_short = any(group.saving is not Saving.KEEP for group in made.activations)
+    return is_counted and is_short and problem.calls.outstanding > 1 and problem.calls.num <= MOST_CALLS_WITH_LEAN
+
+
+class _Program:
+    """A treatment of activations, as a plan in which all calls have it."""
+
+    def __init__(self, problem: Problem, plan: Plan, step_s: float) -> None:
+        self.plan = plan
+        self.once_s = step_s
+        """Seconds of a step of one call."""
+        self.offloaded_bytes = offloaded_bytes(plan.activations)
+        self._problem = problem
+
+    @cached_property
+    def call(self) -> FurtherCall:
+        """The seconds of a further call."""
+        return further_call(self._problem.graph, self.plan, self._problem.cluster, self._problem.measured)
+
+    @cached_property
+    def nbytes(self) -> CallBytes:
+        """The device bytes of a call."""
+        return CallBytes(PlanRows(self._problem.graph, self.plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Full and lean calls, with the most full forwards that fit."""
+
+    full: _Program
+    lean: _Program
+    num_full: int
+    step_s: float
+    more_bytes: int
+    """The peak with more full forwards; 0 if all but one are full."""
+
+
+def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple[Plan, float]]:
+    """Yield plans with the levels of `draft` and other modes, each with the seconds of a step of one call."""
+    levels = draft.levels
+    yield made, evaluator.at(draft.modes).step_s(levels, draft.moves)
+    for modes in dict.fromkeys(modes_by_depth(evaluator.facts.layers)):
+        if modes == draft.modes:
+            continue
+        own = evaluator.at(modes)
+        # How many full forwards fit decides how early transfers may be, so both ends are tried.
+        times = [just_in_time(own, levels, budget_bytes=_UNLIMITED_BYTES), own.at_use(levels)]
+        for moves in times if times[0] != times[1] else times[:1]:
+            other = replace(draft, modes=modes, moves=moves._replace(streamed=draft.moves.streamed))
+            yield written(own.facts, other), own.step_s(levels, other.moves)
+
+
+def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> Iterator[_Pair]:
+    """Yield each pair of `programs` with the most full forwards that fit, if any do.
+
+    `host_bytes` are left on the host for activations of all outstanding forwards.
+    """
+    calls, most = problem.calls, problem.calls.outstanding - 1
+    numbers = range(most, 0, -math.ceil(most / _MOST_NUMBERS))
+    beside = {num_full: Halves(calls, num_full) for num_full in numbers}
+    for full, lean in product(programs, programs):
+        if full.call.step_s >= lean.call.step_s or full.nbytes.waiting_bytes <= lean.nbytes.waiting_bytes:
+            continue
+        both, more_bytes = TwoPrograms(full.nbytes, lean.nbytes), 0
+        for num_full in numbers:
+            peak_bytes = both.peak_bytes(beside[num_full])
+            away_bytes = num_full * full.offloaded_bytes + (calls.outstanding - num_full) * lean.offloaded_bytes
+            if peak_bytes <= problem.budget_bytes and away_bytes <= host_bytes:
+                num = num_full_calls(calls, num_full)
+                step_s = full.once_s + (num - 1) * full.call.step_s + (calls.num - num) * lean.call.step_s
+                yield _Pair(full=full, lean=lean, num_full=num_full, step_s=step_s, more_bytes=more_bytes)
+                break
+            more_bytes = peak_bytes
+
+
+def _is_legal(plan: Plan) -> bool:
+    try:
+        check_lean_moves(plan)
+    except IllegalSchedule:
+        return False
+    return True
+
+
+def _decisions(pair: _Pair, before: Plan, plan: Plan) -> tuple[Decision, ...]:
+    """Return the decisions of `before` and that to make `pair` the plan `plan`."""
+    calls, full, lean = plan.calls, pair.full, pair.lean
+    num_lean, num = calls.outstanding - pair.num_full, num_full_calls(calls, pair.num_full)
+    saves_bytes = num_lean * (full.nbytes.waiting_bytes - lean.nbytes.waiting_bytes)
+    uniform = f"{_said(before)} all: {format_s(before.prediction.step_s - plan.prediction.step_s)} longer"
+    rejected = (uniform,)
+    because = f"the peak of {format_bytes(plan.prediction.device_peak_bytes)} fits {format_bytes(plan.budget_bytes)}"
+    if pair.more_bytes > plan.budget_bytes:
+        over = format_bytes(pair.more_bytes - plan.budget_bytes)
+        because += f", and one more would be {over} over it"
+        rejected += (f"{pair.num_full + 1} of {calls.outstanding}: {over} over the budget",)
+    own = Decision(
+        subject="outstanding forwards",
+        choice=f"{pair.num_full} of {calls.outstanding} {_said(full.plan)}; the others {_said(lean.plan)}",
+        because=because,
+        cost_s=(calls.num - num) * (lean.call.step_s - full.call.step_s),
+        saves_bytes=saves_bytes,
+        rejected=rejected,
+    )
+    return (own, *_decisions_before(pair, before))
+
+
+def _decisions_before(pair: _Pair, before: Plan) -> Iterator[Decision]:
+    """Yield the decisions of `before`; those on a layer say which calls follow them, or are left out if none do."""
+    layers = {group.id.rpartition(".")[0] or group.id for group in before.activations}
+    for decision in before.decisions:
+        if decision.subject not in layers:
+            yield decision
+        elif before in (pair.full.plan, pair.lean.plan):
+            kind = "full" if before is pair.full.plan else "lean"
+            yield replace(decision, choice=f"{decision.choice}, in {kind} calls")
+
+
+def _said(plan: Plan) -> str:
+    """Return what `plan` does with activations: `recompute 3.0 MiB and offload 1.0 MiB`."""
+    words = {Saving.RECOMPUTE: "recompute", Saving.OFFLOAD: "offload"}
+    found = {saving: sum(own.nbytes for own in plan.activations if own.saving is saving) for saving in words}
+    said = [f"{words[saving]} {format_bytes(nbytes)}" for saving, nbytes in found.items() if nbytes]
+    return " and ".join(said) or "keep their activations"

@@ -1,0 +1,121 @@
+"""Steps with full and lean calls: bytes by kinds of halves, and by all calls carried out; what the verifier refuses."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import verify
+from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls, walked
+from elixir_compile.analysis.plan_rows import PlanRows
+from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.errors import IllegalSchedule, InvalidPlan
+from elixir_compile.ir import BackwardOrder, Calls, LeanCalls, Plan, Saving, Verb, plan_from_json, plan_to_json
+from elixir_compile.search import Problem
+from elixir_compile.search.space.facts import gather_facts
+from tests.pure.calls_walk import peak_of_calls
+from tests.pure.lean_pairs import pair_of, problem_of_mlps
+
+KNOWN = (BackwardOrder.FIRST_FIRST, BackwardOrder.LAST_FIRST)
+
+
+def recomputing(problem: Problem) -> tuple[list[int], list[int]]:
+    """Return the modes that keep all activations, and those that recompute the most."""
+    layers = gather_facts(problem).layers
+    return [0] * len(layers), [max(i for i, mode in enumerate(own.modes) if not mode.away) for own in layers]
+
+
+def small_pair(order: BackwardOrder = BackwardOrder.FIRST_FIRST, num_full: int = 2) -> tuple[Problem, Plan]:
+    """Return a pair that keeps and recomputes, in a step of six calls that are all outstanding."""
+    problem = problem_of_mlps(Calls(num=6, outstanding=6, backward_order=order))
+    return problem, pair_of(problem, *recomputing(problem), num_full)
+
+
+@st.composite
+def pairs(draw: st.DrawFn, orders: tuple[BackwardOrder, ...] = KNOWN) -> tuple[Problem, Plan]:
+    num = draw(st.integers(2, 9))
+    outstanding = draw(st.integers(2, num))
+    calls = Calls(num=num, outstanding=outstanding, backward_order=draw(st.sampled_from(orders)))
+    problem = problem_of_mlps(calls, num_layers=3)
+    facts = gather_facts(problem)
+    full, lean = ([draw(st.integers(0, len(layer.modes) - 1)) for layer in facts.layers] for _ in range(2))
+    levels = draw(st.sampled_from([facts.start_levels, facts.furthest_levels]))
+    return problem, pair_of(problem, full, lean, draw(st.integers(1, outstanding - 1)), levels)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pairs())
+def test_the_planned_peak_is_that_of_all_calls_carried_out(found: tuple[Problem, Plan]) -> None:
+    problem, made = found
+    assert made.lean is not None
+    assert plan_timeline(problem.graph, made).peak.nbytes == peak_of_calls(problem.graph, made)
+    full, lean = (CallBytes(PlanRows(problem.graph, own)) for own in (made, made.of_lean_calls()))
+    halves = Halves(made.calls, made.lean.num_full)
+    assert TwoPrograms(full, lean).peak_bytes(halves) == made.prediction.device_peak_bytes
+
+
+@settings(max_examples=15, deadline=None)
+@given(pairs(orders=(BackwardOrder.ANY,)))
+def test_a_step_in_any_order_holds_at_most_the_planned_peak(found: tuple[Problem, Plan]) -> None:
+    problem, made = found
+    for order in KNOWN:
+        known = replace(made, calls=replace(made.calls, backward_order=order))
+        assert peak_of_calls(problem.graph, known) <= made.prediction.device_peak_bytes
+
+
+@pytest.mark.parametrize(("outstanding", "num_full"), [(8, 3), (3, 1), (3, 2)])
+def test_full_forwards_are_those_that_find_room(outstanding: int, num_full: int) -> None:
+    """All forwards first, the first ones are full; in 1F1B, each backward of a full forward makes room for another."""
+    calls = Calls(num=8, outstanding=outstanding, backward_order=BackwardOrder.FIRST_FIRST)
+    kinds = [half.is_lean for half, _ in walked(calls, num_full) if not half.is_backward]
+    expected = [number % outstanding >= num_full for number in range(8)]
+    assert kinds == (expected if outstanding < 8 else [number >= num_full for number in range(8)])
+    assert num_full_calls(calls, num_full) == kinds.count(False)
+
+
+def test_a_pair_is_legal_and_comes_back_from_its_file() -> None:
+    for order in BackwardOrder:
+        problem, made = small_pair(order)
+        verify(problem.graph, made)
+        again = plan_from_json(plan_to_json(made))
+        assert again == made
+        assert "lean calls beside 2 full" in str(made)
+
+
+def test_one_full_forward_too_many_is_refused() -> None:
+    problem, made = small_pair(BackwardOrder.ANY)
+    assert made.lean is not None
+    with pytest.raises(IllegalSchedule, match="peak"):
+        verify(problem.graph, replace(made, lean=replace(made.lean, num_full=3)))
+
+
+def test_lean_calls_that_move_other_buckets_are_refused() -> None:
+    problem, made = small_pair()
+    assert made.lean is not None
+    schedule = made.lean.schedules[0]
+    reduces = [at for at, action in enumerate(schedule.actions) if action.verb is Verb.REDUCE]
+    swapped = list(schedule.actions)
+    swapped[reduces[0]], swapped[reduces[1]] = swapped[reduces[1]], swapped[reduces[0]]
+    for actions in ([*schedule.actions[: reduces[0]], *schedule.actions[reduces[0] + 1 :]], swapped):
+        lean = replace(made.lean, schedules=(replace(schedule, actions=tuple(actions)),))
+        with pytest.raises(IllegalSchedule):
+            verify(problem.graph, replace(made, lean=lean))
+
+
+def test_a_lean_program_is_verified_like_the_first() -> None:
+    problem, made = small_pair()
+    assert made.lean is not None
+    recomputed = next(own for own in made.lean.activations if own.saving is Saving.RECOMPUTE)
+    kept = tuple(replace(own, saving=Saving.KEEP) if own is recomputed else own for own in made.lean.activations)
+    with pytest.raises(IllegalSchedule):
+        verify(problem.graph, replace(made, lean=replace(made.lean, activations=kept)))
+
+
+@pytest.mark.parametrize("num_full", [0, 6, -1])
+def test_impossible_numbers_of_full_forwards_are_refused(num_full: int) -> None:
+    _, made = small_pair()
+    assert made.lean is not None
+    lean = made.lean
+    with pytest.raises(InvalidPlan):
+        replace(made, lean=LeanCalls(num_full=num_full, activations=(), regions=lean.regions, schedules=lean.schedules))
