@@ -70,9 +70,8 @@ def prepare(
     `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
     schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
     `calls` are the forwards of a step, by default as many. The plan counts what all of them hold. Each bucket is
-    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced in the last
-    backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages. Those of
-    one rank share its budget.
+    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced at the end.
+    `prepare` may be called again to name the schedule, which has prepared stages; those of a rank share its budget.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
     backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
