@@ -121,7 +121,7 @@ def test_as_many_ops_run_again_as_there_are_lean_calls(name: str) -> None:
     with pairs_by_hand("recompute", 2) as plans:
         step(compiled, order, rows)
     module.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
         step(compiled, order, rows)
     counts = collections.Counter(event.name for event in profiled.events())
     num_lean = 5 - num_full_calls(plans[-1].calls, 2)
@@ -223,7 +223,7 @@ def peaks(order: str, options: Mapping[str, Any], width: int = 32, rows: int = 2
     run()
     gc.collect()
     record = elixir.measure_step(run, device="cpu")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
         run()
     plan = elixir.compilations(own)[-1].plan
     assert plan is not None
