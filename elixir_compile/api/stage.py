@@ -1,4 +1,4 @@
-"""What `prepare` is told of the calls of a step: by numbers, or by a schedule of torch.distributed.pipelining."""
+"""The arguments of `prepare` about the calls of a step: numbers, or a schedule of torch.distributed.pipelining."""
 
 from collections.abc import Sequence
 
