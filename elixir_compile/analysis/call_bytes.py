@@ -229,7 +229,7 @@ def storages_of_calls(
     """
     if calls.num == 1:
         return
-    outputs, tangents = frozenset(step.outputs), _tangents(step)
+    outputs, tangents = frozenset(step.outputs), tangents_of(step)
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
@@ -277,7 +277,7 @@ def waiting_bytes(step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[
     return found
 
 
-def _tangents(step: StepGraph) -> frozenset[StorageId]:
+def tangents_of(step: StepGraph) -> frozenset[StorageId]:
     """Return the gradients of outputs, which the first op of the backward reads without a write before."""
     first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
     return frozenset() if first is None else frozenset(name for name in first.writes if name in first.reads)

@@ -71,7 +71,7 @@ def prepare(
     schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
     `calls` are the forwards of a step, by default as many. The plan counts the bytes of all of them. Each bucket is
     gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
-    last backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages.
+    last backward. `prepare` may be called again to name the schedule; its stages on this rank share the budget.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
     backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
@@ -90,10 +90,10 @@ def prepare(
         prepared = managed_model(model)
         if prepared is not None:
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
-            take_calls(prepared, asked)
+            take_calls(prepared, asked, outstanding)
             return model
         managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
-        take_calls(managed, asked)
+        take_calls(managed, asked, outstanding)
         managed.swap_modules()
         managed.move_rest()
     return model
