@@ -1,4 +1,4 @@
-"""The bytes of one call in a step of several calls: what other calls hold meanwhile, and what stays for them.
+"""The bytes of one call in a step of several calls: its own, and those of the other calls meanwhile.
 
 ```text
                     F1 F2 F3 F4 B1 B2 B3 B4       4 calls, 4 outstanding
@@ -136,7 +136,7 @@ def sum_nbytes(bucket: Bucket, births: Births, calls: Calls, *, is_away: bool) -
 class BucketGradients:
     """The gradients of a bucket in any call of a step, and their sums over the calls.
 
-    See `step_gradients` for the ops and for what is the same in a step of one call.
+    The ops are those of `step_gradients`, which counts a step of a single call.
     """
 
     sizes: Sizes
@@ -149,7 +149,7 @@ class BucketGradients:
     is_away: bool
 
     def in_last_call(self, ops: Ops, births: Births) -> Iterator[Held]:
-        """Yield the bytes of the gradients in the call that reduces them, with `births` as what is to be reduced."""
+        """Yield the bytes of the gradients in the call that reduces them; `births` are the gradients to reduce."""
         places = (self.complete, self.wait, ops.num - 1, self.stays)
         return step_gradients(self.sizes, births, *places, is_away=self.is_away)
 
@@ -229,7 +229,7 @@ def storages_of_calls(
     """
     if calls.num == 1:
         return
-    outputs, tangents = frozenset(step.outputs), _tangents(step)
+    outputs, tangents = frozenset(step.outputs), tangents_of(step)
     for storage in step.storages:
         saved = any(crosses(life, ops.num_forward) for life in lives.get(storage.id, ()))
         is_output = storage.id in outputs
@@ -277,7 +277,7 @@ def waiting_bytes(step: StepGraph, ops: Ops, lives: Mapping[StorageId, Sequence[
     return found
 
 
-def _tangents(step: StepGraph) -> frozenset[StorageId]:
+def tangents_of(step: StepGraph) -> frozenset[StorageId]:
     """Return the gradients of outputs, which the first op of the backward reads without a write before."""
     first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
     return frozenset() if first is None else frozenset(name for name in first.writes if name in first.reads)

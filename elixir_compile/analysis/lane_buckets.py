@@ -1,6 +1,6 @@
 """A bucket on the lanes: its gathers and its gradient.
 
-Its rules are what `runtime.gathers`, `runtime.gradients` and `runtime.distributed.sharded` do; `lane_updates` has the
+Its rules are those of `runtime.gathers`, `runtime.gradients` and `runtime.distributed.sharded`; `lane_updates` has the
 rules of updates.
 """
 
@@ -25,7 +25,7 @@ class Queued:
 class BucketLanes:
     """The works of one bucket, in the order in which the program issues them.
 
-    It has more than 15 attributes: what the plan says of the bucket, its memory, and the moments for which its later
+    It has more than 15 attributes: facts of the plan about the bucket, its memory, and the moments for which its later
     works wait.
     """
 
@@ -180,12 +180,12 @@ class BucketLanes:
         self.is_away = True
 
     def free_offloaded(self) -> None:
-        """Free what the copy of the gradient to the host has read, in the order of compute."""
+        """Free the memory that the copy of the gradient to the host has read, in the order of compute."""
         self._works.issue(self._works.compute, frees=(self._own, self._rows) if self.is_sharded else (self._own,))
 
     def wait_for_gradient(self) -> None:
-        """Let compute wait for the copy of the gradient to the host, or for the reduce-scatter, and free what it
-        read."""
+        """Let compute wait for the copy of the gradient to the host, or for the reduce-scatter, and free the memory
+        that it read."""
         works = self._works
         if self.is_away:
             works.wait(works.compute, self._sent)

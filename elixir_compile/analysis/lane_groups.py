@@ -24,8 +24,8 @@ class _Pending(Enum):
 class GroupLanes:
     """The works of one group, in the order in which the program issues them.
 
-    It has more than 15 attributes: what the regions touch of the group, its memory, and the moments for which its later
-    works wait.
+    It has more than 15 attributes: the touches of the regions, the memory of the group, and the moments for which its
+    later works wait.
     """
 
     def __init__(self, works: Works, name: GroupId) -> None:
@@ -70,12 +70,12 @@ class GroupLanes:
         self._pending = _Pending.OFFLOAD
 
     def free_offloaded(self) -> None:
-        """Free what the copy to the host has read, in the order of compute."""
+        """Free the memory that the copy to the host has read, in the order of compute."""
         self._works.issue(self._works.compute, frees=self._leaving)
 
     @property
     def _leaving(self) -> tuple[Cell, ...]:
-        """What leaves the device: whole storages, and the last slice of others."""
+        """The cells that leave the device: whole storages, and the last slice of others."""
         return (self.whole,) * self.leaves_whole + (self._slice,) * self.leaves_in_slices
 
     def wait(self) -> None:
@@ -122,7 +122,7 @@ class GroupLanes:
 
 
 def groups_of(works: Works, plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> dict[GroupRef, GroupLanes]:
-    """Return the offloaded groups of `plan`; `touches` are what its regions touch."""
+    """Return the offloaded groups of `plan`; `touches` are those of each of its regions."""
     found = {
         GroupRef(group.id): GroupLanes(works, group.id) for group in plan.activations if group.saving is Saving.OFFLOAD
     }

@@ -1,4 +1,4 @@
-"""The works of a schedule: what each lane and each thread does, on which memory, and behind which other works.
+"""The works of a schedule: those of each lane and each thread, their memory, and the works that each is behind.
 
 ```text
   work                       behind       before it (bits)     memory
@@ -7,9 +7,9 @@
   2  run fwd.1, compute      0, and 1     0011                 reads the copy; without `wait b1` it is behind 0 alone
 ```
 
-A work is behind the work before it on its actor, behind what its thread knows to be over when it issues the work, and
-behind what its actor waits for. A moment is a number with a bit for each work that is over by then, so the moments of
-all works are the transitive closure of their order.
+A work is behind the work before it on its actor, behind all works that its thread knows to be over when it issues the
+work, and behind the works that its actor waits for. A moment is a number with a bit for each work that is over by then,
+so the moments of all works are the transitive closure of their order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Memory(StrEnum):
-    """What a cell holds; `{name}` is a bucket, or a group of activations."""
+    """The content of a cell; `{name}` is a bucket, or a group of activations."""
 
     HOME = "the parameters of {name} in their home"
     COPY = "the gathered copy of {name}"
@@ -80,7 +80,7 @@ class Actor:
 
 
 class Work(NamedTuple):
-    """What an actor does for an action; its number is its index in the order of issue."""
+    """The work of an actor for an action; its number is its index in the order of issue."""
 
     actor: str
     place: Place

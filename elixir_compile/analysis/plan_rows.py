@@ -1,4 +1,4 @@
-"""List what a plan holds on the device as rows of bytes between two ops, by the bucket or storage that holds them.
+"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them.
 
 ```text
   bucket b3     param     86.0 MiB   op 0 to 4378          its home is the device
@@ -7,12 +7,12 @@
   joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
 ```
 
-The rows of all owners add up to the timeline of the plan, and the rows of an owner are what it holds. Buckets that take
+The rows of all owners add up to the timeline of the plan, and the rows of an owner to its own bytes. Buckets that take
 turns have one joint row, with the bytes of the largest of them.
 
 Rows are on an axis with a position for each op, and one for each reduce with buffers, which stands between two ops
-where the schedule has it. What a release or a wait ends before the reduce is not there at its position, nor what only
-the op before it reads.
+where the schedule has it. A row that a release or a wait ends before the reduce is not there at the position of the
+reduce, nor is a row that only the op before it reads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -234,7 +234,7 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
 def _moves(axis: Axis, plan: Plan, rank: int) -> _Moves:
     """Return the moves of the schedule of `rank`.
 
-    A gather, a prefetch and what a reduce makes count from the next position on. A release and a wait count to the
+    A gather, a prefetch and the result of a reduce count from the next position on. A release and a wait count to the
     position before.
     """
     lasts = {region.id: axis.of[region.last] for region in plan.regions}

@@ -22,7 +22,7 @@ from elixir_compile.ir import Batched, Op, StepGraph, graph_at
 def graph_of_rows(graph: StepGraph, rows: int) -> StepGraph:
     """Return `graph` as it is with a batch of `rows` rows, 1 or more.
 
-    Raises InvalidPlan if the graph does not say what of it belongs to the rows of a batch.
+    Raises InvalidPlan if the graph does not say which storages and ops belong to the rows of a batch.
     """
     require_rows(graph)
     if rows < 1:
@@ -50,7 +50,7 @@ def graph_of_rows(graph: StepGraph, rows: int) -> StepGraph:
 
 
 def require_rows(graph: StepGraph) -> None:
-    """Raise InvalidPlan unless `graph` says what of it belongs to the rows of its batch."""
+    """Raise InvalidPlan unless `graph` says which storages and ops belong to the rows of its batch."""
     if graph.undivided or (graph.batch == 1 and not graph.batch_size):
         because = graph.undivided or "its inputs share no batch of two rows or more"
         raise InvalidPlan(f"graph {graph.name} cannot be priced for another number of rows: {because}.")

@@ -2,13 +2,13 @@
 
 ```text
   module   wte wpe | h.0 | h.1 | h.2 | ln_f lm_head      `|` a stage may begin here
-  cut 2            sends what h.0 and before make and h.1 and later read
+  cut 2            sends the tensors that h.0 or an earlier layer makes and h.1 or a later one reads
 ```
 
-What precedes the first numbered layer is a layer too, and so is what follows the last; a model without numbered layers
-may be cut before each of its modules. A layer without parameters belongs to the one before it, because no stage may be
-without parameters. An op belongs to the layer of its module, wherever it is; an op of a module that contains layers
-belongs to the layer of the op before it.
+The modules before the first numbered layer are a layer too, and so are those after the last; a model without numbered
+layers may be cut before each of its modules. A layer without parameters belongs to the layer before it, because no
+stage may be without parameters. An op belongs to the layer of its module, wherever it is; an op of a module that
+contains layers belongs to the layer of the op before it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,9 @@ class LayeredStep:
 
     @cached_property
     def crossings(self) -> tuple[tuple[StorageId, ...], ...]:
-        """What crosses each cut, by the index of the layer behind it: what earlier layers make of parameters and later
-        layers read in the forward. What depends on no parameter, such as positions and masks, is not sent: each stage
-        makes it of its own inputs. Nothing crosses the cut before the first layer."""
+        """The tensors that cross each cut, by the index of the layer behind it: earlier layers make them of parameters,
+        and later layers read them in the forward. Tensors that depend on no parameter, such as positions and masks, are
+        not sent: each stage makes them of its own inputs. Nothing crosses the cut before the first layer."""
         made: dict[StorageId, int] = {}
         learned = {storage.id for storage in self.graph.storages if storage.kind is Kind.PARAM}
         last_read: dict[StorageId, int] = {}
@@ -85,7 +85,7 @@ class LayeredStep:
     def stage_graph(self, first: int, end: int) -> StepGraph:
         """Return the step of a stage of the layers from `first` up to, not including, `end`.
 
-        What other stages make is an input of it. It has no update.
+        Tensors that other stages make are its inputs. It has no update.
         """
         ops = tuple(op for op in self.graph.ops if first <= self.numbers.get(op.id, -1) < end)
         own = {name for op in ops for name in (*op.reads, *op.writes)}

@@ -2,12 +2,12 @@
 
 ```text
   forward    | inputs elsewhere | makes ...... saved . temp |     most: `forward_bytes`
-  waits      | saved, and what it has sent                  |     `saved_bytes`, once for each outstanding forward
+  waits      | saved, and the tensors that it has sent      |     `saved_bytes`, once for each outstanding forward
   backward   | saved . gradients of activations ...........  |    most: `backward_bytes`
 ```
 
-What a stage sends stays until its backward, because torch's stages keep it for autograd. Received tensors and gradients
-are in buffers of the stage, which torch allocates for every micro-batch, so they are not counted here.
+A tensor that a stage sends stays until its backward, because torch's stages keep it for autograd. Received tensors and
+gradients are in buffers of the stage, which torch allocates for every micro-batch, so they are not counted here.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class StageMemory:
     """Bytes of activations of a stage on a micro-batch, without parameters, gradients of parameters and inputs."""
 
     saved_bytes: int
-    """What a forward leaves until its backward has ended."""
+    """Activations of a forward until its backward has ended."""
     forward_bytes: int
     """The most that a running forward holds."""
     backward_bytes: int

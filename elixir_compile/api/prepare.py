@@ -69,9 +69,9 @@ def prepare(
 
     `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
     schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
-    `calls` are the forwards of a step, by default as many. The plan counts what all of them hold. Each bucket is
+    `calls` are the forwards of a step, by default as many. The plan counts the bytes of all of them. Each bucket is
     gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
-    last backward. `prepare` may be called a second time to name the schedule, which is made of prepared stages.
+    last backward. `prepare` may be called again to name the schedule; its stages on this rank share the budget.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
     backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
@@ -90,10 +90,10 @@ def prepare(
         prepared = managed_model(model)
         if prepared is not None:
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
-            take_calls(prepared, asked)
+            take_calls(prepared, asked, outstanding)
             return model
         managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
-        take_calls(managed, asked)
+        take_calls(managed, asked, outstanding)
         managed.swap_modules()
         managed.move_rest()
     return model
@@ -146,7 +146,7 @@ def weigh(model: nn.Module, num_samples: int) -> None:
 
 def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
     """Return the mean of `loss` over all ranks, in which each rank counts as its gradients do: by the rows of its
-    share, or by what it last gave to `weigh`. On one rank, this is `loss` itself, without its gradient.
+    share, or by the number that it last gave to `weigh`. On one rank, this is `loss` itself, without its gradient.
 
     If the losses of ranks are means over their rows, the result is the mean over the rows of all ranks. Every rank must
     call this together: it takes an all-reduce of one number, so call it where a loss is printed, not in every step.

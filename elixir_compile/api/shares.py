@@ -74,9 +74,9 @@ def shares(
     """Return the share of each rank of `mesh` in training `model` on batches of `batch` rows in all.
 
     Every rank must call this together, before `prepare`; each gets the same shares. The step takes as long as its
-    slowest rank, so rows go to ranks by what they can do within their memory. A formula finds rows for which the
-    slowest rank computes for the fewest seconds. Then the plans of the ranks are searched and simulated together: for
-    these rows, for rows moved by what the simulation sees, for equal rows, for rows by speed, and for the rows of
+    slowest rank, so rows go to ranks by their speed within their memory. A formula finds rows for which the slowest
+    rank computes for the fewest seconds. Then the plans of the ranks are searched and simulated together: for these
+    rows, for rows moved to even out the simulated seconds, for equal rows, for rows by speed, and for the rows of
     Cephalo's program. The shortest is the result. The plans of a model of 1.5 billion parameters take 20 s for each
     choice of rows, so no simulation begins after `simulate_s` seconds; 0 takes the rows of the formula. `outcome` of
     the result says how it was found. The first rank searches, and the others wait for it.
@@ -86,8 +86,8 @@ def shares(
     budgets of each rank.
 
     `hardware` is the fleet of all ranks: its name, such as `"2 x l4-24g + 1 x a6000-48g"`, the file of `torchrun ...
-    elixir-compile measure`, or a value. Without it, each rank says what its own machine is, as measured earlier or
-    roughly known, with its free memory. `mesh` may be left out if `hardware` is given: then nothing is exchanged.
+    elixir-compile measure`, or a value. Without it, each rank describes its own machine, as measured earlier or roughly
+    known, with its free memory. `mesh` may be left out if `hardware` is given: then nothing is exchanged.
 
     Raises InvalidOption for a batch of fewer than 2 rows, for negative seconds, and for a fleet of another size than
     the mesh; UnsupportedModel for a mesh of two axes, and for a model whose batch cannot be divided; NoFeasibleShares
@@ -123,7 +123,7 @@ def shares(
 
 
 def _fleet_asked(hardware: "Fleet | Cluster | str | None", mesh: "DeviceMesh | None") -> Fleet | None:
-    """Return the fleet called `hardware`, of as many devices as `mesh` has ranks; None if each rank says what it is."""
+    """Return the fleet called `hardware`, with a device for each rank of `mesh`; None if each rank describes itself."""
     fleet = _named(hardware)
     if mesh is None and fleet is None:
         raise InvalidOption("mesh", None, "a mesh of the ranks, or the argument hardware")
@@ -163,8 +163,8 @@ def _of_first_rank(control: ControlChannel, question: str, found: Callable[[], S
 def search_of(capture: Capture, fleet: Fleet, budgets: Sequence[Budget], batch: int, options: Options) -> ShareSearch:
     """Return the search for the shares of `fleet` in training the step of `capture` on `batch` rows.
 
-    Raises InvalidOption for a batch of fewer than 2 rows, and UnsupportedModel if the graph does not say what belongs
-    to the rows of its batch.
+    Raises InvalidOption for a batch of fewer than 2 rows, and UnsupportedModel if the graph does not say which bytes
+    and operations belong to the rows of its batch.
     """
     graph = capture.graph
     grads = capture.grad_bytes(options)

@@ -1,13 +1,14 @@
-"""What `prepare` is told of the calls of a step: by numbers, or by a schedule of torch.distributed.pipelining."""
+"""The arguments of `prepare` about the calls of a step: numbers, or a schedule of torch.distributed.pipelining."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.analysis.rank_peak import Run
 from elixir_compile.errors import InvalidOption, UnsupportedModel
-from elixir_compile.ir import BackwardOrder, Calls
-from elixir_compile.managed.model import ManagedModel
+from elixir_compile.ir import BackwardOrder, Calls, Phase
+from elixir_compile.managed.model import ManagedModel, managed_model
 
 _SCHEDULES = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B or ScheduleLoopedBFS"
 
@@ -89,14 +90,18 @@ def _backward_order(order: str, micro_batches: Sequence[int], outstanding: int) 
     return BackwardOrder.ANY
 
 
-def take_calls(managed: ManagedModel, calls: Calls | None) -> None:
-    """Let each step call `managed` as `calls` say from now on.
+def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> None:
+    """Let each step call `managed` as `calls` say from now on; if `schedule` is one, beside its other stages of this
+    rank.
 
     Raises UnsupportedModel if it has no parameters, or if a forward that saves activations was planned for steps of
     other calls.
     """
     executor = managed.executor
-    if calls is None or calls == executor.calls.spec:
+    if calls is None:
+        return
+    _join_stages(managed, schedule)
+    if calls == executor.calls.spec:
         return
     if not executor.slots:
         because = "it has no parameter that a plan could place. Leave it as it is: a pipeline runs it without `prepare`"
@@ -109,3 +114,17 @@ def take_calls(managed: ManagedModel, calls: Calls | None) -> None:
         )
         raise UnsupportedModel(executor.name, because)
     executor.calls.spec = calls
+
+
+def _join_stages(managed: ManagedModel, schedule: object) -> None:
+    stages = compat.scheduled_stages(schedule) or ()
+    if len(stages) < 2:
+        return
+    modules = [compat.undo_compile(own.module) for own in stages]
+    runs = [
+        Run(place, Phase.FORWARD if letter == "F" else Phase.BACKWARD, micro_batch)
+        for place, letter, micro_batch in compat.scheduled_runs(schedule)
+    ]
+    place = next(place for place, module in enumerate(modules) if module in managed.roots)
+    models = (managed_model(module) for module in modules)
+    managed.join_stages(schedule, place, [model for model in models if model not in (None, managed)], runs)

@@ -84,7 +84,9 @@ def plan_stages(
         if type(number) is not int or number < 1:
             raise InvalidOption(name, number, "a number of 1 or more")
     fleet = fleet_of_ranks(hardware or chosen.hardware, stages, order, ranks)
-    pipeline_order(order, stages, fleet.num_ranks, micro_batches)  # what torch refuses needs no capture
+    pipeline_order(
+        order, stages, fleet.num_ranks, micro_batches
+    )  # raises for numbers that torch refuses, before the capture
     capture = capture_model(find_described(model, example_inputs), example_inputs, options=chosen)
     rows = capture.graph.batch
     own = replace(capture, graph=of_micro_batch(capture.graph, micro_batches))
@@ -94,8 +96,8 @@ def plan_stages(
 
 
 def of_micro_batch(graph: StepGraph, micro_batches: int) -> StepGraph:
-    """Return `graph` with the rows of one of `micro_batches`. Raises InvalidOption if they do not divide its rows, and
-    UnsupportedModel if the graph does not say what belongs to its rows."""
+    """Return `graph` with the rows of a single micro-batch. Raises InvalidOption if `micro_batches` do not divide its
+    rows, and UnsupportedModel if the graph does not say which bytes and operations belong to its rows."""
     if graph.batch % micro_batches:
         fitting = max(number for number in range(1, micro_batches) if graph.batch % number == 0)
         expected = f"a number that divides the batch of {graph.batch} rows, such as {fitting}"

@@ -100,7 +100,9 @@ def _made(asked: StagesRequest) -> PipelinePlan:
     rest = replace(asked.plan, options={**asked.plan.options, "micro_batches": None})
     options = rest.parsed_options()
     fleet = fleet_of_ranks(asked.plan.hardware, asked.stages, schedule, asked.ranks)
-    pipeline_order(schedule, asked.stages, fleet.num_ranks, micro_batches)  # what torch refuses needs no capture
+    pipeline_order(
+        schedule, asked.stages, fleet.num_ranks, micro_batches
+    )  # raises for numbers that torch refuses, before the capture
     capture = replace(rest, batch=rows // micro_batches).capture()
     with nothing_on_stdout():
         search = stage_search(capture, fleet, options, rows, micro_batches, asked.state_bytes)

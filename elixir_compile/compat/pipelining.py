@@ -53,6 +53,25 @@ def scheduled_stages(schedule: object) -> Sequence[ScheduledStage] | None:
     ]
 
 
+def scheduled_runs(schedule: object) -> Sequence[tuple[int, str, int]]:
+    """Return the forwards (`F`) and backward passes (`B`) of this rank in a step of `schedule`, in order: the place of
+    the stage among `scheduled_stages`, the letter, and the micro-batch.
+
+    It reads what `scheduled_stages` reads, which must not be None.
+    """
+    stages = scheduled_stages(schedule)
+    assert stages is not None, "it is no schedule of torch"
+    if len(stages) == 1:
+        return [(0, *turn) for turn in zip(stages[0].order, stages[0].micro_batches, strict=True)]
+    rank_order: Any = schedule
+    actions = [action for action in rank_order.pipeline_order[rank_order.rank] if action is not None]
+    found: list[tuple[int, str, int]] = []
+    for action in actions:
+        for place, own in enumerate(stages):
+            found += [(place, *turn) for turn in _turns([action], own.index)]
+    return found
+
+
 def _stage(
     schedule: Any, stage: Any, turns: Sequence[tuple[str, int]], number: int, *, num_sent: int
 ) -> ScheduledStage:

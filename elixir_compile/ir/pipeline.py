@@ -77,7 +77,7 @@ class PipelineAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOrder:
-    """What every rank of a pipeline does in a step, in order."""
+    """The actions of every rank of a pipeline in a step, in order."""
 
     schedule: TorchSchedule
     num_stages: int
@@ -102,7 +102,7 @@ def outstanding_forwards(order: PipelineOrder, stage: int) -> int:
 
 
 def pipeline_order(schedule: TorchSchedule, num_stages: int, num_ranks: int, num_micro_batches: int) -> PipelineOrder:
-    """Return what each rank does in a step of `schedule`.
+    """Return the actions of each rank in a step of `schedule`.
 
     Raises InvalidOption for numbers that torch's schedule does not take: stages that are no multiple of the ranks, or
     several on a rank where the schedule has one, and too few or indivisible micro-batches.
@@ -209,7 +209,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Messages:
-    """Adds to the runs of a rank what it receives and sends."""
+    """Adds the messages of a rank to its runs."""
 
     num_stages: int
     num_ranks: int

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, the ranks that run them, and what a step is expected to take, as a value.
+"""The stages of a pipeline, the ranks that run them, and the predicted seconds and bytes of a step, as a value.
 
 ```text
   stage   rank   layers

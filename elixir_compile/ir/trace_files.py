@@ -1,7 +1,7 @@
 """The folder of an observed run: names of its files, and their content as values.
 
 ```text
-  meta.json                  what was observed
+  meta.json                  the observation
   steps-r0.jsonl             a summary on each line, in order of the steps of rank 0
   record-r0-8.json.gz        all that was recorded of step 8 of rank 0
   plan-<key>.json            the plan that summaries name, and beside it plan-<key>.question.json.gz
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMeta:
-    """What was observed, in which versions."""
+    """The facts about an observation as a whole, with the versions."""
 
     model: str
     """The class of the model."""
@@ -61,7 +61,7 @@ class Trace:
 
 
 def meta_path(folder: Path) -> Path:
-    """Return the path of the file that says what was observed."""
+    """Return the path of the file with the `TraceMeta`."""
     return folder / "meta.json"
 
 
@@ -89,7 +89,7 @@ def own_files(folder: Path, rank: int) -> Iterator[Path]:
 
 
 def write_meta(folder: Path, meta: TraceMeta) -> None:
-    """Write what was observed to `folder`."""
+    """Write `meta` to `folder`."""
     write_whole(meta_path(folder), to_json(_META, meta).encode())
 
 

@@ -4,6 +4,7 @@ from torch import fx
 
 from elixir_compile.analysis import MemoryTimeline, plan_timeline
 from elixir_compile.ir import Plan, StepGraph
+from elixir_compile.managed.outstanding import OutstandingForwards
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.problem.profile import RegionProfile
@@ -14,8 +15,8 @@ from elixir_compile.search.question import Question
 class Compilation:
     """The record of a captured graph. The backend makes it; the user reads it."""
 
-    def __init__(self, planned: PlannedGraph, loss_chunks: int | None) -> None:
-        self._planned = planned
+    def __init__(self, planned: PlannedGraph, loss_chunks: int | None, outstanding: OutstandingForwards) -> None:
+        self._planned, self._outstanding = planned, outstanding
         self.loss_chunks = loss_chunks
         """The number of chunks of the loss; None if no loss that could be chunked was found."""
 
@@ -58,6 +59,20 @@ class Compilation:
     def timeline(self) -> MemoryTimeline:
         """Live bytes by kind at every op under the plan."""
         return plan_timeline(self.active.graph, self.active.plan)
+
+    @property
+    def rank_peak_bytes(self) -> int:
+        """The planned peak of this rank: of all stages of a pipeline that it runs and that have a plan, together, in
+        the order of their schedule. Without other stages it is the peak of the plan.
+
+        Example:
+            compilation = elixir.compilations(stage)[-1]
+            print(compilation.rank_peak_bytes, "of", compilation.plan.budget_bytes)
+        """
+        active, stages = self.active, self._outstanding.stages
+        if stages is None or self.is_inference:
+            return active.plan.prediction.device_peak_bytes
+        return stages.peak_bytes(self._outstanding, self._outstanding.planned())
 
     @property
     def profile(self) -> RegionProfile | None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile.analysis.rank_peak import Run
 from elixir_compile.capture.modules import is_swapped, model_of, swap, undo_swap, unmanaged_reason
 from elixir_compile.errors import InvalidOption, NotPrepared, UnsupportedModel
 from elixir_compile.managed.cast_and_shard import check_masters, check_reduces
@@ -30,6 +31,7 @@ from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.outstanding import OutstandingForwards
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.saved import disk_of, load_plan
+from elixir_compile.managed.stages import StagesOfRank
 from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import Slot
@@ -85,6 +87,13 @@ class ManagedModel:
         self.unmanaged_because[name] = reason
         if param.requires_grad:
             self.executor.gradients.unmanaged_nbytes[name] = param.nbytes
+
+    def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
+        """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
+        the order in which the schedule runs them."""
+        joined = (other._outstanding.stages for other in others)
+        known = next((stages for stages in joined if stages is not None and stages.is_of(schedule)), None)
+        (known or StagesOfRank(schedule, runs)).join(place, self._outstanding)
 
     # Modules.
 
@@ -188,7 +197,7 @@ class ManagedModel:
         `loss_chunks` is the number of chunks of its loss; None if no loss that could be chunked was found.
         """
         self.graphs.append(graph)
-        self.compilations.append(Compilation(graph, loss_chunks))
+        self.compilations.append(Compilation(graph, loss_chunks, self._outstanding))
         self._gates.append(gate)
 
     def forget_graphs(self) -> None:
@@ -279,6 +288,8 @@ def prepare_again(old: ManagedModel) -> None:
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
         new.executor.calls.spec = before.calls.spec
+        if old._outstanding.stages is not None:
+            old._outstanding.stages.replace(old._outstanding, new._outstanding)
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

@@ -17,10 +17,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Phase, Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.programs import Programs
+from elixir_compile.managed.stages import StagesOfRank
+from elixir_compile.managed.variants import ActivePlan
+from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import outside_bytes
 from elixir_compile.problem.planning import ExternalUsage
@@ -60,6 +63,12 @@ class JointGraph(Protocol):
     """Whether a later capture of the same step took its place."""
 
     @property
+    def is_planned(self) -> bool: ...
+
+    @property
+    def active(self) -> ActivePlan: ...
+
+    @property
     def is_inference(self) -> bool: ...
 
     @property
@@ -91,6 +100,8 @@ class OutstandingForwards:
         """`graphs` are the captured graphs of the model, which adds later ones to the same sequence."""
         self._executor = executor
         self._graphs = graphs
+        self.stages: StagesOfRank | None = None
+        """The stages of a pipeline on this rank, of which the model is one; None if it is no stage, or the only one."""
         self.has_breaks = False
         """Whether a graph ends at a graph break, so that a call of the model runs several graphs."""
         self.is_crowded = False
@@ -118,6 +129,26 @@ class OutstandingForwards:
                 raise
         self.is_crowded = True
         return plan(ExternalUsage(outstanding_bytes=saved.held_bytes()))
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the model."""
+        return self._executor
+
+    def planned(self) -> Sequence[tuple[StepGraph, Plan]]:
+        """Return the graphs that train, with their plans."""
+        training = [own for own in self._graphs if own.is_planned and not (own.is_inference or own.is_superseded)]
+        return [(own.active.graph, own.active.plan) for own in training]
+
+    def answered(self, problem: Problem, make: Callable[[Problem], Plan], options: Options) -> Plan:
+        """Return the plan for `problem` from `make`, beside the other stages of this rank if there are any.
+
+        Raises NoFeasiblePlan if nothing fits.
+        """
+        trains = any(op.phase is Phase.BACKWARD for op in problem.graph.ops)
+        if self.stages is None or not trains:
+            return make(problem)
+        return self.stages.answered(self, problem, make, options)
 
     def begin(self, graph: JointGraph) -> None:
         """Record a forward of `graph`; first plan all graphs of the last steps together if memory was short and no

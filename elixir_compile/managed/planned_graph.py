@@ -174,9 +174,8 @@ class PlannedGraph:
             freed = self._active if is_short else outdated and outdated.active
             return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
 
-        def answer(problem: Problem) -> Plan:
-            return plan_for_all(executor, problem, search, self._options)
-
+        make = partial(plan_for_all, executor, search=search, options=self._options)
+        answer = partial(self._outstanding.answered, make=make, options=self._options)
         problem = asked_by_all(executor, ask)
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)

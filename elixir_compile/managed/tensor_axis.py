@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def tensor_axis_of(model: nn.Module, data: "DeviceMesh | None") -> TensorAxis | None:
     """Return the tensor axis of `model`, beside the data axes `data`; None if no parameter is cut along one.
 
-    Raises UnsupportedModel, with what to do, if parameters are cut in a way that no plan can hold, or if `data` is no
-    mesh of other axes.
+    Raises UnsupportedModel with a fix if parameters are cut in a way that no plan can hold, or if `data` is no mesh of
+    other axes.
     """
     cut = [(name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)]
     if not cut or (data is not None and all(param.device_mesh == data for _, param in cut)):

@@ -4,14 +4,14 @@
   8 rows, Shard(0) along a tensor axis of 2, then sharded over 2 ranks of a data axis
 
                     tensor 0        tensor 1
-         data 0     rows 0 1        rows 4 5        what each rank owns
+         data 0     rows 0 1        rows 4 5        the rows that each rank owns
          data 1     rows 2 3        rows 6 7
     a gather gives  rows 0-3        rows 4-7        the part of the rank along the tensor axis
 ```
 
 Everything below a module's attribute holds such parts: homes, gathered copies, gradients, optimizer state. Only the
-attribute turns a gathered part into a DTensor again, with the tensor axis alone as its mesh, because that is what the
-hooks and the modules of torch expect. A parameter that was a plain tensor when the model was prepared is read as one.
+attribute turns a gathered part into a DTensor again, with the tensor axis alone as its mesh, because the hooks and the
+modules of torch expect such a DTensor. A parameter that was a plain tensor when the model was prepared is read as one.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,8 @@ class TensorAxis:
         return compat.dtensor_of(own, self.data, placements, part.shape, part.stride).full_tensor()
 
     def shard_of(self, gathered: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns of `gathered`, values for the part of `param` along this axis."""
+        """Return the rows of `gathered` that this rank owns; `gathered` has values for the part of `param` along this
+        axis."""
         if not is_over_data(param):
             return gathered
         assert self.data is not None, "without data axes no part is sharded again"

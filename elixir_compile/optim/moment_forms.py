@@ -9,7 +9,7 @@ int8       -127 .. 127  its root in 0 .. 255   largest magnitude / 127, or / 255
 ```
 
 Blocks follow the flat memory of a tensor: element `i` has scale `i // 128`, and the last block may be short.
-`optim/host/moments.c` does the same in C, with the same bits. What was decoded is encoded without loss: rounded to
+`optim/host/moments.c` does the same in C, with the same bits. Decoded values are encoded without loss: rounded to
 nearest, codes and scales come back bit for bit.
 
 [Note: Why the root] The second moment spans twice the powers of two that gradients span. In 20,000
@@ -24,9 +24,8 @@ bijection of 32 bits, so over keys the noise of any value is uniform.
 
 Edges: in a block whose largest magnitude is below 2^-90 (8e-28; roots: 2^-50), scale and codes are 0. A block with a
 NaN, an infinity or more than 1.75 * 2^127 (roots: 2^63) has the scale NaN and decodes to NaN everywhere; its codes are
-0. bf16 keeps infinities, and has one NaN. A positive root never gets the code 0: the next step would divide what is
-left of the first moment by eps. A block of float8 whose largest value was rounded to 224 is stored as 448 of half the
-scale.
+0. bf16 keeps infinities, and has one NaN. A positive root never gets the code 0: the next step would divide the rest of
+the first moment by eps. A block of float8 whose largest value was rounded to 224 is stored as 448 of half the scale.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The platform of an accelerator, by `torch.accelerator` and the module that torch has for the device type.
 
-Versions of torch differ in which statistics `torch.accelerator` has. What a version or a device lacks counts as not
-known: its method returns None, or 0 bytes. `missing` names what must not be lacking.
+Versions of torch differ in which statistics `torch.accelerator` has. A figure that a version or a device lacks counts
+as not known: its method returns None, or 0 bytes. `missing` names the functions that must not be lacking.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class AcceleratorPlatform(Platform):
         return True
 
     def missing(self, device: torch.device) -> Sequence[str]:
-        """Return what torch lacks for `device` and Elixir cannot do without: streams, events, figures of memory."""
+        """Return the functions that torch lacks for `device` and Elixir needs: streams, events, figures of memory."""
         module = getattr(torch, self.device_type, None)
         names = [name for name in _NEEDED if not callable(getattr(module, name, None))]
         found = [f"torch.{self.device_type}.{name}" for name in names]
@@ -96,7 +96,7 @@ class AcceleratorPlatform(Platform):
     def peak_bytes(self, device: torch.device) -> int:
         """Return the most bytes that tensors asked for at once since `reset_peak`.
 
-        A plan counts the same bytes. What the allocator rounds up to is more: 512 bytes for a scalar, up to 1 MiB for a
+        A plan counts the same bytes. The allocator rounds up to more: 512 bytes for a scalar, up to 1 MiB for a
         large tensor in a block that it does not split.
         """
         return self._statistic("requested_bytes.all.peak", device, self.user_peak_bytes(device))

@@ -48,6 +48,19 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
     return total
 
 
+def on_device_bytes(executor: Executor) -> int:
+    """Return the bytes of parameters that are on the device now."""
+    there = (slot for slot in executor.slots.values() if slot.own.device == executor.device)
+    return sum(slot.own_nbytes for slot in there if not ((bucket := executor.buckets.of(slot)) and bucket.is_on_host))
+
+
+def training_bytes(executor: Executor) -> int:
+    """Return the bytes of all parameters, and of the gradients and the optimizer state of those that are trained."""
+    slots = executor.slots.values()
+    trained = sum(_trained_bytes(slot, executor.ranks) for slot in slots if slot.param.requires_grad)
+    return trained + sum(slot.own_nbytes for slot in slots)
+
+
 def _resting_bytes(bucket: RunningBucket, kind: Kind) -> int:
     """Return the bytes of `kind` that `bucket` holds on the device of rank 0 during the whole step."""
     return sum(nbytes for held, nbytes in resting(bucket.spec, bucket.placement) if held is kind)

@@ -34,7 +34,7 @@ from elixir_compile.problem.outside import (
     outside_host_bytes,
     state_of_hybrid_adamw,
 )
-from elixir_compile.problem.step_calls import calls_of
+from elixir_compile.problem.planned_calls import calls_of
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor

@@ -1,6 +1,6 @@
-"""Say what a run shows: which link is idle, what bounds the update, what memory is left, who waits for whom.
+"""Findings about a run: which link is idle, which resource bounds updates, how much memory is left, which rank waits.
 
-Each finding is a function of what was observed. It returns None below its limit, else a sentence with its figure, and
+Each finding is a function of the observation. It returns None below its limit, else a sentence with its figure, and
 the labels of the spans that it was computed from. The questions are those of the study of offloaded optimizers in
 arXiv 2406.10728, asked of any placement.
 """
@@ -255,7 +255,7 @@ def scattered_memory(seen: Observed) -> Finding | None:
 
 
 _CAPS = {0x04: "power", 0x08: "a hardware limit", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
-"""What lowers the clocks, by the bits of NVML's clocks event reasons."""
+"""The causes that lower the clocks, by the bits of NVML's clocks event reasons."""
 
 
 def capped_clocks(seen: Observed) -> Finding | None:

@@ -1,4 +1,4 @@
-"""Count once what all answers about a plan share: moves, recomputed ops, and what each bucket holds at each op."""
+"""Count once the facts that all answers about a plan share: moves, recomputed ops, bytes of each bucket at each op."""
 
 import functools
 from collections import Counter
@@ -19,7 +19,7 @@ from elixir_compile.report.subject import PlanMoves
 
 
 class Holdings:
-    """What a plan holds on the device at each op, for its graph."""
+    """The device bytes of a plan at each op, for its graph."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self._graph, self._plan = graph, plan
@@ -83,7 +83,7 @@ def _bytes_at(row: Held, at: int) -> int:
 
 
 class Survey:
-    """What answers about a plan share; `held` is None if the graph is not given."""
+    """The facts that answers about a plan share; `held` is None if the graph is not given."""
 
     def __init__(self, plan: Plan, graph: StepGraph | None = None) -> None:
         self.plan, self._graph = plan, graph

@@ -25,7 +25,7 @@ def decision_details(decision: Decision) -> str:
 
 
 def certificate(plan: Plan) -> Iterator[str]:
-    """Yield what is proved of the plan, what limits it, and its decisions about more than one layer."""
+    """Yield the proved bound of the plan, its limits, and its decisions about more than one layer."""
     found = plan_answer(plan)
     bound = "not proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
     gap = "" if found.gap is None else f": no plan is more than {found.gap:.2%} faster"
@@ -45,8 +45,8 @@ def certificate(plan: Plan) -> Iterator[str]:
 
 
 def ranks_section(plan: Plan) -> Iterator[str]:
-    """Yield a row for each class of ranks with a plan of its own: its rows, its part of the state, and what its plan
-    comes to if all ranks are simulated together."""
+    """Yield a row for each class of ranks with a plan of its own: its rows, its part of the state, and the figures of
+    its plan if all ranks are simulated together."""
     heads = ("ranks", "device", "rows", "micro-batches", "state", "peak", "budget", "host", "busy")
     yield '<section aria-labelledby="ranks"><h2 id="ranks">Ranks</h2>'
     yield f"<p>All ranks simulated together. The page shows the step of rank {plan.rank}.</p>"
@@ -69,7 +69,7 @@ def _rank_cells(line: RankClass) -> list["str | Cell"]:
 
 
 def measured_section(plan: Plan, planned: Record, record: Record) -> Iterator[str]:
-    """Yield the figures of a plan, and what it does on each lane as `planned` has it, beside those of a measured
+    """Yield the figures of a plan, with its work on each lane in the record `planned`, beside those of a measured
     step."""
     rows = [_figure_cells(pair) for pair in run_diff(plan, record).comparisons]
     yield '<section aria-labelledby="measured"><h2 id="measured">Planned and measured</h2>'

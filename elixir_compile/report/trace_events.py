@@ -5,8 +5,8 @@
            rank 0 planned                compute  gather  reduce  h2d         d2h  host  disk
 ```
 
-Arrows lead from the moment at which Python asks for a copy, if that is known, to the copy, and from there to what waits
-for it: a wait of the thread, or else the region that the plan runs after the wait.
+Arrows lead from the moment at which Python asks for a copy, if that is known, to the copy, and from there to the work
+that waits for it: a wait of the thread, or else the region that the plan runs after the wait.
 
 Perfetto wants the events of one track to be nested or apart. So a span that overlaps another of its lane without being
 within it goes to a second track of the lane.
@@ -97,8 +97,7 @@ def _placed(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
 def _arrows(
     spans: Sequence[Span], pid: int, at_s: float, waiting: Mapping[str, Sequence[str]], ids: Iterator[int]
 ) -> Iterator[Event]:
-    """Yield the arrows that lead to copies and from them to what waits for them; a copy for which nothing is known to
-    wait has none."""
+    """Yield the arrows to copies, and from each to the work that waits for it, if such a work is known."""
     placed = sorted(_placed(spans), key=lambda found: found[1].start_s)
     by_label: dict[str, list[tuple[int, Span]]] = {}
     for found in placed:

@@ -5,8 +5,9 @@
   backward   number 1 2 3 4           = backward passes that have ended + 1
 ```
 
-The numbers follow from what waits and what has ended, so a forward whose result is dropped, or whose backward asks for
-gradients of inputs alone, is no call of the step. torch's pipelines run such a forward to learn the shapes of tensors.
+The numbers follow from the forwards that wait and the backward passes that have ended, so a forward whose result is
+dropped, or whose backward asks for gradients of inputs alone, is no call of the step. torch's pipelines run such a
+forward to learn the shapes of tensors.
 """
 
 import contextlib

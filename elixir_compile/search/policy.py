@@ -1,4 +1,4 @@
-"""Decisions of a plan whose placements the user fixed: what follows from the fractions, and what was chosen within."""
+"""Decisions of a plan whose user fixed fractions: the fractions that place each bucket, and how exactly they fit."""
 
 from collections.abc import Iterator, Sequence
 
@@ -49,7 +49,7 @@ def _totals(facts: Facts, levels: Sequence[Level]) -> Iterator[str]:
 
 
 def _reason(facts: Facts, levels: Sequence[Level], i: int) -> str:
-    """Return which options place bucket number i: those that fix it, and those that it was chosen for, or not."""
+    """Return how each option bears on bucket number i: the option fixes it, or chose it, or did not choose it."""
     fractions = facts.problem.fractions
     assert fractions is not None, "only plans with fractions have these decisions"
     quotas = {quota.option: quota for quota in facts.quotas}

@@ -1,4 +1,4 @@
-"""The skeleton: what must be equal in the plans of ranks that differ, so that their collectives come in one order.
+"""The skeleton: the equal part of the plans of ranks that differ, so that their collectives come in one order.
 
 ```text
   equal on all ranks    buckets and their shards, the sequence of gathers and reduces, the time of updates, loss chunks,
@@ -45,7 +45,7 @@ from elixir_compile.ir.share import Share
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """What must be equal in the plans of all ranks."""
+    """The part that must be equal in the plans of all ranks."""
 
     buckets: tuple[Bucket, ...]
     sequence: tuple[Collective, ...]
@@ -256,7 +256,7 @@ class _Follower:
         self._issue_ready()
 
     def _issue_ready(self) -> None:
-        """Issue what comes next in the sequence as long as the plan is past its place there."""
+        """Issue the next collectives of the sequence as long as the plan is past their place."""
         while self._next < len(self._sequence):
             upcoming = self._upcoming_reduce()
             is_due = self._sequence[self._next] in self._wanted or (upcoming is not None and upcoming in self._ready)

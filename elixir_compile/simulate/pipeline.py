@@ -1,4 +1,4 @@
-"""Play a step of a pipeline: when each rank runs each stage on each micro-batch, what it sends, and what it holds.
+"""Play a step of a pipeline: when each rank runs each stage on each micro-batch, its messages, and its bytes.
 
 ```text
   rank 0  0F0 0F1 .   .   0B0 .   0B1 update
@@ -22,19 +22,20 @@ from elixir_compile.ir.pipeline import PipelineAction, PipelineOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """What one stage takes on its rank."""
+    """The seconds of one stage on its rank, and the bytes of its messages."""
 
     forward_s: float
     """The forward of a micro-batch."""
     backward_s: float
-    """The backward of a micro-batch, what it computes again included."""
+    """The backward of a micro-batch, with the activations that it computes again."""
     gather_s: float = 0.0
     """Until the parameters are on the device, if they come there for the first forward and again for the first
     backward; they come while those run."""
     update_s: float = 0.0
     """The update behind the last backward of the rank."""
     sent_bytes: int = 0
-    """What a forward sends to the next stage; as many bytes of gradients come back. 0 for the last stage."""
+    """Bytes of the message of a forward to the next stage; as many bytes of gradients come back. 0 for the last
+    stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlayed:
-    """What one rank did in the played step."""
+    """One rank in the played step."""
 
     runs: tuple[StageRun, ...]
     busy_s: float
@@ -82,7 +83,7 @@ def play_pipeline(
     """Return a step of `order` with the seconds of `stages`.
 
     `link` returns the link from one rank to another; None for messages that take no time. Raises InvalidPlan if a rank
-    waits for what is never sent.
+    waits for a message that no rank sends.
     """
     if len(stages) != order.num_stages:
         raise InvalidPlan(f"{len(stages)} stages are played in an order of {order.num_stages}.")
@@ -123,7 +124,7 @@ class _Player:
         self.num_done = 0
 
     def advance(self, number: int) -> bool:
-        """Do what rank `number` can do until it waits for a message not yet sent; return whether anything is left."""
+        """Play the actions of rank `number` until it waits for a message not yet sent; return whether any are left."""
         rank, actions = self._ranks[number], self._order.actions[number]
         while rank.place < len(actions):
             action = actions[rank.place]
@@ -198,19 +199,19 @@ def _sent_for(action: PipelineAction) -> PipelineAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What one stage holds on the device of its rank."""
+    """The bytes of one stage on the device of its rank."""
 
     held_bytes: int
-    """During the whole step: state, buffers for messages, inputs, and what of parameters and gradients stays."""
+    """During the whole step: state, buffers for messages, inputs, and the parameters and gradients that stay."""
     gathered_bytes: int = 0
     """Parameters and gradients that are there from the first to the last forward, and from the first to the last
     backward."""
     saved_bytes: int
-    """What one forward leaves until its backward has ended."""
+    """Activations of one forward until its backward has ended."""
     forward_bytes: int
-    """The most that a running forward holds, what it saves included."""
+    """The most that a running forward holds, with the activations that it saves."""
     backward_bytes: int
-    """The most that a running backward holds, what its forward saved included."""
+    """The most that a running backward holds, with the activations that its forward saved."""
 
 
 def pipeline_peaks(order: PipelineOrder, stages: Sequence[StageBytes]) -> tuple[int, ...]:

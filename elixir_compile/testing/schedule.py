@@ -32,7 +32,7 @@ _MOST_REASONS = 5
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemorySchedule:
-    """The plan of one training step, and what it says about memory.
+    """The plan of one training step, with its figures of memory.
 
     Assertions raise AssertionError with the bytes, and with the layers that are not as expected. Where they take a
     `pattern`, it names consecutive parts of a dotted module path, each with the wildcards of `fnmatch`: `layers.*`
@@ -215,7 +215,7 @@ class MemorySchedule:
         return "\n".join([*lines, "", timeline_text(self.timeline), "", _layers_text(self.layers.values())])
 
     def _peak_text(self) -> str:
-        """Return what holds the most bytes at the peak, a line each."""
+        """Return the largest holders of bytes at the peak, a line each."""
         held = [(nbytes, layer, kind) for layer, own in self.layer_bytes().items() for kind, nbytes in own.items()]
         held.sort(key=lambda one: -one[0])
         rows = [(layer, str(kind), format_bytes(nbytes)) for nbytes, layer, kind in held[:_MOST_LAYERS]]

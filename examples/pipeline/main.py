@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the size of the model, the schedule, and the budget of a stage."""
+    """Return the size of the model, the schedule, and the budget of a rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedule", default="gpipe", choices=[*SINGLE, *LOOPED])
     parser.add_argument("--layers", type=int, default=8)
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--device-memory", help='budget of each stage, as "60MiB"; default: free memory')
+    parser.add_argument("--device-memory", help='budget of each rank, as "60MiB"; default: free memory')
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
     return parser.parse_args()
 

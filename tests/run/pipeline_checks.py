@@ -17,6 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from tests.run.lean_plans import pairs_by_hand
 from tests.run.updating import small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
@@ -57,6 +58,15 @@ class Stage(nn.Module):
         return x
 
 
+def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` with the budget of a rank, if they have that of one stage in KiB: two stages share it under a
+    looped schedule."""
+    asked = {**DEFAULTS, **options}
+    if name in LOOPED and "device_memory" in asked:
+        asked["device_memory"] = f"{2 * int(asked['device_memory'].removesuffix('KiB'))}KiB"
+    return asked
+
+
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of a micro-batch."""
     return (output - target).square().mean()
@@ -76,7 +86,7 @@ def train_pipeline(
     modules = [Stage(num_layers).to(own_dtype) for _ in range(num_stages)]
     x, y = torch.randn(ROWS, WIDTH, dtype=own_dtype), torch.randn(ROWS, WIDTH, dtype=own_dtype)
     compiled = [
-        torch.compile(elixir.prepare(modules[i]), backend="elixir", options={**DEFAULTS, **options}) for i in own
+        torch.compile(elixir.prepare(modules[i]), backend="elixir", options=options_of(name, options)) for i in own
     ]
     stages = [
         PipelineStage(module, i, num_stages, torch.device("cpu")) for i, module in zip(own, compiled, strict=True)
@@ -115,9 +125,11 @@ def train_pipeline(
         "executed": [dict(executor_of(modules[i]).ledger.counts) for i in own],
         "saved": [savings(plan) for plan in plans],
         "num_full": [None if plan.lean is None else plan.lean.num_full for plan in plans],
-        "peaks": [(plan.prediction.device_peak_bytes, plan.budget_bytes) for plan in plans],
+        "peaks": [
+            (elixir.compilations(modules[i])[-1].rank_peak_bytes, plan.budget_bytes)
+            for i, plan in zip(own, plans, strict=True)
+        ],
         "homes": [sorted({(home.param.value, home.streamed) for home in plan.placements}) for plan in plans],
-        "within": [plan.prediction.device_peak_bytes <= plan.budget_bytes for plan in plans],
     }
 
 
@@ -131,6 +143,12 @@ def train_streamed(rank: int, world_size: int, names: Sequence[str]) -> dict[str
 
     with small_buckets(streamed):
         return {name: train_pipeline(rank, world_size, name, ALL_ON_THE_HOST) for name in names}
+
+
+def train_sharded_with_lean_calls(rank: int, world_size: int, order: str, lean: str) -> dict[str, Any]:
+    """Return the result of `train_sharded` under a plan by hand with two full forwards at most, and lean calls."""
+    with pairs_by_hand(lean, 2) as plans:
+        return {**train_sharded(rank, world_size, order, {}), "num_made": len(plans)}
 
 
 def train_sharded(
@@ -184,6 +202,7 @@ def train_sharded(
         "planned": counted(plan),
         "executed": counts,
         "num_sharded": sum(bucket.is_sharded for bucket in plan.buckets),
+        "num_full": None if plan.lean is None else plan.lean.num_full,
     }
 
 
@@ -232,13 +251,14 @@ def train_grid(rank: int, world_size: int, name: str, options: Mapping[str, Any]
 def measure_pipeline(
     rank: int, world_size: int, name: str, options: Mapping[str, Any], rows: int = 256, width: int = 64
 ) -> dict[str, Any]:
-    """Train stages on each rank by the schedule `name`; return the planned peaks, and the measured peak of a step."""
+    """Train stages on each rank by the schedule `name`; return the planned peak of the rank, and the measured peak of a
+    step."""
     torch._dynamo.reset()
     num_stages = world_size * (2 if name in LOOPED else 1)
     own = range(rank, num_stages, world_size)
     modules = [Stage(3, width) for _ in own]
     compiled: list[Any] = [
-        torch.compile(elixir.prepare(module), backend="elixir", options={**DEFAULTS, **options}) for module in modules
+        torch.compile(elixir.prepare(module), backend="elixir", options=options_of(name, options)) for module in modules
     ]
     cpu = torch.device("cpu")
     stages = [PipelineStage(module, i, num_stages, cpu) for i, module in zip(own, compiled, strict=True)]
@@ -261,11 +281,14 @@ def measure_pipeline(
     record = elixir.measure_step(step, device="cpu")
     after = [executor_of(module).ledger.counts for module in modules]
     plans = [plan_of(module) for module in modules]
+    (planned_bytes,) = {elixir.compilations(module)[-1].rank_peak_bytes for module in modules}
     return {
-        "planned": sum(plan.prediction.device_peak_bytes for plan in plans),
+        "planned": planned_bytes,
+        "alone": [plan.prediction.device_peak_bytes for plan in plans],
         # No plan counts the targets, which the caller holds.
         "measured": record.device_peak_bytes - sum(target.nbytes for target in targets.values()),
-        "budget": sum(plan.budget_bytes for plan in plans),
+        "budget": min(plan.budget_bytes for plan in plans),
+        "homes": [sorted({placement.optim.value for placement in plan.placements}) for plan in plans],
         "reduces": [counted(plan)["reduce"] for plan in plans],
         "reduced": [now["reduce"] - then["reduce"] for now, then in zip(after, before, strict=True)],
         "saved": [savings(plan) for plan in plans],

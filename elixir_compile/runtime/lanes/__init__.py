@@ -1,6 +1,6 @@
-"""What runs beside Python's program order: streams, events, and the copies and collectives that they order.
+"""Work beside Python's program order: streams, events, and the copies and collectives that they order.
 
-interface      `Lanes`, what the runtime asks for, and what each call promises
+interface      `Lanes`, the calls of the runtime, and the promise of each call
 plain          lanes without streams: a CPU
 accelerator    a stream for each lane: CUDA, and every other device for which torch has streams
 checked        lanes that find accesses without an order, over any other lanes (`ELIXIR_CHECK_RACES=1`)

@@ -1,8 +1,8 @@
 """Lanes that check every access to memory: two accesses that no wait orders raise `Race`, whatever the timing was.
 
 Chosen by `ELIXIR_CHECK_RACES=1`. The copies run on other lanes, `inner`; here only their order is followed. So the
-lanes of a CPU, where each copy is done when the call returns, are checked as if they were streams: what a run on a CPU
-proves holds for an accelerator, where copies take their time.
+lanes of a CPU, where each copy is done when the call returns, are checked as if they were streams: a proof by a run on
+a CPU holds for an accelerator, where copies take their time.
 
 Seen are the copies of lanes, the regions of programs, sums of gradients, updates and collectives, and the end of every
 allocation. Not seen is code of users between them, such as a write to `param.data`.
@@ -21,7 +21,7 @@ from elixir_compile.runtime.lanes.interface import CopyLane, Event, Lanes, Timed
 
 
 class CheckedEvent:
-    """An event of `inner`, with what is over when it is past."""
+    """An event of `inner`, with the clock of all works that are over when it is past."""
 
     __slots__ = ("action", "clock", "inner")
 
@@ -79,7 +79,7 @@ class CheckedLane:
 
 
 class _CheckedWork:
-    """A collective in flight; `clock` is what is over when it is done."""
+    """A collective in flight; `clock` has all works that are over when it is done."""
 
     def __init__(self, inner: Waitable, clock: Clock, checker: Checker) -> None:
         self._inner, self._clock, self._checker = inner, clock, checker

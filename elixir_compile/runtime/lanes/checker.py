@@ -29,7 +29,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 class _Here(threading.local):
-    """What the calling thread is, and what it does now."""
+    """The actor of the calling thread, and its present work."""
 
     actor: Actor | None = None
     """None for the threads of the program, which follow each other: the user's, and autograd's."""
@@ -106,7 +106,7 @@ class Checker:
             actor.learn(clock)
 
     def clock_of(self, actor: Actor) -> Clock:
-        """Return what is over when all that `actor` was given so far is done, the calling thread's work included."""
+        """Return the clock of all works that `actor` was given so far, those of the calling thread included."""
         with self._lock:
             return self._behind(actor).clock
 

@@ -9,9 +9,9 @@
     memory for 2 of 4 chunks      forward  0  1  2  3   backward  3  2  1  0      6 loads, 2 of 4 chunks stay
                                   leaves         0  1                3  2
 
-Chunks are buckets of this size here. What differs: a chunk of Gemini takes its whole size, and a bucket only the
-elements that are used, so a decision tells how many are unused; a bucket that leaves between two of its uses is
-gathered for each of them; and a gradient does not take the memory of its parameter.
+Chunks are buckets of this size here. There are three differences: a chunk of Gemini takes its whole size, and a bucket
+only the elements that are used, so a decision tells how many are unused; a bucket that leaves between two of its uses
+is gathered for each of them; and a gradient does not take the memory of its parameter.
 
 Source: `colossalai/zero/gemini` at commit 4f9953b, read for its rules.
 """

@@ -40,7 +40,7 @@ def plan_classes(
     search: Callable[[Problem], Plan],
     each: Each,
 ) -> tuple[Plan, ...]:
-    """Return the plan of each class of ranks, of which `problems` holds the problem of one rank; all are verified.
+    """Return the plan of each class of ranks, verified; `problems` has the problem of a rank of each class.
 
     `members` are the ranks of each class. `each` calls `search`, perhaps on several machines. The predicted seconds are
     those of all ranks simulated together, and the bound is the highest of any class: no rank is faster than the last.
@@ -142,7 +142,7 @@ def _followed(
 
 
 def _class_of(ranks: Sequence[int], problem: Problem, plan: Plan, prediction: Prediction, record: Record) -> RankClass:
-    """Return what the `plan` of `ranks` comes to, of which `problem` is that of one."""
+    """Return the class of `ranks`, all with the same `plan`; `problem` is the problem of a single rank."""
     share = problem.shares[ranks[0]] if problem.shares else None
     return RankClass(
         ranks=tuple(ranks),

@@ -10,9 +10,9 @@ together is a max-plus convolution of these functions. T is found by bisection o
 ranks x quanta^2 additions for each step of the bisection.
 
 Of two choices with the same T, that with the smaller maximum of the busy seconds wins: where all ranks wait for the
-same collectives, T alone would not tell an even split from any other. What is left is decided in one order of ranks,
-fastest first: the slowest gets the fewest rows that leave the others within T. So the order in which ranks are given
-decides only between equal ones.
+same collectives, T alone would not tell an even split from any other. Of choices that are left, one order of ranks
+decides, fastest first: the slowest gets the fewest rows that leave the others within T. So the order in which ranks are
+given decides only between equal ones.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offers:
-    """What one class of ranks can do with 0, 1, 2, .. quanta of rows, in each of its ways: rows and columns."""
+    """The figures of one class of ranks for 0, 1, 2, .. quanta of rows, in each of its ways: rows and columns."""
 
     step_s: _Seconds
     busy_s: _Seconds

@@ -25,10 +25,10 @@ RULES = ("even", "by_speed", "cephalo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutlook:
-    """What the choice expects of one rank."""
+    """The expected seconds and bytes of one rank under the choice."""
 
     treatment: str
-    """What is done with its activations: `kept`, `recomputed`, `recomputed, offloaded`, or in a share of the layers
+    """The treatment of its activations: `kept`, `recomputed`, `recomputed, offloaded`, or in a share of the layers
     alone, `recomputed in 3/8`."""
     busy_s: float
     """Seconds of its own compute and update."""
@@ -69,7 +69,7 @@ class ShareSearch:
 
     def __init__(self, ask: Ask) -> None:
         """Price the step in all ways for all classes of ranks. Raises InvalidOption for a batch of less than 2 rows,
-        and InvalidPlan if the graph does not say what belongs to the rows of its batch."""
+        and InvalidPlan if the graph does not say which storages and ops belong to the rows of its batch."""
         self.ask = ask
         self.quantum = quantum_of(ask.batch)
         classes = ask.fleet.classes(ask.budgets)
@@ -155,7 +155,7 @@ class ShareSearch:
         return list(range(0, self.ask.batch + 1, self.quantum))
 
     def _offers(self, rows: Sequence[int]) -> list[Offers]:
-        """Return, by class, what its ranks can do with each number of `rows`."""
+        """Return the offers of each class of ranks for each number of `rows`."""
         ask = self.ask
         return [
             offers_of(self.ways, rows, ask.fleet.seen_by(rank), ask.budgets[rank], ask.state, ask.fleet.num_ranks)

@@ -1,7 +1,7 @@
 """Price a step for any number of rows on any machine: seconds of each lap, and bytes.
 
 One capture says everything. The ops and the live bytes of a step in n micro-batches are affine in the rows of the
-batch: `analysis.rows` has the rule. So each way to run the step (how many micro-batches, what is done with
+batch: `analysis.rows` has the rule. So each way to run the step (the number of micro-batches and the treatment of
 activations) is a few arrays with an entry per op, from which the seconds and bytes of all numbers of rows follow:
 
 ```text
@@ -40,7 +40,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What is done with the activations of all layers."""
+    """One treatment of the activations of all layers: kept, recomputed or offloaded."""
 
     text: str
     """Such as `kept`."""
@@ -69,7 +69,8 @@ def treatments_of(graph: StepGraph, savings: frozenset[Saving] = frozenset(Savin
 class Way:
     """One way to run the step, as arrays: with an entry per op, or per lap.
 
-    It has more than 15 fields, because what is proportional to the rows and what is not are arrays of their own.
+    It has more than 15 fields, because figures that are proportional to the rows and constant figures are in arrays of
+    their own.
     """
 
     micro_batches: int
@@ -121,7 +122,7 @@ class Way:
 def ways_of(graph: StepGraph, treatments: Sequence[Treatment], most: int) -> tuple[Way, ...]:
     """Return the ways to run `graph`: each treatment in each of `MICRO_BATCHES` up to `most`.
 
-    Raises InvalidPlan if the graph does not say what belongs to the rows of its batch.
+    Raises InvalidPlan if the graph does not say which bytes and operations belong to the rows of its batch.
     """
     require_rows(graph)
     graph = _constant(graph)

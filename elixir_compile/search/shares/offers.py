@@ -2,7 +2,7 @@
 
 ```text
   step    sum_k max(AG_k, F_k, offloads_k) + sum_k max(AG_k + RS_k, B_k, prefetches_k) + update
-  room    device - activations - what is gathered + host
+  room    device - activations - gathered parameters + host
 
           F_k, B_k     seconds of lap k of the forward and of the backward
           AG_k, RS_k   seconds of the collectives of its parameters and gradients
@@ -31,7 +31,7 @@ _SHARES = tuple(Fraction(eighths, 8) for eighths in range(1, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The memory of one rank for the step, and what it holds besides."""
+    """The memory of one rank for the step."""
 
     device_bytes: int
     """Bytes of the device, less what is used outside of the step."""
@@ -64,7 +64,7 @@ class MixedWay:
 
     @property
     def text(self) -> str:
-        """What is done with activations, such as `recomputed in 3/8`."""
+        """The treatment of activations in words, such as `recomputed in 3/8`."""
         text = self.treated.treatment.text
         return text if self.share in (0, 1) else f"{text} in {self.share}"
 
@@ -89,8 +89,8 @@ class MixedWay:
 
 
 def mixed_ways(ways: Sequence[Way]) -> tuple[MixedWay, ...]:
-    """Return `ways`, of which those that keep all activations come first, and what is between them: each treatment of
-    some layers, beside layers whose activations are kept."""
+    """Return `ways`, first those that keep all activations, and mixed ways between them: each treatment of some layers,
+    beside layers whose activations are kept."""
     kept = {way.micro_batches: way for way in ways if not way.treatment.activations}
     found: list[MixedWay] = []
     for way in ways:
@@ -105,7 +105,7 @@ def mixed_ways(ways: Sequence[Way]) -> tuple[MixedWay, ...]:
 def offers_of(
     ways: Sequence[MixedWay], rows: Sequence[int], cluster: Cluster, budget: Budget, state: State, num_ranks: int
 ) -> Offers:
-    """Return what a rank that sees `cluster` can do with each number of `rows` in each of `ways`.
+    """Return the offers of a rank that sees `cluster`, for each number of `rows` in each of `ways`.
 
     The update is priced for an equal part of the state: the part on the device as far as there is room, the rest on
     the host.
@@ -132,8 +132,8 @@ def offers_of(
 
 
 def _figures(way: Way, counts: Sequence[int], cluster: Cluster) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Return for each number of rows the seconds of compute of all laps, the same with what a lap waits for, and the
-    most bytes of activations."""
+    """Return for each number of rows the seconds of compute of all laps, the same with the transfers that a lap waits
+    for, and the most bytes of activations."""
     lap_s = way.lap_s(counts, cluster)
     gather_s = np.array([collective_s(int(nbytes), cluster) for nbytes in way.gathered_bytes])
     reduce_s = np.array([collective_s(int(nbytes), cluster) for nbytes in way.reduced_bytes])

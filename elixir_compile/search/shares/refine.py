@@ -95,7 +95,7 @@ class _Trials:
         return FoundChoice(choice=choice, outcome=outcome)
 
     def _move_rows(self) -> None:
-        """Try to even out the busy seconds of the shortest choice so far, and again of what comes of it."""
+        """Try to even out the busy seconds of the shortest choice so far, and again those of the result."""
         own = self._shortest
         for _ in range(_MOST_ROUNDS):
             if own is None:

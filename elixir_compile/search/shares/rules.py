@@ -76,7 +76,7 @@ _Option = tuple[int, int, float, int]
 
 
 def _options(offer: Offers, micro_batches: Sequence[int], most: int) -> list[_Option]:
-    """Return what a rank can take, up to `most` quanta: of ways with equal quanta and sizes, the fastest."""
+    """Return the options of a rank, up to `most` quanta: of ways with equal quanta and sizes, the fastest."""
     found: dict[tuple[int, int], _Option] = {}
     for quanta in range(1, most + 1):
         for way, number in enumerate(micro_batches):

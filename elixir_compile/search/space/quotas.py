@@ -137,7 +137,7 @@ def _split(option: str, numels: Sequence[int], choices: Sequence[Iterable[Level]
 def level_sets(
     choices: Sequence[tuple[Level, ...]], quotas: Sequence[Quota], *, takes_most: bool
 ) -> Sequence[tuple[Level, ...]]:
-    """Return those of the levels `choices` of each bucket of which any combination meets the `quotas`.
+    """Return levels for each bucket, some of its `choices`, such that any combination of them meets the `quotas`.
 
     Buckets are taken in order until a quota is met. If `takes_most`, others follow, the largest first, as far as the
     quota allows.

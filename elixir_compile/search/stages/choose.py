@@ -37,7 +37,7 @@ _SHARES = tuple(Fraction(quarters, 4) for quarters in range(5))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAsk:
-    """The question: which layers of `graph` each rank of `fleet` trains."""
+    """The question to answer: which layers of `graph` does each rank of `fleet` train?"""
 
     graph: StepGraph
     """The captured step on one micro-batch."""
@@ -109,7 +109,7 @@ def _short(error: ElixirError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a stage runs: what is done with its activations, and its homes."""
+    """How a stage runs: the treatment of its activations, and its homes."""
 
     share: Fraction
     """The share of its layers whose activations are computed again."""
@@ -205,7 +205,7 @@ class _Chosen:
         )
 
     def _fitting(self) -> tuple[tuple[Cut, ...], list[tuple[StageSeconds, StageBytes]], tuple[int, ...]]:
-        """Return the stages, what each takes, and the peaks of the ranks, all within their budgets op by op.
+        """Return the stages, the seconds and bytes of each, and the peaks of the ranks, within their budgets op by op.
 
         If the sums of layers had too few bytes, the room of a rank shrinks by as many. Raises NoFeasibleStages.
         """

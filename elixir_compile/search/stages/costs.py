@@ -6,9 +6,9 @@
             + outstanding forwards x saved + the most of any layer that runs
 ```
 
-A sum over layers is exact for seconds; for what a running layer holds besides, the layer with the most counts. The
-stages that are chosen are counted again op by op. Offloaded activations are not offered: the plan of a stage may
-offload what this search keeps or recomputes.
+A sum over layers is exact for seconds. Of the bytes that a layer holds only while it runs, those of the layer with the
+most count. The stages that are chosen are counted again op by op. Offloaded activations are not offered: the plan of a
+stage may offload activations that this search keeps or recomputes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ LEVELS = (Level.ON_DEVICE, Level.STATE_OFF, Level.ALL_OFF_RELEASED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBytes:
-    """What training keeps for each trained parameter."""
+    """Elements of each trained parameter, and the bytes of its gradient and of its optimizer state."""
 
     numels: Mapping[StorageId, int]
     grad_bytes: Mapping[StorageId, int]
@@ -52,7 +52,7 @@ class StageFacts:
     input_bytes: int
     """Inputs of the model that it reads, and buffers, of one micro-batch."""
     received_bytes: int
-    """What comes from the stage before, of one micro-batch."""
+    """Tensors from the stage before, of one micro-batch."""
     sent_bytes: int
     saved_bytes: tuple[int, ...]
     """Of an outstanding forward, in each treatment."""
@@ -60,8 +60,8 @@ class StageFacts:
     """The most that a running layer holds besides, in each treatment."""
 
     def held_bytes(self, level: Level, micro_batches: int) -> int:
-        """Return the bytes on the device during the whole step: buffers of all micro-batches, and what of the training
-        state stays there at `level`."""
+        """Return the bytes on the device during the whole step: buffers of all micro-batches, and the parameters,
+        gradients and optimizer state that stay there at `level`."""
         buffers_bytes = micro_batches * (self.received_bytes + self.sent_bytes + self.input_bytes)
         kept_bytes = 0 if level.has_param_on_host else self.param_bytes + self.grad_bytes
         return buffers_bytes + kept_bytes + (0 if level.has_state_on_host else self.state_bytes)
@@ -100,7 +100,7 @@ def phase_s(step: StepGraph, cluster: Cluster) -> tuple[float, float]:
 
 
 class StageCosts:
-    """The layers of a step on one micro-batch, with what every stage of them takes."""
+    """The layers of a step on one micro-batch, and the seconds and bytes of every stage that they can make."""
 
     def __init__(
         self, step: LayeredStep, treatments: Sequence[Treatment], trained: TrainedBytes, clusters: Sequence[Cluster]
@@ -134,7 +134,7 @@ class StageCosts:
 
     @cached_property
     def _saved(self) -> tuple[tuple[frozenset[StorageId], ...], ...]:
-        """What the backward of each layer reads of the forward, by treatment and layer."""
+        """The activations of the forward that the backward of each layer reads, by treatment and layer."""
         found: list[tuple[frozenset[StorageId], ...]] = []
         for step in self._steps:
             kinds = {storage.id: storage.kind for storage in step.graph.storages}
@@ -150,7 +150,7 @@ class StageCosts:
 
     @cached_property
     def _running(self) -> tuple[tuple[int, ...], ...]:
-        """The most bytes that each layer holds beside what it saves, by treatment and layer."""
+        """The most bytes that each layer holds beside its saved activations, by treatment and layer."""
         found: list[tuple[int, ...]] = []
         for step in self._steps:
             memories = [stage_memory(step.stage_graph(at, at + 1)) for at in range(len(step.layers))]

@@ -7,7 +7,7 @@
 ```
 
 For a given T the stages are placed one after another, a dynamic program over (stage, layers done). If ranks have
-several stages, the state holds what each rank has left too, and of two states with equal layers the one that is not
+several stages, the state also has the bytes left on each rank, and of two states with equal layers a state that is no
 better in anything is dropped. Of very many states only the fastest and the leanest are kept, and T is searched in
 `_MOST_COVERS` halvings; so with many stages per rank and little memory a better cut may be missed. With one stage per
 rank no state is dropped that could be better.
@@ -29,7 +29,7 @@ _MOST_COVERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to run a stage: what it takes of a step, and of its rank."""
+    """One way to run a stage: its seconds, and its bytes on its rank."""
 
     seconds: float
     added_bytes: int
@@ -38,7 +38,7 @@ class Option:
     """Device bytes that only one stage of a rank holds at a time."""
     host_bytes: int
     way: int = 0
-    """Says which way it is to who made it."""
+    """The number of the way in the list of the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

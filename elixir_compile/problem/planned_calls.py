@@ -1,4 +1,4 @@
-"""From what `prepare` was told of the calls of a step, and the captured inputs, to the calls of a problem."""
+"""From the calls of a step that `prepare` was given, and the captured inputs, to the calls of a problem."""
 
 from dataclasses import replace
 
