@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from elixir_compile.analysis.excerpt import illegal
 from elixir_compile.analysis.lane_rules import forward_end
-from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, GroupRef, Phase, Plan, RegionRef, Verb
 
 _ORDERED = (Verb.GATHER, Verb.REDUCE)

@@ -73,7 +73,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTraffic:
-    """The collectives over the tensor axis that a rank runs in a step, inside of its regions."""
+    """The collectives over the tensor axis that a rank runs in all calls of a step, inside of their regions."""
 
     num_ranks: int
     """Ranks along the axis."""

@@ -12,8 +12,8 @@ from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, Qu
 from elixir_compile.folders import write_whole
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
-    BackwardOrder,
     ONCE,
+    BackwardOrder,
     Calls,
     Plan,
     Record,

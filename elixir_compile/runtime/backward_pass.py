@@ -33,7 +33,7 @@ class BackwardPass:
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
     suspended: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
-    """By parameter, the dictionary of its hooks after accumulation, and the hooks in whose place `_no_hook` is there."""
+    """By parameter, the dictionary of its hooks after accumulation, and the hooks that `_no_hook` replaces in it."""
 
     def made_on(self, device: torch.device, slots: Iterable[Slot]) -> list[torch.Tensor]:
         """Return the gradients of `slots` that graphs have made so far and that are on `device`."""

@@ -11,7 +11,17 @@ from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, n
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import IllegalSchedule, InvalidPlan
-from elixir_compile.ir import BackwardOrder, BucketRef, Calls, LeanCalls, Plan, Saving, Verb, plan_from_json, plan_to_json
+from elixir_compile.ir import (
+    BackwardOrder,
+    BucketRef,
+    Calls,
+    LeanCalls,
+    Plan,
+    Saving,
+    Verb,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.search import Problem
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.calls_walk import peak_of_calls
