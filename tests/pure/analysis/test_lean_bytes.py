@@ -64,6 +64,33 @@ def test_a_step_in_any_order_holds_at_most_the_planned_peak(found: tuple[Problem
         assert peak_of_calls(problem.graph, known) <= made.prediction.device_peak_bytes
 
 
+@settings(max_examples=15, deadline=None)
+@given(st.integers(2, 9), st.integers(2, 9), st.integers(1, 8), st.booleans(), st.booleans(), st.data())
+def test_what_the_caller_holds_counts_as_if_all_calls_were_alike(
+    num: int, outstanding: int, num_full: int, keeps: bool, loss: bool, data: st.DataObject
+) -> None:
+    """Full and lean calls with the same treatment hold what a plan of one treatment holds; in 1F1B, at most that: it
+    is counted as if the last forward came after all other backward passes."""
+    outstanding, held = min(num, outstanding), num if keeps else 1
+    calls = Calls(
+        num=num,
+        outstanding=outstanding,
+        more_outputs=held - 1,
+        output_grads=held,
+        input_grads=held,
+        has_loss=loss,
+        backward_order=data.draw(st.sampled_from(tuple(BackwardOrder))),
+    )
+    problem = problem_of_mlps(calls, num_layers=3)
+    modes = [data.draw(st.integers(0, len(layer.modes) - 1)) for layer in gather_facts(problem).layers]
+    made = pair_of(problem, modes, modes, min(num_full, outstanding - 1))
+    alike = plan_timeline(problem.graph, replace(made, lean=None)).peak.nbytes
+    assert made.prediction.device_peak_bytes <= alike
+    if outstanding == num:
+        assert made.prediction.device_peak_bytes == alike
+    assert CallBytes(PlanRows(problem.graph, made)).peak_bytes() == alike
+
+
 @pytest.mark.parametrize(("outstanding", "num_full"), [(8, 3), (3, 1), (3, 2)])
 def test_full_forwards_are_those_that_find_room(outstanding: int, num_full: int) -> None:
     """All forwards first, the first ones are full; in 1F1B, each backward of a full forward makes room for another."""
