@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.call_bytes import CallKind, outputs_beside
+from elixir_compile.analysis.call_bytes import CallKind, call_kinds, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import BackwardOrder, Calls, Kind
 
@@ -161,15 +161,22 @@ class CallBytes:
         place = half.is_first, half.is_last
         if place not in self._alone:
             call = CallKind(is_first=half.is_first, is_last=half.is_last, alternate=self.rows.plan.calls.alternate)
-            changes = np.zeros(self._ops.num + 1, dtype=np.int64)
-            for held in self.rows.in_call(call, {}).all():
-                if held.first <= held.last:
-                    changes[held.first] += held.nbytes
-                    changes[held.last + 1] -= held.nbytes
-            self._alone[place] = np.cumsum(changes[:-1])
+            self._alone[place] = self._live_bytes(call)
         live_bytes, ops = self._alone[place], self._ops
         span = slice(ops.num_forward, ops.num_run) if half.is_backward else slice(0, ops.num_forward)
         return int(live_bytes[span].max(initial=0)), int(live_bytes[ops.num_run :].max(initial=0))
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes at any op if all calls of a step run this program, as `plan_timeline` counts them."""
+        return max(int(self._live_bytes(call).max(initial=0)) for call in call_kinds(self.rows.plan.calls))
+
+    def _live_bytes(self, call: CallKind) -> NDArray[np.int64]:
+        changes = np.zeros(self._ops.num + 1, dtype=np.int64)
+        for held in self.rows.in_call(call, {}).all():
+            if held.first <= held.last:
+                changes[held.first] += held.nbytes
+                changes[held.last + 1] -= held.nbytes
+        return np.cumsum(changes[:-1])
 
 
 class TwoPrograms:

@@ -81,6 +81,9 @@ def test_a_pair_is_legal_and_comes_back_from_its_file() -> None:
         again = plan_from_json(plan_to_json(made))
         assert again == made
         assert "lean calls beside 2 full" in str(made)
+        alike = replace(made, lean=None)
+        assert '"lean"' not in plan_to_json(alike)
+        assert "lean" not in str(alike)
 
 
 def test_one_full_forward_too_many_is_refused() -> None:
