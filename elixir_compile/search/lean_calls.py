@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 
 from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
 from elixir_compile.analysis.lean_moves import check_lean_moves
@@ -25,6 +25,7 @@ from elixir_compile.analysis.timeline import away_bytes, offloaded_bytes
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
 from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.problem import Problem
@@ -44,14 +45,20 @@ _MOST_WRITTEN = 8
 """So many of the fastest pairs are counted as plans, until one of them fits and is legal."""
 
 
-def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Plan:
-    """Return `made`, which is `draft` written out, or a faster plan of the same levels, with or without lean calls."""
+def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan, deadline: Deadline) -> Plan:
+    """Return `made`, which is `draft` written out, or a faster plan of the same levels, with or without lean calls.
+
+    At the `deadline` the treatments that were counted until then are paired, and no further pairs tried. A step of
+    4,400 ops takes 1 s.
+    """
     problem = evaluator.facts.problem
     if not _may_have_lean_calls(problem, made):
         return made
-    programs = [_Program(problem, plan, step_s) for plan, step_s in _plans(evaluator, draft, made)]
+    plans = _plans(evaluator, draft, made)
+    programs = [_Program(problem, plan, step_s) for plan, step_s in takewhile(lambda _: not deadline.is_over, plans)]
     host_bytes = problem.host_budget_bytes - evaluator.at(draft.modes).host_bytes(draft.levels) + away_bytes(made)
-    pairs = sorted(_pairs(problem, host_bytes, programs), key=lambda pair: pair.step_s)
+    found = takewhile(lambda _: not deadline.is_over, _pairs(problem, host_bytes, programs))
+    pairs = sorted(found, key=lambda pair: pair.step_s)
     limit_s = made.prediction.step_s * (1 - _WORTH)
     for pair in [pair for pair in pairs if pair.step_s < limit_s][:_MOST_WRITTEN]:
         plan = paired(problem, pair.full.plan, pair.lean.plan, pair.num_full)
