@@ -287,9 +287,9 @@ class UnknownSchedule(_UnknownName):
 class PlanMismatch(ElixirError, ValueError):
     """A plan was made for `expected`, and is to be used for `got`.
 
-    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies`, `number of calls in a step`
-    or `reduce dtype`. For a graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and
-    `difference` is a sentence with the first difference between them.
+    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies`, `number of calls in a step`,
+    `order of backward passes` or `reduce dtype`. For a graph, both are fingerprints, `expected_model` and `got_model`
+    say the models in words, and `difference` is a sentence with the first difference between them.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from elixir_compile.analysis.excerpt import illegal
 from elixir_compile.analysis.lane_rules import forward_end
-from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, GroupRef, Phase, Plan, RegionRef, Verb
 
 _ORDERED = (Verb.GATHER, Verb.REDUCE)
@@ -22,9 +21,6 @@ def check_lean_moves(plan: Plan) -> None:
     """Raise IllegalSchedule unless the full and the lean calls of `plan` act on the same buckets in each half, and
     gather and reduce in the same order."""
     lean = plan.of_lean_calls()
-    if len(lean.schedules) != len(plan.schedules):
-        have = f"{len(lean.schedules)} schedules for lean calls and {len(plan.schedules)} for full ones"
-        raise IllegalSchedule(f"The plan has {have}; expected one for each rank.")
     for phase, full, other in zip((Phase.FORWARD, Phase.BACKWARD), _halves(plan), _halves(lean), strict=True):
         missing = Counter(full) - Counter(other) or Counter(other) - Counter(full)
         if missing:

@@ -97,10 +97,12 @@ def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
     """Return the verb of the last action on each bucket, after which it may be updated in the backward.
 
     It is REDUCE if the parameters are on the device, else OFFLOAD of the gradient or the RELEASE after it. Buckets that
-    are read later are left out.
+    are read later are left out, and those with another last action in lean calls: either kind may be the last call.
     """
     actions = ((action.verb, action.target) for action in plan.schedules[rank].actions)
-    return closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
+    found = closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
+    lean = found if plan.lean is None else closing_verbs(plan.of_lean_calls(), rank)
+    return {bucket: verb for bucket, verb in found.items() if lean.get(bucket) is verb}
 
 
 def closing_of(

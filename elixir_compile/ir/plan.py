@@ -73,7 +73,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTraffic:
-    """The collectives over the tensor axis that a rank runs in a step, inside of its regions."""
+    """The collectives over the tensor axis that a rank runs in all calls of a step, inside of their regions."""
 
     num_ranks: int
     """Ranks along the axis."""
@@ -166,6 +166,9 @@ class Plan:
                 f"plan {self.name} has lean calls beside {self.lean.num_full} full ones in a step of {calls}; "
                 f"expected fewer full ones than are outstanding, and at most {most} calls."
             )
+        if self.lean is not None and len(self.lean.schedules) != len(self.schedules):
+            have = f"{len(self.schedules)} schedules and {len(self.lean.schedules)} for lean calls"
+            raise InvalidPlan(f"plan {self.name} has {have}; expected one for each rank.")
         total_bytes = self.base_bytes + sum(map(_counted_bytes, self.buckets))
         lean_groups = () if self.lean is None else self.lean.activations
         total_bytes += sum(group.nbytes for group in (*self.activations, *lean_groups))

@@ -13,6 +13,7 @@ from elixir_compile.folders import write_whole
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
     ONCE,
+    BackwardOrder,
     Calls,
     Plan,
     Record,
@@ -180,7 +181,8 @@ def load_plan_for(
     steps of `calls`.
 
     Raises PlanMismatch with the value in the file and the value here if the graph, the name of the machine, the number
-    of ranks, the number of copies or the calls of a step differ.
+    of ranks, the number of copies or the calls of a step differ, or if the plan has lean calls and counts its bytes for
+    another order of backward passes.
     """
     plan = load_plan(path)
     require_same_graph(plan, graph)
@@ -189,6 +191,8 @@ def load_plan_for(
         raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))
     if (plan.calls.num, plan.calls.outstanding) != (calls.num, calls.outstanding):
         raise PlanMismatch("number of calls in a step", str(plan.calls), str(calls))
+    if plan.lean is not None and plan.calls.backward_order not in (BackwardOrder.ANY, calls.backward_order):
+        raise PlanMismatch("order of backward passes", plan.calls.backward_order, calls.backward_order)
     plan = plan_at(graph, plan)
     verify(graph, plan)
     return plan

@@ -33,7 +33,7 @@ class BackwardPass:
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
     suspended: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
-    """By parameter, the dictionary of its hooks after accumulation, and what it held before `suspend_hooks`."""
+    """By parameter, the dictionary of its hooks after accumulation, and the hooks that `_no_hook` replaces in it."""
 
     def made_on(self, device: torch.device, slots: Iterable[Slot]) -> list[torch.Tensor]:
         """Return the gradients of `slots` that graphs have made so far and that are on `device`."""
@@ -57,14 +57,15 @@ class BackwardPass:
         there after the last call of a step."""
         for slot in slots:
             hooks = compat.hooks_after_accumulation(slot.param)
-            if hooks:
-                self.suspended.append((hooks, dict(hooks)))
-                hooks.clear()
+            kept = {key: hook for key, hook in hooks.items() if hook is not _no_hook}
+            if kept:
+                self.suspended.append((hooks, kept))
+                hooks.update(dict.fromkeys(kept, _no_hook))
 
     def resume_hooks(self) -> None:
-        """Give the suspended hooks back."""
+        """Give the suspended hooks back, except those that the user removed meanwhile."""
         for hooks, kept in self.suspended:
-            hooks.update(kept)
+            hooks.update({key: hook for key, hook in kept.items() if key in hooks})
         self.suspended.clear()
 
     def run_missed_hooks(self, slots: Iterable[Slot]) -> None:
@@ -91,6 +92,10 @@ def refuse_hooks(model: str, slots: Iterable[Slot], step: Calls) -> None:
         where = "the autograd node of" if slot.has_node_holders else "the gradient of"
         instead = "Use `register_post_accumulate_grad_hook`, which runs once, in the last backward of the step"
         raise UnsupportedBackward(model, f"a hook on {where} {slot.name} in a step of {step}", instead)
+
+
+def _no_hook(param: torch.Tensor) -> None:
+    """Stand in for a hook after accumulation."""
 
 
 def _asked_for(slot: Slot) -> compat.Asked:

@@ -33,6 +33,7 @@ from elixir_compile.search.schedule import cut_regions, regions, schedule, step_
 from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.writing import predicted
 from elixir_compile.simulate import FurtherCall, further_call
+from elixir_compile.simulate.traffic import tensor_traffic
 from elixir_compile.units import format_bytes, format_s
 
 _WORTH = 1e-3
@@ -77,7 +78,8 @@ def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
         parts = {"activations": lean.activations, "regions": lean.regions, "schedules": lean.schedules}
         calls = LeanCalls(num_full=num_full, **parts)
     plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_saves_s=None)
-    return replace(plan, prediction=predicted(problem, plan)[0])
+    traffic = tensor_traffic(problem.graph, plan, problem.cluster)
+    return replace(plan, prediction=predicted(problem, plan)[0], tensor=traffic)
 
 
 def _may_have_lean_calls(problem: Problem, made: Plan) -> bool:

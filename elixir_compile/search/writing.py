@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.laps import laps_in
 from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import (
@@ -109,7 +108,7 @@ def unpredicted_plan(
     planner: str,
 ) -> Plan:
     """Return the plan of `planner` for `problem`, with an empty prediction and without decisions."""
-    return Plan(
+    made = Plan(
         name=problem.name,
         graph=fingerprint(problem.graph),
         cluster=problem.cluster.name,
@@ -129,8 +128,8 @@ def unpredicted_plan(
         prediction=_NOTHING,
         planner=planner,
         symbols=problem.graph.symbols,
-        tensor=tensor_traffic(problem.graph, activations, laps_in(regions), problem.cluster),
     )
+    return replace(made, tensor=tensor_traffic(problem.graph, made, problem.cluster))
 
 
 _MAX_GAP, _MAX_EXPOSED = 0.01, 0.01

@@ -10,12 +10,13 @@
 
 from collections.abc import Iterator, Mapping
 
-from elixir_compile.analysis.laps import Lap, laps_of
+from elixir_compile.analysis.laps import laps_of
+from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.slices import WHOLE, Crossing, crossings
 from elixir_compile.cost import ring_s, stream_bytes
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import InnerVerb, Kind, Lane, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan, TensorTraffic
@@ -49,19 +50,24 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[Work, int]:
     return found
 
 
-def tensor_traffic(
-    graph: StepGraph, activations: tuple[Activations, ...], laps: tuple[Lap, ...], cluster: Cluster
-) -> TensorTraffic | None:
-    """Return what a step of `graph` sends along the tensor axis of `cluster`, with the `laps` in micro-batches; None if
-    there is no such axis."""
+def tensor_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> TensorTraffic | None:
+    """Return the traffic of all calls of a step of `plan` for `graph` along the tensor axis of `cluster`; None if there
+    is no such axis."""
     if cluster.tensor is None:
         return None
-    ops = [op for op in as_run(graph, activations, laps).ops if op.ring is not None]
+    num_full = plan.calls.num if plan.lean is None else num_full_calls(plan.calls, plan.lean.num_full)
+    programs = [(num_full, plan)] + ([] if plan.lean is None else [(plan.calls.num - num_full, plan.of_lean_calls())])
+    runs = [
+        (num, op, op.ring)
+        for num, own in programs
+        for op in as_run(graph, own.activations, laps_of(own)).ops
+        if op.ring is not None
+    ]
     return TensorTraffic(
         num_ranks=cluster.tensor.num_ranks,
-        num_collectives=sum(op.times for op in ops),
-        nbytes=sum(op.ring.nbytes for op in ops if op.ring is not None),
-        run_s=sum(ring_s(op, cluster.tensor) for op in ops),
+        num_collectives=sum(num * op.times for num, op, _ in runs),
+        nbytes=sum(num * ring.nbytes for num, _, ring in runs),
+        run_s=sum(num * ring_s(op, cluster.tensor) for num, op, _ in runs),
     )
 
 

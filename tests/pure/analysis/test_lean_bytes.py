@@ -6,12 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
+from elixir_compile.analysis import closing_verbs, verify
 from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls, walked
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import IllegalSchedule, InvalidPlan
-from elixir_compile.ir import BackwardOrder, Calls, LeanCalls, Plan, Saving, Verb, plan_from_json, plan_to_json
+from elixir_compile.ir import (
+    BackwardOrder,
+    BucketRef,
+    Calls,
+    LeanCalls,
+    Plan,
+    Saving,
+    Verb,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.search import Problem
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.calls_walk import peak_of_calls, turns_of
@@ -156,6 +166,24 @@ def test_a_lean_program_is_verified_like_the_first() -> None:
     kept = tuple(replace(own, saving=Saving.KEEP) if own is recomputed else own for own in made.lean.activations)
     with pytest.raises(IllegalSchedule):
         verify(problem.graph, replace(made, lean=replace(made.lean, activations=kept)))
+
+
+def test_lean_calls_without_a_schedule_are_refused() -> None:
+    _, made = small_pair()
+    assert made.lean is not None
+    with pytest.raises(InvalidPlan, match="expected one for each rank"):
+        replace(made, lean=replace(made.lean, schedules=()))
+
+
+def test_a_bucket_with_another_last_action_in_lean_calls_is_not_updated_in_the_backward() -> None:
+    problem = small_pair()[0]
+    made = pair_of(problem, *recomputing(problem), 2, gather_facts(problem).furthest_levels)
+    closing = closing_verbs(made)
+    assert made.lean is not None
+    schedule, bucket = made.lean.schedules[0], next(name for name, verb in closing.items() if verb is Verb.RELEASE)
+    actions = [own for own in schedule.actions if (own.verb, own.target) != (Verb.RELEASE, BucketRef(bucket))]
+    other = replace(made, lean=replace(made.lean, schedules=(replace(schedule, actions=tuple(actions)),)))
+    assert closing_verbs(other) == {name: verb for name, verb in closing.items() if name != bucket}
 
 
 @pytest.mark.parametrize("num_full", [0, 6, -1])

@@ -6,12 +6,15 @@ import pytest
 
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import BackwardOrder, Calls, Plan, Saving
+from elixir_compile.hardware import TensorRing
+from elixir_compile.ir import BackwardOrder, Calls, Plan, Ring, Saving
 from elixir_compile.report.explain import explain
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.space.facts import gather_facts
+from tests.pure.analysis.test_lean_bytes import recomputing, small_pair
 from tests.pure.calls_walk import peak_of_calls
-from tests.pure.lean_pairs import kept, problem_of_mlps
+from tests.pure.lean_pairs import kept, pair_of, plan_at, problem_of_mlps
 
 FIRST = BackwardOrder.FIRST_FIRST
 
@@ -52,6 +55,22 @@ def test_a_plan_is_never_slower_than_with_one_treatment(calls: Calls, share: flo
     made, alike = plan(problem, timeout_s=1.0), with_one_treatment(problem)
     assert made.prediction.step_s <= alike.prediction.step_s
     assert made == alike or made.prediction.step_s < alike.prediction.step_s
+
+
+def test_collectives_of_the_tensor_axis_are_those_of_all_calls() -> None:
+    """Each `gelu` sums over two ranks, and runs again in the backward of a lean call."""
+    problem, _ = small_pair()
+    ring, link = Ring(num_ranks=2, nbytes=800, passes=2), problem.cluster.h2d
+    ops = tuple(replace(op, ring=ring) if op.target == "aten.gelu.default" else op for op in problem.graph.ops)
+    cluster = replace(problem.cluster, tensor=TensorRing(num_ranks=2, link=link))
+    problem = replace(problem, graph=replace(problem.graph, ops=ops), cluster=cluster)
+    num_layers, made = 4, pair_of(problem, *recomputing(problem), 2)
+    once = plan_at(problem, gather_facts(problem).start_levels, recomputing(problem)[0])
+    assert once.tensor is not None
+    assert once.tensor.num_collectives == 6 * num_layers
+    assert made.tensor is not None
+    assert made.tensor.num_collectives == (6 + 4) * num_layers
+    assert made.tensor.nbytes == 800 * made.tensor.num_collectives
 
 
 def test_no_more_full_forwards_fit() -> None:

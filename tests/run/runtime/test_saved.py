@@ -8,12 +8,13 @@ import pytest
 
 import elixir_compile as elixir
 from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import Origin, Plan, Record, record_to_json
+from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, record_to_json
 from elixir_compile.managed.saved import load_plan_for, load_plan_or_record, load_question, question_path
 from elixir_compile.options import Options
 from elixir_compile.search import plan
 from elixir_compile.search.question import question_of
 from elixir_compile.units import GIB
+from tests.pure.analysis.test_lean_bytes import small_pair
 from tests.pure.search.test_planner import chain_of, problem_of
 
 GRAPH = chain_of(3)
@@ -54,6 +55,21 @@ def test_another_number_of_ranks_names_both(path: Path) -> None:
     with pytest.raises(elixir.PlanMismatch, match=r"made for 1 \(1 x cuda\), here is 2 \(2 x cuda\)") as caught:
         load_plan_for(path, GRAPH, pair())
     assert caught.value.what == "number of ranks"
+
+
+@pytest.mark.parametrize("asked", BackwardOrder)
+@pytest.mark.parametrize("made_for", BackwardOrder)
+def test_lean_calls_counted_for_one_order_are_no_plan_for_another(
+    made_for: BackwardOrder, asked: BackwardOrder, tmp_path: Path
+) -> None:
+    problem, made = small_pair(made_for)
+    elixir.save_plan(made, tmp_path / "plan.json")
+    calls = replace(made.calls, backward_order=asked)
+    if made_for in (BackwardOrder.ANY, asked):
+        assert load_plan_for(tmp_path / "plan.json", problem.graph, problem.cluster, calls=calls) == made
+    else:
+        with pytest.raises(elixir.PlanMismatch, match="another order of backward passes"):
+            load_plan_for(tmp_path / "plan.json", problem.graph, problem.cluster, calls=calls)
 
 
 def test_a_file_is_read_as_the_kind_that_it_names(path: Path, tmp_path: Path) -> None:

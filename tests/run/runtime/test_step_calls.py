@@ -245,6 +245,21 @@ def test_a_hook_after_accumulation_runs_once_with_the_gradient_of_the_step() -> 
         double.zero_grad()
 
 
+def test_a_hook_that_is_removed_after_an_exception_does_not_come_back() -> None:
+    module, compiled, _ = prepared(outstanding=1, calls=2)
+    x, seen = torch.randn(2, 4), []
+    names = ("removed", "kept")
+    handles = [module.more.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name)) for name in names]
+    given = x.clone().requires_grad_()
+    given.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(compiled, given).backward()
+    handles[0].remove()
+    for _ in range(2):
+        loss_of(compiled, x).backward()
+    assert seen == ["kept"]
+
+
 def test_a_hook_runs_if_the_last_call_has_no_gradient_for_its_parameter() -> None:
     module, compiled, double = prepared(outstanding=1, calls=2)
     x, seen = torch.randn(2, 4), []
