@@ -6,13 +6,10 @@
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
 from typing import NamedTuple
 
-from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.rank_peak import StageBytes
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.stage_layers import layered
@@ -25,9 +22,16 @@ from elixir_compile.ir.pipeline_plan import PipelinePlan, RankOutlook, ScheduleO
 from elixir_compile.search.shares.costs import treatments_of
 from elixir_compile.search.shares.offers import Budget
 from elixir_compile.search.space.levels import Level, level_text
-from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of, layers_of, saving_of
+from elixir_compile.search.space.modes import activations_of, layers_of
 from elixir_compile.search.stages.costs import LEVELS, StageCosts, StageFacts, TrainedBytes, phase_s
-from elixir_compile.search.stages.counted import StageQuestion, alone_peak, calls_of_stage, rank_peaks, stage_bytes
+from elixir_compile.search.stages.counted import (
+    StageQuestion,
+    alone_peak,
+    most_sent_bytes,
+    rank_peaks,
+    recomputed_modes,
+    stage_bytes,
+)
 from elixir_compile.search.stages.split import Cut, Option, Room, best_split
 from elixir_compile.simulate.pipeline import StageSeconds, play_pipeline
 
@@ -175,7 +179,7 @@ class _Chosen:
         is_alone = self._order.schedule is TorchSchedule.LOOPED_BFS
         added_bytes = (
             facts.held_bytes(way.level, num)
-            + self._sent_bytes(stage, facts)
+            + most_sent_bytes(self._order, stage, facts)
             + self._outstanding[stage] * saved_bytes
             + (0 if is_alone else gathered_bytes)
         )
@@ -186,12 +190,6 @@ class _Chosen:
             host_bytes=facts.host_bytes(way.level),
             way=number,
         )
-
-    def _sent_bytes(self, stage: int, facts: StageFacts) -> int:
-        """Return the most bytes of outputs that `stage` holds after their backward, and of gradients that it has sent."""
-        calls = calls_of_stage(self._order, stage)
-        num_outputs = min(calls.more_outputs, calls.num - calls.outstanding)
-        return num_outputs * facts.sent_bytes + (calls.input_grads if stage else 0) * facts.received_bytes
 
     def plan(self) -> PipelinePlan:
         ask, order = self._ask, self._order
@@ -251,7 +249,7 @@ class _Chosen:
         facts, savings = self._costs.facts(cut.first, cut.end), self._ask.savings & _SAVINGS
         graph = self._costs.step.stage_graph(cut.first, cut.end)
         layers = layers_of(graph, savings)
-        modes = _recomputed(layers, way.share)
+        modes = recomputed_modes(layers, way.share)
         step = as_run(graph, activations_of(layers, modes))
         forward_s, backward_s = phase_s(step, cluster)
         seconds = StageSeconds(
@@ -319,21 +317,6 @@ class _Chosen:
             "host" if is_short_of_host else "device",
             self._outstanding[stage],
         )
-
-
-def _recomputed(layers: Sequence[Layer], share: Fraction) -> tuple[int, ...]:
-    """Return the mode of each of `layers` if so many of them, from the first on, are computed again that at least a
-    `share` of the bytes is free that all of them would free."""
-    depth = max(depths_of(layers), default=Depth.KEPT)
-    deepest_modes = [deepest(layer, depth, leaves=False) for layer in layers]
-    freed = [_freed_bytes(layer, layer.modes[mode]) for layer, mode in zip(layers, deepest_modes, strict=True)]
-    before = accumulate(freed, initial=0)
-    target_bytes = share * sum(freed)
-    return tuple(mode if done < target_bytes else 0 for mode, done in zip(deepest_modes, before, strict=False))
-
-
-def _freed_bytes(layer: Layer, mode: Mode) -> int:
-    return sum(group.nbytes for group in layer.groups if saving_of(group, mode) is Saving.RECOMPUTE)
 
 
 def _treatment_text(share: Fraction) -> str:

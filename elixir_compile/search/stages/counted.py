@@ -7,7 +7,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
 
+from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.rank_peak import Run, StageBytes, stage_peaks
 from elixir_compile.analysis.stage_layers import LayeredStep
 from elixir_compile.hardware import Cluster
@@ -17,8 +20,9 @@ from elixir_compile.search.evaluator import DraftPlan
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.modes import Layer, Mode, deepest, depths_of, saving_of
 from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.search.stages.costs import TrainedBytes
+from elixir_compile.search.stages.costs import StageFacts, TrainedBytes
 from elixir_compile.search.writing import written
 
 _ENDLESS = 1 << 60
@@ -111,6 +115,28 @@ def calls_of_stage(order: PipelineOrder, stage: int) -> Calls:
         output_grads=1 if is_last else number,
         input_grads=1 if is_first else min(num_sent + 1, number),
     )
+
+
+def recomputed_modes(layers: Sequence[Layer], share: Fraction) -> tuple[int, ...]:
+    """Return the mode of each of `layers` if so many of them, from the first on, are computed again that at least a
+    `share` of the bytes is free that all of them would free."""
+    depth = max(depths_of(layers), default=Depth.KEPT)
+    deepest_modes = [deepest(layer, depth, leaves=False) for layer in layers]
+    freed = [_freed_bytes(layer, layer.modes[mode]) for layer, mode in zip(layers, deepest_modes, strict=True)]
+    before = accumulate(freed, initial=0)
+    target_bytes = share * sum(freed)
+    return tuple(mode if done < target_bytes else 0 for mode, done in zip(deepest_modes, before, strict=False))
+
+
+def _freed_bytes(layer: Layer, mode: Mode) -> int:
+    return sum(group.nbytes for group in layer.groups if saving_of(group, mode) is Saving.RECOMPUTE)
+
+
+def most_sent_bytes(order: PipelineOrder, stage: int, facts: StageFacts) -> int:
+    """Return the most bytes of outputs that `stage` holds after their backward, and of gradients that it has sent."""
+    calls = calls_of_stage(order, stage)
+    num_outputs = min(calls.more_outputs, calls.num - calls.outstanding)
+    return num_outputs * facts.sent_bytes + (calls.input_grads if stage else 0) * facts.received_bytes
 
 
 def rank_peaks(order: PipelineOrder, stages: Sequence[StageBytes]) -> tuple[int, ...]:

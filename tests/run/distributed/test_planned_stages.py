@@ -1,4 +1,4 @@
-"""The peak that `plan_stages` counts for a rank is that of the plans which its stages get when they run, and measured."""
+"""The peak that `plan_stages` counts for a rank is that of the plans that its stages get, and the measured one."""
 
 from collections.abc import Sequence
 from pathlib import Path
