@@ -13,13 +13,13 @@ the order of the backward passes is not known, these are the most in any order.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.call_bytes import CallKind, outputs_beside
+from elixir_compile.analysis.call_bytes import CallKind, call_kinds, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import BackwardOrder, Calls, Kind
 
@@ -31,6 +31,14 @@ class Half(NamedTuple):
     is_backward: bool
     is_first: bool
     is_last: bool
+    is_after_backward: bool
+    """Whether a backward has run before, which leaves sums of gradients."""
+
+    def call(self, calls: Calls) -> CallKind:
+        """Return the kind of calls of this half, alone in a step of `calls`."""
+        # Before the first backward, a forward holds no more than if all forwards came first.
+        alternate = calls.alternate and (self.is_backward or self.is_after_backward)
+        return CallKind(is_first=self.is_first, is_last=self.is_last, alternate=alternate)
 
 
 class Beside(NamedTuple):
@@ -66,7 +74,7 @@ def walked(calls: Calls, num_full: int) -> Steps:
         is_lean = take() if is_backward else len(waiting) - num_lean >= num_full
         num_lean -= is_backward and is_lean
         number = num_done if is_backward else num_started
-        half = Half(is_lean, is_backward, number == 0, number == calls.num - 1)
+        half = Half(is_lean, is_backward, number == 0, number == calls.num - 1, num_done > 0)
         yield half, Beside(len(waiting) - num_lean, num_lean, num_done)
         if is_backward:
             num_done += 1
@@ -86,11 +94,12 @@ def _of_alternate(calls: Calls, num_full: int) -> Steps:
     none, num_lean = Beside(0, 0, calls.num - 1), calls.outstanding - num_full
     full, lean = Beside(num_full - 1, num_lean, calls.num - 1), Beside(num_full, num_lean - 1, calls.num - 1)
     for is_first, is_last in ((True, False), (False, False), (False, True)):
-        yield Half(False, False, is_first, is_last), Beside(0, 0, 0) if is_first else full
-        yield Half(False, True, is_first, is_last), none if is_last else full
-        yield Half(True, True, is_first, is_last), none if is_last else lean
+        place = is_first, is_last, not is_first
+        yield Half(False, False, *place), Beside(0, 0, 0) if is_first else full
+        yield Half(False, True, *place), none if is_last else full
+        yield Half(True, True, *place), none if is_last else lean
         if not is_first:
-            yield Half(True, False, is_first, is_last), lean
+            yield Half(True, False, *place), lean
 
 
 def _of_any_backward(calls: Calls, num_full: int) -> Steps:
@@ -100,7 +109,7 @@ def _of_any_backward(calls: Calls, num_full: int) -> Steps:
         for is_lean in (False, True):
             most_full = num_full - (not is_lean)
             most_lean = calls.num - num_full - is_lean
-            half = Half(is_lean, True, num_done == 0, num_done == calls.num - 1)
+            half = Half(is_lean, True, num_done == 0, num_done == calls.num - 1, num_done > 0)
             for full in {max(0, num_beside - most_lean), min(most_full, num_beside)}:
                 yield half, Beside(full, num_beside - full, num_done)
 
@@ -153,23 +162,29 @@ class CallBytes:
         """The rows of a call; those beside it are added for a kind of calls."""
         self.waiting_bytes = sum(rows.waiting_bytes.values())
         """What a forward leaves for its backward, without outputs."""
-        self._alone: dict[tuple[bool, bool], NDArray[np.int64]] = {}
+        self._alone: dict[CallKind, NDArray[np.int64]] = {}
         self._ops = rows.axis.ops
 
     def alone(self, half: Half) -> tuple[int, int]:
         """Return the most bytes at any op of `half` if no other forward waits, and at any op of the update."""
-        place = half.is_first, half.is_last
-        if place not in self._alone:
-            call = CallKind(is_first=half.is_first, is_last=half.is_last, alternate=self.rows.plan.calls.alternate)
-            changes = np.zeros(self._ops.num + 1, dtype=np.int64)
-            for held in self.rows.in_call(call, {}).all():
-                if held.first <= held.last:
-                    changes[held.first] += held.nbytes
-                    changes[held.last + 1] -= held.nbytes
-            self._alone[place] = np.cumsum(changes[:-1])
-        live_bytes, ops = self._alone[place], self._ops
+        call, ops = half.call(self.rows.plan.calls), self._ops
+        if call not in self._alone:
+            self._alone[call] = self._live_bytes(call)
+        live_bytes = self._alone[call]
         span = slice(ops.num_forward, ops.num_run) if half.is_backward else slice(0, ops.num_forward)
         return int(live_bytes[span].max(initial=0)), int(live_bytes[ops.num_run :].max(initial=0))
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes at any op if all calls of a step run this program, as `plan_timeline` counts them."""
+        return max(int(self._live_bytes(call).max(initial=0)) for call in call_kinds(self.rows.plan.calls))
+
+    def _live_bytes(self, call: CallKind) -> NDArray[np.int64]:
+        changes = np.zeros(self._ops.num + 1, dtype=np.int64)
+        for held in self.rows.in_call(call, {}).all():
+            if held.first <= held.last:
+                changes[held.first] += held.nbytes
+                changes[held.last + 1] -= held.nbytes
+        return np.cumsum(changes[:-1])
 
 
 class TwoPrograms:
@@ -204,10 +219,8 @@ class TwoPrograms:
     def _rows_of(self, half: Half, beside: Beside) -> PlanRows:
         num_beside = beside.num_full + beside.num_lean
         num_others = beside.num_full if half.is_lean else beside.num_lean
-        call = CallKind(
-            is_first=half.is_first,
-            is_last=half.is_last,
-            alternate=self._calls.alternate,
+        call = replace(
+            half.call(self._calls),
             beside_forward=num_beside,
             beside_backward=num_beside,
             input_grads=min(beside.num_done, self._calls.input_grads - 1),

@@ -7,7 +7,8 @@
 
 The search chooses one treatment of activations for all outstanding forwards. With its levels, each lighter treatment
 for full calls is tried beside each stronger one for lean calls. What a pair holds is counted exactly for any number of
-full forwards, so the most that fit are found without a further search. The fastest step of all pairs is taken if it is
+full forwards, so the most that fit are found without a further search. A lighter treatment for all is tried too: the
+search may have found that it does not fit, as it counts up to one forward too many. The fastest step is taken if it is
 shorter than that of the search.
 """
 
@@ -15,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 
 from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
 from elixir_compile.analysis.lean_moves import check_lean_moves
@@ -24,11 +25,13 @@ from elixir_compile.analysis.timeline import away_bytes, offloaded_bytes
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
 from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.modes import modes_by_depth
-from elixir_compile.search.writing import predicted, written
+from elixir_compile.search.writing import predicted
 from elixir_compile.simulate import FurtherCall, further_call
 from elixir_compile.units import format_bytes, format_s
 
@@ -41,14 +44,20 @@ _MOST_WRITTEN = 8
 """So many of the fastest pairs are counted as plans, until one of them fits and is legal."""
 
 
-def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Plan:
-    """Return `made`, which is `draft` written out, or a faster plan with the same levels and with lean calls."""
+def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan, deadline: Deadline) -> Plan:
+    """Return `made`, which is `draft` written out, or a faster plan of the same levels, with or without lean calls.
+
+    At the `deadline` the treatments that were counted until then are paired, and no further pairs tried. A step of
+    4,400 ops takes 1 s.
+    """
     problem = evaluator.facts.problem
     if not _may_have_lean_calls(problem, made):
         return made
-    programs = [_Program(problem, plan, step_s) for plan, step_s in _plans(evaluator, draft, made)]
+    plans = _plans(evaluator, draft, made)
+    programs = [_Program(problem, plan, step_s) for plan, step_s in takewhile(lambda _: not deadline.is_over, plans)]
     host_bytes = problem.host_budget_bytes - evaluator.at(draft.modes).host_bytes(draft.levels) + away_bytes(made)
-    pairs = sorted(_pairs(problem, host_bytes, programs), key=lambda pair: pair.step_s)
+    found = takewhile(lambda _: not deadline.is_over, _pairs(problem, host_bytes, programs))
+    pairs = sorted(found, key=lambda pair: pair.step_s)
     limit_s = made.prediction.step_s * (1 - _WORTH)
     for pair in [pair for pair in pairs if pair.step_s < limit_s][:_MOST_WRITTEN]:
         plan = paired(problem, pair.full.plan, pair.lean.plan, pair.num_full)
@@ -59,8 +68,14 @@ def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Plan:
 
 
 def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
-    """Return the plan `full` for `problem` with the calls of `lean`, a plan of the same placements, as lean calls."""
-    calls = LeanCalls(num_full=num_full, activations=lean.activations, regions=lean.regions, schedules=lean.schedules)
+    """Return the plan `full` for `problem` with the calls of `lean`, a plan of the same placements, as lean calls.
+
+    There are none if all outstanding forwards may be full.
+    """
+    calls = None
+    if num_full < problem.calls.outstanding:
+        parts = {"activations": lean.activations, "regions": lean.regions, "schedules": lean.schedules}
+        calls = LeanCalls(num_full=num_full, **parts)
     plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_saves_s=None)
     return replace(plan, prediction=predicted(problem, plan)[0])
 
@@ -98,14 +113,14 @@ class _Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """Full and lean calls, with the most full forwards that fit."""
+    """Full and lean calls, with the most full forwards that fit; all outstanding ones if all calls are full."""
 
     full: _Program
     lean: _Program
     num_full: int
     step_s: float
-    more_bytes: int
-    """The peak with more full forwards; 0 if all but one are full."""
+    more: tuple[int, int] = (0, 0)
+    """The next larger number of full forwards that was tried, and its peak."""
 
 
 def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple[Plan, float]]:
@@ -119,36 +134,45 @@ def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple
         # How many full forwards fit decides how early transfers may be, so both ends are tried.
         times = [just_in_time(own, levels, budget_bytes=_UNLIMITED_BYTES), own.at_use(levels)]
         for moves in times if times[0] != times[1] else times[:1]:
-            other = replace(draft, modes=modes, moves=moves._replace(streamed=draft.moves.streamed))
-            yield written(own.facts, other), own.step_s(levels, other.moves)
+            moves = moves._replace(streamed=draft.moves.streamed)
+            cuts = cut_regions(own.facts, levels, moves)
+            actions = schedule(step_actions(own.facts, levels, moves, cuts))
+            groups, laps = own.facts.activations, regions(own.facts, cuts)
+            yield replace(made, activations=groups, regions=laps, schedules=(actions,)), own.step_s(levels, moves)
 
 
 def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> Iterator[_Pair]:
-    """Yield each pair of `programs` with the most full forwards that fit, if any do.
+    """Yield each of `programs` that fits for all calls, and each pair with the most full forwards that fit, if any do.
 
     `host_bytes` are left on the host for activations of all outstanding forwards.
     """
     calls, most = problem.calls, problem.calls.outstanding - 1
     numbers = range(most, 0, -math.ceil(most / _MOST_NUMBERS))
     beside = {num_full: Halves(calls, num_full) for num_full in numbers}
+    for own in programs:
+        away_bytes = calls.outstanding * own.offloaded_bytes
+        if own.nbytes.peak_bytes() <= problem.budget_bytes and away_bytes <= host_bytes:
+            step_s = own.once_s + (calls.num - 1) * own.call.step_s
+            yield _Pair(full=own, lean=own, num_full=calls.outstanding, step_s=step_s)
     for full, lean in product(programs, programs):
         if full.call.step_s >= lean.call.step_s or full.nbytes.waiting_bytes <= lean.nbytes.waiting_bytes:
             continue
-        both, more_bytes = TwoPrograms(full.nbytes, lean.nbytes), 0
+        both, more = TwoPrograms(full.nbytes, lean.nbytes), (0, 0)
         for num_full in numbers:
             peak_bytes = both.peak_bytes(beside[num_full])
             away_bytes = num_full * full.offloaded_bytes + (calls.outstanding - num_full) * lean.offloaded_bytes
             if peak_bytes <= problem.budget_bytes and away_bytes <= host_bytes:
                 num = num_full_calls(calls, num_full)
                 step_s = full.once_s + (num - 1) * full.call.step_s + (calls.num - num) * lean.call.step_s
-                yield _Pair(full=full, lean=lean, num_full=num_full, step_s=step_s, more_bytes=more_bytes)
+                yield _Pair(full=full, lean=lean, num_full=num_full, step_s=step_s, more=more)
                 break
-            more_bytes = peak_bytes
+            more = num_full, peak_bytes
 
 
 def _is_legal(plan: Plan) -> bool:
     try:
-        check_lean_moves(plan)
+        if plan.lean is not None:
+            check_lean_moves(plan)
     except IllegalSchedule:
         return False
     return True
@@ -159,16 +183,18 @@ def _decisions(pair: _Pair, before: Plan, plan: Plan) -> tuple[Decision, ...]:
     calls, full, lean = plan.calls, pair.full, pair.lean
     num_lean, num = calls.outstanding - pair.num_full, num_full_calls(calls, pair.num_full)
     saves_bytes = num_lean * (full.nbytes.waiting_bytes - lean.nbytes.waiting_bytes)
-    uniform = f"{_said(before)} all: {format_s(before.prediction.step_s - plan.prediction.step_s)} longer"
+    uniform = f"all {_said(before)}: {format_s(before.prediction.step_s - plan.prediction.step_s)} longer"
     rejected = (uniform,)
     because = f"the peak of {format_bytes(plan.prediction.device_peak_bytes)} fits {format_bytes(plan.budget_bytes)}"
-    if pair.more_bytes > plan.budget_bytes:
-        over = format_bytes(pair.more_bytes - plan.budget_bytes)
-        because += f", and one more would be {over} over it"
-        rejected += (f"{pair.num_full + 1} of {calls.outstanding}: {over} over the budget",)
+    more, more_bytes = pair.more
+    if more_bytes > plan.budget_bytes:
+        over = format_bytes(more_bytes - plan.budget_bytes)
+        because += f", and with {more} it would be {over} over it"
+        rejected += (f"{more} of {calls.outstanding}: {over} over the budget",)
+    choice = f"{pair.num_full} of {calls.outstanding} {_said(full.plan)}; the others {_said(lean.plan)}"
     own = Decision(
         subject="outstanding forwards",
-        choice=f"{pair.num_full} of {calls.outstanding} {_said(full.plan)}; the others {_said(lean.plan)}",
+        choice=choice if num_lean else f"all {_said(full.plan)}",
         because=because,
         cost_s=(calls.num - num) * (lean.call.step_s - full.call.step_s),
         saves_bytes=saves_bytes,
@@ -183,7 +209,7 @@ def _decisions_before(pair: _Pair, before: Plan) -> Iterator[Decision]:
     for decision in before.decisions:
         if decision.subject not in layers:
             yield decision
-        elif before in (pair.full.plan, pair.lean.plan):
+        elif pair.full is not pair.lean and before in (pair.full.plan, pair.lean.plan):
             kind = "full" if before is pair.full.plan else "lean"
             yield replace(decision, choice=f"{decision.choice}, in {kind} calls")
 

@@ -19,7 +19,7 @@ from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
 from elixir_compile.search.best import counted_draft, place_best
-from elixir_compile.search.clock import Clock
+from elixir_compile.search.clock import Clock, deadline_in
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.gemini import with_chunks
 from elixir_compile.search.heuristics.greedy import place_greedily
@@ -69,7 +69,7 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
         evaluator = Evaluator(gather_facts(variant))
         draft = _place(evaluator, planner, timeout_s, clock)
         made = write_out(evaluator, draft)
-        return with_lean_calls(evaluator, draft, made) if planner == "milp" else made
+        return with_lean_calls(evaluator, draft, made, deadline_in(timeout_s)) if planner == "milp" else made
 
     def search_without_solver(variant: Problem) -> Plan:
         evaluator = Evaluator(gather_facts(variant))

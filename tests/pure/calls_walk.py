@@ -5,13 +5,13 @@ calls. They share the ops that run and the stretches in which a call's own stora
 (`analysis.timeline.device_lives`), which other tests count a second time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.timeline import device_lives
-from elixir_compile.ir import BackwardOrder, Kind, Phase, Plan, StepGraph, Verb
+from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Verb
 from elixir_compile.ir.schedule import BucketRef, GradientRef, RegionRef
 
 
@@ -20,18 +20,24 @@ def order_of(num: int, outstanding: int) -> str:
     return "F" * outstanding + "BF" * (num - outstanding) + "B" * outstanding
 
 
-def peak_of_calls(graph: StepGraph, plan: Plan) -> int:
-    """Return the most bytes at any op of any call of a step under `plan`, in the order of `order_of`."""
+def turns_of(calls: Calls) -> list[int | None]:
+    """Return None for each forward, and for each backward the place of its forward among those that wait."""
+    place = -1 if calls.backward_order is BackwardOrder.LAST_FIRST else 0
+    return [None if letter == "F" else place for letter in order_of(calls.num, calls.outstanding)]
+
+
+def peak_of_calls(graph: StepGraph, plan: Plan, turns: Sequence[int | None] = ()) -> int:
+    """Return the most bytes at any op of any call of a step under `plan`, in the order of `turns`, or of `turns_of`."""
     walk = _Calls(graph, plan)
     started = 0
     waiting: list[int] = []
-    for letter in order_of(plan.calls.num, plan.calls.outstanding):
-        if letter == "F":
+    for place in turns or turns_of(plan.calls):
+        if place is None:
             walk.half(started, Phase.FORWARD)
             waiting.append(started)
             started += 1
         else:
-            walk.half(waiting.pop(-1 if plan.calls.backward_order is BackwardOrder.LAST_FIRST else 0), Phase.BACKWARD)
+            walk.half(waiting.pop(place), Phase.BACKWARD)
     walk.update()
     return walk.most
 

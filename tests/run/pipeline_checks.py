@@ -17,6 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis.lean_calls import num_full_calls
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from tests.run.lean_plans import pairs_by_hand
 from tests.run.updating import small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
@@ -144,6 +145,12 @@ def train_streamed(rank: int, world_size: int, names: Sequence[str]) -> dict[str
         return {name: train_pipeline(rank, world_size, name, ALL_ON_THE_HOST) for name in names}
 
 
+def train_sharded_with_lean_calls(rank: int, world_size: int, order: str, lean: str) -> dict[str, Any]:
+    """Return the result of `train_sharded` under a plan by hand with two full forwards at most, and lean calls."""
+    with pairs_by_hand(lean, 2) as plans:
+        return {**train_sharded(rank, world_size, order, {}), "num_made": len(plans)}
+
+
 def train_sharded(
     rank: int, world_size: int, order: str, options: Mapping[str, Any], dtype: str = "float64", width: int = 64
 ) -> dict[str, Any]:
@@ -195,6 +202,7 @@ def train_sharded(
         "planned": counted(plan),
         "executed": counts,
         "num_sharded": sum(bucket.is_sharded for bucket in plan.buckets),
+        "num_full": None if plan.lean is None else plan.lean.num_full,
     }
 
 

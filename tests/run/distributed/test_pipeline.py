@@ -15,6 +15,7 @@ from tests.run.pipeline_checks import (
     measure_pipeline,
     train_grid,
     train_sharded,
+    train_sharded_with_lean_calls,
     train_streamed,
 )
 from tests.run.processes import spawn
@@ -90,6 +91,17 @@ def test_a_stage_shared_by_ranks_is_gathered_at_most_twice_and_reduced_once(
         assert found["executed"]["gather"] == num_gathers * found["num_sharded"]
         assert found["planned"]["gather"] == found["executed"]["gather"] == found["executed"]["release"]
         assert found["planned"]["reduce"] == found["executed"]["reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["FFFBFBBB", "FFFFBBBB"], ids=["alternate", "forwards first"])
+@pytest.mark.parametrize("lean", ["recompute", "offload"])
+def test_ranks_that_share_a_stage_run_full_and_lean_calls(tmp_path: Path, order: str, lean: str) -> None:
+    for found in spawn(train_sharded_with_lean_calls, 2, order, lean, folder=tmp_path, limit_s=120):
+        assert found["apart"] <= 1e-12
+        assert found["num_full"] == 2
+        assert found["planned"]["gather"] == found["executed"]["gather"] == found["executed"]["release"]
+        assert found["planned"]["reduce"] == found["executed"]["reduce"] > 0
 
 
 @pytest.mark.slow
