@@ -8,24 +8,32 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from typing import NamedTuple
 
-from elixir_compile.analysis.activations import Depth
+from elixir_compile.analysis.rank_peak import StageBytes
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.stage_layers import layered
 from elixir_compile.analysis.stage_memory import stage_memory
 from elixir_compile.errors import ElixirError, InvalidOption, NoFeasibleStages
 from elixir_compile.hardware import Cluster, Fleet, Link
-from elixir_compile.ir import Activations, Saving, StepGraph
+from elixir_compile.ir import Saving, StepGraph
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards, pipeline_order
 from elixir_compile.ir.pipeline_plan import PipelinePlan, RankOutlook, ScheduleOutlook, StageOutlook, layers_text
 from elixir_compile.search.shares.costs import treatments_of
 from elixir_compile.search.shares.offers import Budget
 from elixir_compile.search.space.levels import Level, level_text
-from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of, layers_of, saving_of
+from elixir_compile.search.space.modes import activations_of, layers_of
 from elixir_compile.search.stages.costs import LEVELS, StageCosts, StageFacts, TrainedBytes, phase_s
+from elixir_compile.search.stages.counted import (
+    StageQuestion,
+    alone_peak,
+    most_sent_bytes,
+    rank_peaks,
+    recomputed_modes,
+    stage_bytes,
+)
 from elixir_compile.search.stages.split import Cut, Option, Room, best_split
-from elixir_compile.simulate.pipeline import StageBytes, StageSeconds, pipeline_peaks, play_pipeline, stage_peak
+from elixir_compile.simulate.pipeline import StageSeconds, play_pipeline
 
 _MOST_TRIES = 4
 _ENDLESS = 1 << 60
@@ -120,6 +128,15 @@ class _Way:
         return kept + float(self.share) * (recomputed - kept)
 
 
+class _Counted(NamedTuple):
+    """A chosen stage, op by op."""
+
+    seconds: StageSeconds
+    saved_bytes: int
+    """What a forward leaves until its backward has ended."""
+    nbytes: StageBytes
+
+
 class _Chosen:
     """The stages of one schedule."""
 
@@ -162,6 +179,7 @@ class _Chosen:
         is_alone = self._order.schedule is TorchSchedule.LOOPED_BFS
         added_bytes = (
             facts.held_bytes(way.level, num)
+            + most_sent_bytes(self._order, stage, facts)
             + self._outstanding[stage] * saved_bytes
             + (0 if is_alone else gathered_bytes)
         )
@@ -176,9 +194,9 @@ class _Chosen:
     def plan(self) -> PipelinePlan:
         ask, order = self._ask, self._order
         cuts, counted, peaks = self._fitting()
-        seconds = [each for each, _ in counted]
+        seconds = [each.seconds for each in counted]
         played = play_pipeline(order, seconds, lambda one, other: link_between(ask.fleet, one, other))
-        stages = tuple(self._stage_outlook(stage, cut, *counted[stage]) for stage, cut in enumerate(cuts))
+        stages = tuple(self._stage_outlook(stage, cut, counted[stage]) for stage, cut in enumerate(cuts))
         ranks = tuple(
             RankOutlook(
                 rank=rank,
@@ -204,7 +222,7 @@ class _Chosen:
             ranks=ranks,
         )
 
-    def _fitting(self) -> tuple[tuple[Cut, ...], list[tuple[StageSeconds, StageBytes]], tuple[int, ...]]:
+    def _fitting(self) -> "tuple[tuple[Cut, ...], list[_Counted], tuple[int, ...]]":
         """Return the stages, the seconds and bytes of each, and the peaks of the ranks, within their budgets op by op.
 
         If the sums of layers had too few bytes, the room of a rank shrinks by as many. Raises NoFeasibleStages.
@@ -215,7 +233,7 @@ class _Chosen:
             if cuts is None:
                 break
             counted = [self._counted(stage, cut) for stage, cut in enumerate(cuts)]
-            peaks = pipeline_peaks(self._order, [each for _, each in counted])
+            peaks = rank_peaks(self._order, [each.nbytes for each in counted])
             excess = [peak - room.device_bytes for peak, room in zip(peaks, self._rooms, strict=True)]
             if max(excess) <= 0:
                 return cuts, counted, peaks
@@ -225,13 +243,14 @@ class _Chosen:
             ]
         raise self._no_room()
 
-    def _counted(self, stage: int, cut: Cut) -> tuple[StageSeconds, StageBytes]:
+    def _counted(self, stage: int, cut: Cut) -> "_Counted":
         """Return the seconds and bytes of `stage` as a step of its own, op by op."""
         way, cluster = self._ways[cut.option.way], self._cluster(stage)
-        facts, num = self._costs.facts(cut.first, cut.end), self._order.num_micro_batches
+        facts, savings = self._costs.facts(cut.first, cut.end), self._ask.savings & _SAVINGS
         graph = self._costs.step.stage_graph(cut.first, cut.end)
-        step = as_run(graph, _recomputed(graph, way.share, self._ask.savings))
-        memory = stage_memory(step)
+        layers = layers_of(graph, savings)
+        modes = recomputed_modes(layers, way.share)
+        step = as_run(graph, activations_of(layers, modes))
         forward_s, backward_s = phase_s(step, cluster)
         seconds = StageSeconds(
             forward_s=forward_s,
@@ -240,16 +259,12 @@ class _Chosen:
             update_s=facts.update_s(way.level, cluster),
             sent_bytes=facts.sent_bytes,
         )
-        nbytes = StageBytes(
-            held_bytes=facts.held_bytes(way.level, num),
-            gathered_bytes=facts.gathered_bytes(way.level),
-            saved_bytes=memory.saved_bytes,
-            forward_bytes=memory.forward_bytes,
-            backward_bytes=memory.backward_bytes + facts.largest_grad_bytes,
-        )
-        return seconds, nbytes
+        asked = StageQuestion(stage=stage, first=cut.first, end=cut.end, level=way.level, modes=modes)
+        nbytes = stage_bytes(asked, self._costs.step, self._order, self._ask.trained, cluster, savings)
+        return _Counted(seconds, stage_memory(step).saved_bytes, nbytes)
 
-    def _stage_outlook(self, stage: int, cut: Cut, seconds: StageSeconds, nbytes: StageBytes) -> StageOutlook:
+    def _stage_outlook(self, stage: int, cut: Cut, counted: "_Counted") -> StageOutlook:
+        seconds = counted.seconds
         way, layers = self._ways[cut.option.way], self._costs.step.layers
         own = layers[cut.first : cut.end]
         return StageOutlook(
@@ -262,8 +277,8 @@ class _Chosen:
             update_s=seconds.update_s,
             sent_bytes=seconds.sent_bytes,
             outstanding=self._outstanding[stage],
-            saved_bytes=nbytes.saved_bytes,
-            peak_bytes=stage_peak(self._order, stage, nbytes),
+            saved_bytes=counted.saved_bytes,
+            peak_bytes=alone_peak(self._order, stage, counted.nbytes),
             treatment=_treatment_text(way.share),
             homes=level_text(way.level),
             copies=self._costs.shared_with_earlier(cut.first, cut.end),
@@ -302,23 +317,6 @@ class _Chosen:
             "host" if is_short_of_host else "device",
             self._outstanding[stage],
         )
-
-
-def _recomputed(graph: StepGraph, share: Fraction, savings: frozenset[Saving]) -> tuple[Activations, ...]:
-    """Return the activations of `graph` if so many of its layers, from the first on, are computed again that at least a
-    `share` of the bytes is free that all of them would free."""
-    layers = layers_of(graph, savings & _SAVINGS)
-    depth = max(depths_of(layers), default=Depth.KEPT)
-    deepest_modes = [deepest(layer, depth, leaves=False) for layer in layers]
-    freed = [_freed_bytes(layer, layer.modes[mode]) for layer, mode in zip(layers, deepest_modes, strict=True)]
-    before = accumulate(freed, initial=0)
-    target_bytes = share * sum(freed)
-    modes = [mode if done < target_bytes else 0 for mode, done in zip(deepest_modes, before, strict=False)]
-    return activations_of(layers, modes)
-
-
-def _freed_bytes(layer: Layer, mode: Mode) -> int:
-    return sum(group.nbytes for group in layer.groups if saving_of(group, mode) is Saving.RECOMPUTE)
 
 
 def _treatment_text(share: Fraction) -> str:

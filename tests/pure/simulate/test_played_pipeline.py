@@ -11,9 +11,7 @@ from elixir_compile.hardware import Link
 from elixir_compile.ir import Phase
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, pipeline_order
 from elixir_compile.simulate.pipeline import (
-    StageBytes,
     StageSeconds,
-    pipeline_peaks,
     play_pipeline,
 )
 
@@ -126,21 +124,3 @@ def test_other_numbers_of_stages_and_orders_without_an_end_are_refused() -> None
     silent = replace(order, actions=(order.actions[0][:1], order.actions[1]))
     with pytest.raises(InvalidPlan, match="waits for a message that is never sent"):
         play_pipeline(silent, [EQUAL] * 2, lambda one, other: None)
-
-
-def test_peaks_count_outstanding_forwards_and_what_runs() -> None:
-    """1F1B with 2 stages and 4 micro-batches: stage 0 has 2 forwards outstanding, stage 1 has 1. A backward of stage 0
-    runs beside one other forward: 100 + 10 + 17; a forward of stage 0 beside one: 100 + 10 + 15."""
-    stage = StageBytes(held_bytes=100, saved_bytes=10, forward_bytes=15, backward_bytes=17)
-    order = pipeline_order(TorchSchedule.ONE_F_ONE_B, 2, 2, 4)
-    assert pipeline_peaks(order, [stage, stage]) == (127, 117)
-    assert pipeline_peaks(pipeline_order(TorchSchedule.GPIPE, 2, 2, 4), [stage, stage]) == (147, 147)
-
-
-def test_gathered_parameters_count_from_the_first_to_the_last_run_of_a_phase() -> None:
-    """Breadth-first, a rank has one of its stages at a time, and four forwards are outstanding. Interleaved, it has
-    both, and two forwards: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1."""
-    stage = StageBytes(held_bytes=0, gathered_bytes=1000, saved_bytes=1, forward_bytes=1, backward_bytes=1)
-    alone = pipeline_peaks(pipeline_order(TorchSchedule.LOOPED_BFS, 2, 1, 2), [stage, stage])
-    both = pipeline_peaks(pipeline_order(TorchSchedule.INTERLEAVED, 2, 1, 2), [stage, stage])
-    assert (alone, both) == ((1004,), (2002,))

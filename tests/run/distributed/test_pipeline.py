@@ -161,6 +161,16 @@ def test_the_peak_of_each_rank_is_planned_within_one_percent(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
+def test_the_peak_of_stages_that_inductor_compiles_is_planned_within_one_percent(tmp_path: Path, name: str) -> None:
+    options = {"inner": "inductor", "device_memory": "1500KiB"}
+    for found in spawn(measure_pipeline, 2, name, options, folder=tmp_path, limit_s=200, timeout_s=200):
+        assert abs(found["measured"] / found["planned"] - 1) <= 0.01
+        assert found["measured"] <= found["budget"]
+        assert found["saved"][0] != []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
 def test_stages_on_a_mesh_of_two_axes_gather_and_reduce_once(tmp_path: Path, name: str) -> None:
     for found in spawn(train_grid, 4, name, {"device_memory": "2500KiB"}, folder=tmp_path, limit_s=300, timeout_s=120):
