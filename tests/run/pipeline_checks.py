@@ -207,44 +207,48 @@ def train_sharded(
 
 
 def train_grid(rank: int, world_size: int, name: str, options: Mapping[str, Any], width: int = 64) -> dict[str, Any]:
-    """Train two stages, each sharded over half of the ranks, by the schedule `name`, and one process; return how far
-    weights are apart, and what was counted in the last step."""
+    """Train stages, each sharded over half of the ranks, by the schedule `name`, and one process; return how far
+    weights are apart, what was counted in the last step, and the planned peak of the rank."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     index, part = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    num_stages = 4 if name in LOOPED else 2
+    own = range(index, num_stages, 2)
     torch.manual_seed(0)
-    whole = [Stage(2, width).double() for _ in range(2)]
+    whole = [Stage(2, width).double() for _ in range(num_stages)]
     torch.manual_seed(0)
-    module = [Stage(2, width).double() for _ in range(2)][index]
+    every = [Stage(2, width).double() for _ in range(num_stages)]
+    modules = [elixir.prepare(every[i], mesh=mesh["dp"]) for i in own]
     x, y = torch.randn(ROWS, width).double(), torch.randn(ROWS, width).double()
-    elixir.prepare(module, mesh=mesh["dp"])
-    compiled = torch.compile(module, backend="elixir", options={**DEFAULTS, **options})
-    stage = PipelineStage(compiled, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = getattr(pipelining, name)(stage, NUM_MICRO_BATCHES, loss_fn=loss_of)
-    elixir.prepare(module, outstanding=schedule)
-    optimizer = elixir.HybridAdamW(module.parameters(), lr=1e-3)
+    compiled = [torch.compile(module, backend="elixir", options=options_of(name, options)) for module in modules]
+    group, cpu = mesh.get_group("pp"), torch.device("cpu")
+    stages = [PipelineStage(made, i, num_stages, cpu, group=group) for i, made in zip(own, compiled, strict=True)]
+    schedule = getattr(pipelining, name)(stages if name in LOOPED else stages[0], NUM_MICRO_BATCHES, loss_fn=loss_of)
+    for module in modules:
+        elixir.prepare(module, outstanding=schedule)
+    optimizers = [elixir.HybridAdamW(module.parameters(), lr=1e-3) for module in modules]
     double = torch.optim.AdamW([p for other in whole for p in other.parameters()], lr=1e-3)
-    own = [rows.chunk(world_size // 2)[part] for rows in (x, y)]
-    before: Mapping[str, int] = {}
+    rows = [batch.chunk(world_size // 2)[part] for batch in (x, y)]
+    before: list[Mapping[str, int]] = []
     for _ in range(NUM_STEPS):
-        before = dict(executor_of(module).ledger.counts)
-        schedule.step(own[0]) if index == 0 else schedule.step(target=own[1])
-        optimizer.step()
-        optimizer.zero_grad()
-        backward_of_whole(whole, x, y, reverses=False)
-        double.step()
-        double.zero_grad()
-    after, plan = executor_of(module).ledger.counts, plan_of(module)
-    off = [
-        (p.full_tensor() - q).abs().max().item()
-        for p, q in zip(module.parameters(), whole[index].parameters(), strict=True)
+        before = [dict(executor_of(module).ledger.counts) for module in modules]
+        schedule.step(rows[0]) if index == 0 else schedule.step(target=rows[1])
+        backward_of_whole(whole, x, y, reverses=name == "ScheduleLoopedBFS")
+        for optimizer in (*optimizers, double):
+            optimizer.step()
+            optimizer.zero_grad()
+    after, plans = [executor_of(module).ledger.counts for module in modules], [plan_of(module) for module in modules]
+    pairs = [
+        zip(module.parameters(), whole[i].parameters(), strict=True) for i, module in zip(own, modules, strict=True)
     ]
     return {
-        "apart": max(off),
-        "planned": counted(plan),
-        "gathered": after["gather"] - before.get("gather", 0),
-        "reduced": after["reduce"] - before.get("reduce", 0),
-        "num_buckets": sum(bucket.is_sharded for bucket in plan.buckets),
+        "apart": max((p.full_tensor() - q).abs().max().item() for pair in pairs for p, q in pair),
+        "planned": [counted(plan) for plan in plans],
+        "gathered": [now["gather"] - then.get("gather", 0) for now, then in zip(after, before, strict=True)],
+        "reduced": [now["reduce"] - then.get("reduce", 0) for now, then in zip(after, before, strict=True)],
+        "num_buckets": [sum(bucket.is_sharded for bucket in plan.buckets) for plan in plans],
+        "peak": elixir.compilations(modules[0])[-1].rank_peak_bytes,
+        "budget": max(plan.budget_bytes for plan in plans),
     }
 
 
