@@ -208,7 +208,7 @@ class PlannedGraph:
             executor.abandon()
             raise
         if not self.is_inference:
-            self.programs.keep_for(programs.note_outstanding(results, input_storages, self), programs)
+            self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:

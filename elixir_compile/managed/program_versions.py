@@ -17,7 +17,7 @@ from elixir_compile.managed.programs import Programs, is_one_region_each
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.saved import number_of
+from elixir_compile.runtime.saved import is_lean, number_of
 
 
 class ProgramVersions:
@@ -29,8 +29,8 @@ class ProgramVersions:
         self._progress = progress
         self._programs: tuple[tuple[int, Programs], ...] = ()
         """Programs, each with the number of the first forward that may run them."""
-        self._outstanding: dict[int, bool] = {}
-        """Numbers of forwards whose ticket autograd holds, each with whether it was a lean one."""
+        self._outstanding: set[int] = set()
+        """Numbers of forwards whose ticket autograd holds."""
         self._has_backward = False
         self._chose_strides: bool | None = None
 
@@ -52,8 +52,8 @@ class ProgramVersions:
     def next(self, num_full: int) -> Programs:
         """Return the programs of the next forward, while `num_full` full forwards wait for their backward."""
         lean = self.last.plan.lean
-        is_lean = lean is not None and num_full >= lean.num_full
-        return (self.last.lean or self.last) if is_lean else self.last
+        runs_lean = lean is not None and num_full >= lean.num_full
+        return (self.last.lean or self.last) if runs_lean else self.last
 
     def write_backward(self) -> None:
         """Write the backward of the last programs, and from now on the backward of all programs with their forward."""
@@ -105,17 +105,16 @@ class ProgramVersions:
         if self._has_backward:
             programs.write_backward()
 
-    def keep_for(self, ticket: torch.Tensor, programs: Programs) -> None:
-        """Keep `programs`, those of the forward of `ticket`, as long as the memory of `ticket` lives."""
+    def keep_for(self, ticket: torch.Tensor) -> None:
+        """Keep the programs of the forward of `ticket` as long as the memory of `ticket` lives."""
         number = number_of(ticket)
-        self._outstanding[number] = programs.is_lean
-        weakref.finalize(ticket.untyped_storage(), self._outstanding.pop, number, None).atexit = False
+        self._outstanding.add(number)
+        weakref.finalize(ticket.untyped_storage(), self._outstanding.discard, number).atexit = False
 
     def of(self, ticket: torch.Tensor) -> Programs:
         """Return the programs of the forward of `ticket`."""
-        number = number_of(ticket)
-        found = self._programs[self._place(number)][1]
-        return found.lean if self._outstanding.get(number) and found.lean is not None else found
+        found = self._programs[self._place(number_of(ticket))][1]
+        return found.lean if is_lean(ticket) and found.lean is not None else found
 
     def drop_old(self) -> None:
         """Drop the programs that no outstanding forward and no next forward needs."""

@@ -28,7 +28,7 @@ from elixir_compile.rewrite.sliced_values import SlicedValues, sliced_values
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import CompiledRegion, PlacedRegion, RegionCompiler
 from elixir_compile.runtime.micro_batches import DividedRegion
-from elixir_compile.runtime.saved import number_of
+from elixir_compile.runtime.saved import mark_lean, number_of
 
 
 class Programs:
@@ -120,6 +120,8 @@ class Programs:
         activations = self.saved_only(results, input_storages)
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
         self._executor.calls.note_forward(number_of(ticket), is_lean=self.is_lean)
+        if self.is_lean:
+            mark_lean(ticket)
         return ticket
 
     def saves_as(self, other: "Programs") -> bool:

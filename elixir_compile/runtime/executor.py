@@ -145,9 +145,9 @@ class Executor:
             instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
             raise UnsupportedBackward(self.name, asked, instead)
         if trains and not self.calls.waits(graph, number):
-            asked = f"a second backward of a forward, or one after an exception, in a step of {self.calls.spec}"
+            asked = "a second backward of a forward, or one after an exception or under saved-tensor hooks that copy,"
             instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
-            raise UnsupportedBackward(self.name, asked, instead)
+            raise UnsupportedBackward(self.name, f"{asked} in a step of {self.calls.spec}", instead)
         refuse_hooks(self.name, self.slots.values() if trains else (), self.calls.spec)
         with self.calls.backward(graph, number, trains=trains):
             if not self.calls.is_last:
@@ -303,8 +303,8 @@ class Executor:
 
         Raises StaleParameters if any of them changed since the forward.
         """
-        number, *versions = ticket.tolist()
-        self.sites.check_forward(number)
+        versions = ticket[1:].tolist()
+        self.sites.check_forward(number_of(ticket))
         for name, before, now in zip(names, versions, self._versions(names), strict=True):
             if before != now:
                 raise StaleParameters(name)

@@ -206,7 +206,8 @@ class SavedActivations:
         return found
 
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:
-        """End the running forward, and return its ticket: its number on this rank and `versions`.
+        """End the running forward, and return its ticket: its number on this rank and `versions`. The inverted bits of
+        the number say that the forward is a lean one.
 
         The activations of the forward are freed when the memory of the ticket is.
         """
@@ -317,4 +318,14 @@ class SavedActivations:
 
 def number_of(ticket: torch.Tensor) -> int:
     """Return the number of the forward that saved `ticket`."""
-    return int(ticket[0])
+    return max(number := int(ticket[0]), ~number)
+
+
+def mark_lean(ticket: torch.Tensor) -> None:
+    """Note in `ticket`, which autograd does not hold yet, that its forward was a lean one."""
+    ticket[0] = ~number_of(ticket)
+
+
+def is_lean(ticket: torch.Tensor) -> bool:
+    """Return whether the forward that saved `ticket` was a lean one; so does a copy, as saved-tensor hooks make it."""
+    return int(ticket[0]) < 0

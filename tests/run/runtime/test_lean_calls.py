@@ -153,6 +153,22 @@ def test_after_an_exception_the_next_forward_is_a_full_one() -> None:
     assert executor_of(module).saved.num_outstanding == 0
 
 
+def test_a_lean_forward_whose_saved_tensors_hooks_copy_runs_its_own_backward() -> None:
+    rows = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared("FFBB")
+    ran = kinds_of(module)
+    with pairs_by_hand("recompute", 1):
+        first = loss_of(compiled(rows[0]), rows[0])
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
+            second = loss_of(compiled(rows[1]), rows[1])
+        second.backward()
+        first.backward()
+    assert ran() == [False, True]
+    for x in rows:
+        loss_of(double(x), x).backward()
+    assert_same_gradients(module, double, 1e-12)
+
+
 def kinds_of(module: nn.Module) -> Callable[[], list[bool]]:
     """Return a function that returns, for each forward of a call of `module` since, whether it was a lean one."""
     calls, seen = executor_of(module).calls, list[bool]()
