@@ -217,8 +217,8 @@ def _decisions_before(pair: _Pair, before: Plan) -> Iterator[Decision]:
 
 
 def _said(plan: Plan) -> str:
-    """Return what `plan` does with activations: `recompute 3.0 MiB and offload 1.0 MiB`."""
+    """Return the treatment of activations in each forward of `plan`: `recompute 3.0 MiB and offload 1.0 MiB each`."""
     words = {Saving.RECOMPUTE: "recompute", Saving.OFFLOAD: "offload"}
     found = {saving: sum(own.nbytes for own in plan.activations if own.saving is saving) for saving in words}
     said = [f"{words[saving]} {format_bytes(nbytes)}" for saving, nbytes in found.items() if nbytes]
-    return " and ".join(said) or "keep their activations"
+    return f"{' and '.join(said)} each" if said else "keep their activations"
