@@ -6,8 +6,8 @@
   lean beside        0  0  0  1  2  2  1  0
 ```
 
-The program of a half and its place in the step decide what it holds itself, and what waits beside it is so many times
-the bytes of a full and of a lean forward. So of all halves of one kind only the one with the most beside it counts. If
+The program of a half and its place in the step decide the bytes that it holds itself; beside it, so many full and lean
+forwards hold the bytes of each. So of all halves of one kind only the one with the most beside it counts. If
 the order of the backward passes is not known, these are the most in any order.
 """
 
@@ -53,7 +53,7 @@ Steps = Iterator[tuple[Half, Beside]]
 
 
 def halves(calls: Calls, num_full: int) -> Steps:
-    """Yield what may be beside each half of a step of `calls`, of which `num_full` full ones wait at most."""
+    """Yield the forwards that can be beside each half of a step of `calls`, if at most `num_full` full ones wait."""
     if calls.backward_order is not BackwardOrder.ANY:
         yield from walked(calls, num_full)
     elif calls.alternate:
@@ -115,7 +115,7 @@ def _of_any_backward(calls: Calls, num_full: int) -> Steps:
 
 
 class Halves:
-    """What may be beside each half of a step of `calls`, if at most `num_full` full forwards wait."""
+    """The forwards that may be beside each half of a step of `calls`, if at most `num_full` full forwards wait."""
 
     def __init__(self, calls: Calls, num_full: int) -> None:
         self.calls = calls
@@ -125,8 +125,8 @@ class Halves:
         self._beside = {half: np.array(list(own), dtype=np.int64) for half, own in found.items()}
 
     def most(self, own: "BesideBytes") -> Mapping[Half, tuple[Beside, int]]:
-        """Return for each half what takes the most bytes beside it, and how many more these are than with no other
-        outstanding forward."""
+        """Return for each half the forwards that hold the most bytes beside it, and how many more bytes these are than
+        with no other outstanding forward."""
         found: dict[Half, tuple[Beside, int]] = {}
         for half, beside in self._beside.items():
             nbytes = self._nbytes(half, beside, own)
@@ -146,7 +146,7 @@ class Halves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideBytes:
-    """The bytes of one outstanding forward beside a half, and of what the caller holds for it."""
+    """The bytes of one outstanding forward beside a half, and of the tensors that the caller holds for it."""
 
     full: int
     lean: int
@@ -161,7 +161,7 @@ class CallBytes:
         self.rows = rows
         """The rows of a call; those beside it are added for a kind of calls."""
         self.waiting_bytes = sum(rows.waiting_bytes.values())
-        """What a forward leaves for its backward, without outputs."""
+        """Bytes that a forward leaves for its backward, without outputs."""
         self._alone: dict[CallKind, NDArray[np.int64]] = {}
         self._ops = rows.axis.ops
 

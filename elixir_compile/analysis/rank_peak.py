@@ -1,7 +1,7 @@
 """The bytes of all stages of a pipeline that one rank runs, in the order in which its schedule runs them.
 
 ```text
-  stage 0   F F . . B . B .     while a stage runs, the others hold what outlasts their calls: training state,
+  stage 0   F F . . B . B .     while a stage runs, the others hold all that outlasts their calls: training state,
   stage 2   . . F F . B . B     outstanding activations, gathered copies, sums of gradients, and what the caller holds
 ```
 
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePeak:
-    """What the stages of a rank hold when one of them runs and they hold the most."""
+    """The bytes of the stages of a rank, in the run of one of them with the most bytes together."""
 
     own_bytes: int
     """The running stage."""
@@ -164,8 +164,8 @@ class StageBytes:
         return self._by_place[place]
 
     def _beside_bytes(self, num_waiting: int, num_lean: int, ended: int, most_input_grads: int) -> int:
-        """Return the bytes of `num_waiting` outstanding forwards, `num_lean` of them lean, and of what is held after
-        `ended` backward passes."""
+        """Return the bytes of `num_waiting` outstanding forwards, `num_lean` of them lean, and of the outputs
+        and gradients that the caller holds after `ended` backward passes."""
         calls = self.calls
         num_outputs = min(num_waiting + min(ended, calls.more_outputs), calls.num) + num_waiting * calls.has_loss
         nbytes = (num_waiting - num_lean) * self._waiting_bytes + num_lean * self._lean_bytes

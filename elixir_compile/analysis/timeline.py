@@ -17,7 +17,7 @@ On several ranks two actions between ops need more bytes than the ops around the
 
 ```text
   gather, wait    the flat buffer and the parameters copied out of it       count at the op after the wait
-  reduce          gradients and the flat buffer into which they are         a position of its own, with what is there
+  reduce          gradients and the flat buffer into which they are         a position of its own, with the bytes
                   packed, or their means                                    between the two ops
 ```
 

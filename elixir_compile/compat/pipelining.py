@@ -57,7 +57,7 @@ def scheduled_runs(schedule: object) -> Sequence[tuple[int, str, int]]:
     """Return the forwards (`F`) and backward passes (`B`) of this rank in a step of `schedule`, in order: the place of
     the stage among `scheduled_stages`, the letter, and the micro-batch.
 
-    It reads what `scheduled_stages` reads, which must not be None.
+    For a schedule of which `scheduled_stages` returns the stages, and not None.
     """
     stages = scheduled_stages(schedule)
     assert stages is not None, "it is no schedule of torch"

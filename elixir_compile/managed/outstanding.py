@@ -193,8 +193,8 @@ class OutstandingForwards:
         )
 
     def counted_as(self, graph: JointGraph) -> object:
-        """Return for what the calls of a step that run `graph` are counted: the graph, if a call runs several graphs
-        one after another, else the executor."""
+        """Return the object for which the calls of `graph` in a step are counted: the graph, if a call runs several
+        graphs one after another, else the executor."""
         return graph if self.has_breaks else self._executor
 
     def names(self) -> list[str]:

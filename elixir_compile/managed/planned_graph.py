@@ -110,7 +110,7 @@ class PlannedGraph:
 
     @property
     def _counted(self) -> object | None:
-        """For what the calls of a step are counted; None if the graph does not train."""
+        """The object for which the calls of a step are counted (see `counted_as`); None if the graph does not train."""
         return None if self.is_inference else self._outstanding.counted_as(self)
 
     @property

@@ -84,8 +84,8 @@ class ProgramVersions:
         )
 
     def write_next(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
-        """Return programs of `plan` for `graph`, which may follow the last programs: these themselves if they are equal
-        to what would be written."""
+        """Return programs of `plan` for `graph`, which may follow the last programs: these themselves if new ones
+        would be equal."""
         if graph == self.last.graph and runs_as(plan, self.last.plan):
             return self.last
         programs = self.write(captured, graph, plan)

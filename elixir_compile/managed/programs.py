@@ -34,7 +34,7 @@ from elixir_compile.runtime.saved import mark_lean, number_of
 class Programs:
     """The programs of a graph under a plan; the forward is written at once, the backward at its first use.
 
-    It has more than 15 attributes, because the backward is written from what the forward was written from.
+    It has more than 15 attributes, because the backward is written later, from the same values as the forward.
     """
 
     def __init__(

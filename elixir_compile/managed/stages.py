@@ -1,4 +1,4 @@
-"""The stages of a pipeline that one rank runs share its device: each is planned beside what the others hold.
+"""The stages of a pipeline that one rank runs share its device: each is planned beside the bytes of the others.
 
 ```text
   budget of the rank    | stage 0 alone: its share | reserved for stage 2, which has no plan yet        first planned
@@ -6,9 +6,9 @@
 ```
 
 Torch captures the stages one after another, in their first forwards. The share of a stage without a plan is that of its
-training state in the state of all stages without one. A stage with a plan counts with what it holds while the others
-run, so what only its own runs need is free for them. Where the plans of all stages together hold more than the budget
-at any run of the schedule, the last one is made again with less.
+training state in the state of all stages without one. A stage with a plan counts with the bytes that it holds while
+the others run, so the bytes that only its own runs need are free for them. If the plans of all stages together hold
+more than the budget at any run of the schedule, the last plan is made again with less.
 """
 
 import weakref
@@ -77,7 +77,7 @@ class StagesOfRank:
                 yield place, stage
 
     def _bytes_of(self, place: int, planned: Sequence[tuple[StepGraph, Plan]]) -> list[StageBytes]:
-        """Return the bytes of the graphs of the stage at `place`, without other stages and what the rank has once."""
+        """Return the bytes of the graphs of the stage at `place`, without other stages and without libraries."""
         stage = dict(self._alive())[place]
         outside_bytes = self._beside_bytes.get(place, 0) + library_bytes(stage.executor.device)
         return [
@@ -107,7 +107,7 @@ class StagesOfRank:
             if planned:
                 held = self._bytes_of(other, planned)
                 nbytes = most_beside(held, other, place, self._runs)
-                # Free memory does not include what is on the device now.
+                # Free memory leaves out the bytes that are on the device now.
                 now_bytes = on_device_bytes(there.executor) if options.device_memory is None else 0
                 beside_bytes += max(0, nbytes - now_bytes)
             elif other != place:

@@ -94,7 +94,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_rows(rows: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of `rows`, its rows of `param` with all of their elements, as a view."""
+    """Return this rank's part of `rows`, as a view; `rows` are its rows of `param` with all of their elements."""
     return _cut(rows, param, _cuts_rows) if isinstance(param, DTensor) else rows
 
 

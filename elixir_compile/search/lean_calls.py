@@ -6,8 +6,8 @@
 ```
 
 The search chooses one treatment of activations for all outstanding forwards. With its levels, each lighter treatment
-for full calls is tried beside each stronger one for lean calls. What a pair holds is counted exactly for any number of
-full forwards, so the most that fit are found without a further search. A lighter treatment for all is tried too: the
+for full calls is tried beside each stronger one for lean calls. The bytes of a pair are counted exactly for any number
+of full forwards, so the most that fit are found without a further search. A lighter treatment for all is tried too: the
 search may have found that it does not fit, as it counts up to one forward too many. The fastest step is taken if it is
 shorter than that of the search.
 """

@@ -74,8 +74,8 @@ def written(facts: Facts, draft: DraftPlan) -> Plan:
 def predicted(problem: Problem, plan: Plan) -> tuple[Prediction, Record]:
     """Return the prediction of a step of `plan`, which answers `problem`, and the record of one call of a step.
 
-    The record has the gathers, reduces and updates of the step. Each further call takes its regions, and what it waits
-    for its activations.
+    The record has the gathers, reduces and updates of the step. Each further call takes the seconds of its regions
+    and of its waits for activations.
     """
     graph, calls = problem.graph, plan.calls
     peak = plan_timeline(graph, plan).peak

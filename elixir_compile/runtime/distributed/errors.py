@@ -62,7 +62,7 @@ class PeerFailed(_RanksError):
 class RanksDiffer(_RanksError):
     """`ranks` act differently from the other ranks; `differences` holds one sentence for each difference.
 
-    `fix` says what to do about it, if that is not what all ranks that differ have to do.
+    `fix` is the advice of the message, if another than the usual one helps.
     """
 
     def __init__(self, ranks: Sequence[int], differences: Sequence[str], fix: str = "") -> None:

@@ -220,7 +220,7 @@ class MemoryModel:
         return self._segments[self._positions.of(op)]
 
     def segment_behind(self, op: int) -> int:
-        """Return the first segment without what ends with the op with index `op`: of a reduce, or of the next op."""
+        """Return the segment right behind the op with index `op`: that of a reduce, or of the next op."""
         return self._segments[self._positions.of(op) + 1]
 
     def completed_before(self, segment: int) -> list[int]:

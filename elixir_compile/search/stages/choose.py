@@ -133,7 +133,7 @@ class _Counted(NamedTuple):
 
     seconds: StageSeconds
     saved_bytes: int
-    """What a forward leaves until its backward has ended."""
+    """Bytes that a forward leaves until its backward has ended."""
     nbytes: StageBytes
 
 

@@ -105,7 +105,7 @@ def _with_ends(graph: StepGraph, trained: TrainedBytes) -> StepGraph:
 
 
 def calls_of_stage(order: PipelineOrder, stage: int) -> Calls:
-    """Return the calls of `stage` in a step, with what torch's schedule holds for it meanwhile."""
+    """Return the calls of `stage` in a step, with the tensors that torch's schedule holds for it meanwhile."""
     number, is_first, is_last = order.num_micro_batches, stage == 0, stage == order.num_stages - 1
     num_sent = 1 if order.schedule is TorchSchedule.ONE_F_ONE_B else number
     return Calls(
