@@ -114,10 +114,12 @@ def test_offloads_are_those_of_lean_calls() -> None:
     assert (counts["offload"], counts["prefetch"]) == (2 * offloaded, 2 * offloaded)
 
 
-def test_a_forward_that_is_dropped_or_in_evaluation_takes_no_place_of_a_full_one() -> None:
+def test_a_forward_that_is_dropped_or_in_evaluation_takes_no_place_of_a_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     order, rows = "FFFBBB", torch.randn(3, ROWS, WIDTH, dtype=torch.float64)
     module, compiled, double = prepared(order)
-    ran = kinds_of(module)
+    ran = kinds_of(module, monkeypatch)
     with pairs_by_hand("recompute", 1):
         step(compiled, order, rows)
         assert ran() == [False, True, True]
@@ -133,10 +135,10 @@ def test_a_forward_that_is_dropped_or_in_evaluation_takes_no_place_of_a_full_one
     assert_same_gradients(module, double, 1e-12)
 
 
-def test_after_an_exception_the_next_forward_is_a_full_one() -> None:
+def test_after_an_exception_the_next_forward_is_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     order, rows = "FFFBBB", torch.randn(3, ROWS, WIDTH, dtype=torch.float64)
     module, compiled, double = prepared(order)
-    ran = kinds_of(module)
+    ran = kinds_of(module, monkeypatch)
     with pairs_by_hand("recompute", 1):
         step(compiled, order, rows)
         waiting = [compiled(x).sum() for x in rows]
@@ -153,10 +155,10 @@ def test_after_an_exception_the_next_forward_is_a_full_one() -> None:
     assert executor_of(module).saved.num_outstanding == 0
 
 
-def test_a_lean_forward_whose_saved_tensors_hooks_copy_runs_its_own_backward() -> None:
+def test_a_lean_forward_whose_saved_tensors_hooks_copy_runs_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
     module, compiled, double = prepared("FFBB")
-    ran = kinds_of(module)
+    ran = kinds_of(module, monkeypatch)
     with pairs_by_hand("recompute", 1):
         first = loss_of(compiled(rows[0]), rows[0])
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
@@ -169,7 +171,7 @@ def test_a_lean_forward_whose_saved_tensors_hooks_copy_runs_its_own_backward() -
     assert_same_gradients(module, double, 1e-12)
 
 
-def kinds_of(module: nn.Module) -> Callable[[], list[bool]]:
+def kinds_of(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
     """Return a function that returns, for each forward of a call of `module` since, whether it was a lean one."""
     calls, seen = executor_of(module).calls, list[bool]()
     note = calls.note_forward
@@ -178,7 +180,7 @@ def kinds_of(module: nn.Module) -> Callable[[], list[bool]]:
         seen.append(is_lean)
         note(number, is_lean=is_lean)
 
-    calls.note_forward = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(calls, "note_forward", noted)
     return lambda: seen
 
 
