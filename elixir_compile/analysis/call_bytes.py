@@ -253,6 +253,17 @@ def storages_of_calls(
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
 
 
+def input_bytes(step: StepGraph, calls: Calls) -> int:
+    """Return the bytes of the inputs of one call, without the inputs that all calls have together."""
+    return sum(own.nbytes for own in step.storages if own.kind is Kind.INPUT and own.id not in calls.shared)
+
+
+def output_bytes(step: StepGraph) -> int:
+    """Return the bytes of the outputs that one call makes."""
+    outputs = frozenset(step.outputs)
+    return sum(own.nbytes for own in step.storages if own.kind in _SAVED and own.id in outputs)
+
+
 def outputs_beside(
     num_beside: int | NDArray[np.int64], calls: Calls, *, is_backward: bool
 ) -> NDArray[np.int64] | np.int64:

@@ -21,7 +21,7 @@ from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
-from elixir_compile.analysis.timeline import bytes_by_position, with_peaks
+from elixir_compile.analysis.timeline import with_peaks
 from elixir_compile.ir import Activations, Plan, StepGraph, sizes
 
 
@@ -51,7 +51,7 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
             numbers[life.last + 1] -= storage.nbytes
     rows = np.cumsum(changes[:-1], axis=0)
     # Bytes of constant sizes. The constants of symbolic sizes are in the first column already.
-    rows[:, 0] += bytes_by_position(plan_rows) - np.cumsum(numbers[:-1])
+    rows[:, 0] += plan_rows.nbytes - np.cumsum(numbers[:-1])
     highest = _undominated(rows)
     texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
     return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"

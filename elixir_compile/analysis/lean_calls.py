@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.call_bytes import CallKind, call_kinds, outputs_beside
+from elixir_compile.analysis.call_bytes import CallKind, call_kinds, input_bytes, output_bytes, outputs_beside
 from elixir_compile.analysis.plan_rows import PlanRows
-from elixir_compile.ir import BackwardOrder, Calls, Kind
+from elixir_compile.ir import BackwardOrder, Calls
 
 
 class Half(NamedTuple):
@@ -155,7 +155,7 @@ class BesideBytes:
 
 
 class CallBytes:
-    """The bytes of the calls that run one of the programs of a plan."""
+    """The bytes of the calls that run the same program: that of full calls, or that of lean calls."""
 
     def __init__(self, rows: PlanRows) -> None:
         self.rows = rows
@@ -169,22 +169,15 @@ class CallBytes:
         """Return the most bytes at any op of `half` if no other forward waits, and at any op of the update."""
         call, ops = half.call(self.rows.plan.calls), self._ops
         if call not in self._alone:
-            self._alone[call] = self._live_bytes(call)
+            self._alone[call] = self.rows.in_call(call, {}).nbytes
         live_bytes = self._alone[call]
         span = slice(ops.num_forward, ops.num_run) if half.is_backward else slice(0, ops.num_forward)
         return int(live_bytes[span].max(initial=0)), int(live_bytes[ops.num_run :].max(initial=0))
 
     def peak_bytes(self) -> int:
         """Return the most bytes at any op if all calls of a step run this program, as `plan_timeline` counts them."""
-        return max(int(self._live_bytes(call).max(initial=0)) for call in call_kinds(self.rows.plan.calls))
-
-    def _live_bytes(self, call: CallKind) -> NDArray[np.int64]:
-        changes = np.zeros(self._ops.num + 1, dtype=np.int64)
-        for held in self.rows.in_call(call, {}).all():
-            if held.first <= held.last:
-                changes[held.first] += held.nbytes
-                changes[held.last + 1] -= held.nbytes
-        return np.cumsum(changes[:-1])
+        kinds = call_kinds(self.rows.plan.calls)
+        return max(int(self.rows.in_call(call, {}).nbytes.max(initial=0)) for call in kinds)
 
 
 class TwoPrograms:
@@ -193,18 +186,15 @@ class TwoPrograms:
     def __init__(self, full: CallBytes, lean: CallBytes) -> None:
         self.full, self.lean = full, lean
         self._calls = full.rows.plan.calls
-        step, shared = full.rows.step, set(self._calls.shared)
-        outputs, saved = set(step.outputs), (Kind.SAVED, Kind.TEMP)
         self._beside = BesideBytes(
             full=full.waiting_bytes,
             lean=lean.waiting_bytes,
-            outputs=sum(own.nbytes for own in step.storages if own.id in outputs and own.kind in saved),
-            inputs=sum(own.nbytes for own in step.storages if own.kind is Kind.INPUT and own.id not in shared),
+            outputs=output_bytes(full.rows.step),
+            inputs=input_bytes(full.rows.step, self._calls),
         )
 
     def fullest(self, beside: Halves) -> Iterator[tuple[Half, PlanRows]]:
-        """Yield each half with the rows of a call that has the most bytes beside it; they are those of the ops of the
-        half."""
+        """Yield each half with the rows of a call that has the most bytes beside it. Only the ops of the half count."""
         for half, (most, _) in beside.most(self._beside).items():
             yield half, self._rows_of(half, most)
 

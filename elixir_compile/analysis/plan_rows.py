@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elixir_compile.analysis.axis import Axis, actions_of, axis_of
 from elixir_compile.analysis.bucket_bytes import (
     Births,
@@ -122,6 +125,16 @@ class PlanRows:
         yield from self.joint(self.plan.buckets)
         # External usage counts like buffers of modules: live at every op, never moved.
         yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self._ops.num - 1)
+
+    @property
+    def nbytes(self) -> NDArray[np.int64]:
+        """The bytes to which the rows add up, by position."""
+        changes = np.zeros(self._ops.num + 1, dtype=np.int64)
+        for held in self.all():
+            if held.first <= held.last:
+                changes[held.first] += held.nbytes
+                changes[held.last + 1] -= held.nbytes
+        return np.cumsum(changes[:-1])
 
     def births(self, bucket: BucketId) -> Births:
         """Return the unreduced gradients of `bucket`."""

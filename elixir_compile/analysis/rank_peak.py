@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.bucket_bytes import bytes_at, resting
-from elixir_compile.analysis.call_bytes import CallKind, sum_nbytes, tangents_of
+from elixir_compile.analysis.call_bytes import CallKind, input_bytes, output_bytes, sum_nbytes, tangents_of
 from elixir_compile.analysis.plan_rows import PlanRows
-from elixir_compile.analysis.timeline import bytes_by_position
 from elixir_compile.ir import Kind, Phase, Plan, StepGraph, Tier
 
 
@@ -159,8 +158,7 @@ class StageBytes:
         """Return the bytes of a call by position, if no other forward waits and no backward has ended."""
         place = is_first, is_last, is_lean
         if place not in self._by_place:
-            rows = _in_call(self._rows[is_lean], is_first=is_first, is_last=is_last)
-            self._by_place[place] = bytes_by_position(rows)
+            self._by_place[place] = _in_call(self._rows[is_lean], is_first=is_first, is_last=is_last).nbytes
         return self._by_place[place]
 
     def _beside_bytes(self, num_waiting: int, num_lean: int, ended: int, most_input_grads: int) -> int:
@@ -212,8 +210,7 @@ class _Held:
     @classmethod
     def of(cls, rows: PlanRows) -> "_Held":
         step, calls = rows.step, rows.plan.calls
-        inputs = [storage for storage in step.storages if storage.kind is Kind.INPUT]
-        own_bytes = sum(storage.nbytes for storage in inputs if storage.id not in calls.shared)
+        own_bytes = input_bytes(step, calls)
         tangents = tangents_of(step) if calls.output_grads > 1 else ()
         outside = [own[0] for own in rows.storages.values()]
         kinds = (Kind.PARAM, Kind.BUFFER, Kind.INPUT)
@@ -223,11 +220,7 @@ class _Held:
             outside_grads=sum(row.nbytes for row in outside if row.kind is Kind.GRAD),
             buffers=calls.output_grads * sum(s.nbytes for s in step.storages if s.id in tangents),
             inputs=own_bytes,
-            outputs=sum(
-                storage.nbytes
-                for storage in step.storages
-                if storage.id in step.outputs and storage.kind in (Kind.SAVED, Kind.TEMP)
-            ),
+            outputs=output_bytes(step),
         )
 
 

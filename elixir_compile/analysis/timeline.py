@@ -129,11 +129,6 @@ def timeline_of(rows: PlanRows) -> MemoryTimeline:
     return _tally_of(rows).timeline(rows.step, host_bytes(rows.plan))
 
 
-def bytes_by_position(rows: PlanRows) -> NDArray[np.int64]:
-    """Return the bytes to which `rows` add up, by position."""
-    return _tally_of(rows).total
-
-
 def _tally_of(rows: PlanRows) -> "_Tally":
     tally = _Tally(rows.axis.op_of)
     for held in rows.all():

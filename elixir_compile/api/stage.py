@@ -1,6 +1,7 @@
 """The arguments of `prepare` about the calls of a step: numbers, or a schedule of torch.distributed.pipelining."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -60,12 +61,9 @@ def _calls_of(model: nn.Module, schedule: object) -> Calls:
         waiting += 1 if letter == "F" else -1
         most = max(most, waiting)
     number = stage.num_micro_batches
-    return Calls(
-        num=number,
-        outstanding=most,
-        more_outputs=number - 1 if stage.is_last else min(stage.num_sent, number - 1),
-        output_grads=1 if stage.is_last else number,
-        input_grads=1 if stage.is_first else min(stage.num_sent + 1, number),
+    calls = Calls.of_stage(number, most, is_first=stage.is_first, is_last=stage.is_last, num_sent=stage.num_sent)
+    return replace(
+        calls,
         has_loss=stage.is_last,
         is_scaled=stage.scales and number > 1,
         backward_order=_backward_order(stage.order, stage.micro_batches, most),

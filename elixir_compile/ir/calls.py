@@ -57,6 +57,21 @@ class Calls:
     backward_order: BackwardOrder = field(default=BackwardOrder.ANY, metadata=LEFT_OUT)
     """Of which outstanding forward the next backward is."""
 
+    @classmethod
+    def of_stage(cls, num: int, outstanding: int, *, is_first: bool, is_last: bool, num_sent: int) -> "Calls":
+        """Return the calls of a stage of a pipeline, with the tensors that a schedule of torch holds for it.
+
+        `is_first` and `is_last` say that the stage is the first or the last of the pipeline. Of sent outputs, and of
+        sent gradients of inputs, the schedule holds `num_sent`; for gradients of outputs it has a buffer per call.
+        """
+        return cls(
+            num=num,
+            outstanding=outstanding,
+            more_outputs=num - 1 if is_last else min(num_sent, num - 1),
+            output_grads=1 if is_last else num,
+            input_grads=1 if is_first else min(num_sent + 1, num),
+        )
+
     def __post_init__(self) -> None:
         if not 1 <= self.outstanding <= self.num:
             raise InvalidPlan(

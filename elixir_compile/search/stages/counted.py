@@ -108,13 +108,8 @@ def calls_of_stage(order: PipelineOrder, stage: int) -> Calls:
     """Return the calls of `stage` in a step, with the tensors that torch's schedule holds for it meanwhile."""
     number, is_first, is_last = order.num_micro_batches, stage == 0, stage == order.num_stages - 1
     num_sent = 1 if order.schedule is TorchSchedule.ONE_F_ONE_B else number
-    return Calls(
-        num=number,
-        outstanding=outstanding_forwards(order, stage),
-        more_outputs=number - 1 if is_last else min(num_sent, number - 1),
-        output_grads=1 if is_last else number,
-        input_grads=1 if is_first else min(num_sent + 1, number),
-    )
+    outstanding = outstanding_forwards(order, stage)
+    return Calls.of_stage(number, outstanding, is_first=is_first, is_last=is_last, num_sent=num_sent)
 
 
 def recomputed_modes(layers: Sequence[Layer], share: Fraction) -> tuple[int, ...]:
