@@ -1,0 +1,104 @@
+#!/bin/sh
+# What only a GPU can answer, in two calls of a few minutes each. Needs `python3` with torch and the dependencies of the
+# package; nothing has to be installed.
+#
+#     benchmarks/gpu/run.sh lives 240 /tmp/gpu      does it train, exactly and inside of its budget? Questions beside each other
+#     benchmarks/gpu/run.sh figures 460 /tmp/gpu    seconds and bytes of a Llama of 1.1 B parameters, one question after another
+#
+# The second argument is the most seconds of the call. Everything that is known so far is packed into results.tgz in the
+# folder after each question, so a machine that is taken away loses one question at most. Send back that file.
+# STEPS_ARGS="--device cpu --tiny" checks the questions themselves on a CPU.
+
+call=$1
+most_s=${2:-240}
+folder=${3:-/tmp/gpu}
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-python3}
+results=$folder/results
+
+# Stands for an installation: the name of the backend, and a version for checkpoints.
+installed=$folder/installed/elixir_compile.egg-info
+mkdir -p "$installed" "$results"
+printf '[torch_dynamo_backends]\nelixir = elixir_compile.api.backend:elixir\n' >"$installed/entry_points.txt"
+printf 'Metadata-Version: 2.1\nName: elixir-compile\nVersion: 0.1.0\n' >"$installed/PKG-INFO"
+export PYTHONPATH="$folder/installed:$root${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export ELIXIR_CACHE_DIR="${ELIXIR_CACHE_DIR:-$folder/cache}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$folder/inductor}"
+cd "$root" || exit 1
+began=$(date +%s)
+steps="$python $here/steps.py ${STEPS_ARGS:-} --out $results"
+
+pack() {
+    tar czf "$folder/.results" -C "$results" . 2>/dev/null && mv "$folder/.results" "$folder/results.tgz"
+}
+
+step() { # NAME SECONDS COMMAND...
+    name=$1
+    limit=$2
+    shift 2
+    left=$((most_s - $(date +%s) + began))
+    [ "$left" -lt "$limit" ] && limit=$left
+    if [ "$limit" -lt 8 ]; then
+        echo "not started: $name" >>"$results/summary.txt"
+        return
+    fi
+    from=$(date +%s)
+    timeout -k 5 -s INT "$limit" "$@" >"$results/$name.log" 2>&1
+    code=$?
+    echo "$name: exit code $code after $(($(date +%s) - from)) s, at $((from - began)) s" >>"$results/summary.txt"
+    grep -h '"ok": false' "$results/$name.jsonl" 2>/dev/null | cut -c1-300 >>"$results/summary.txt"
+}
+
+case $call in
+lives)
+    step facts 40 $steps facts
+    pack
+    processes=
+    beside() { step "$@" & processes="$processes $!"; }
+    beside trains 200 $steps trains --inner aot_eager
+    beside compiles 220 $steps trains --inner inductor --name compiles
+    beside pinning 60 $steps pinning
+    beside late 150 $steps late
+    beside sanitizer 90 env TORCH_CUDA_SANITIZER=1 $steps sanitizer
+    # A shell ignores SIGINT in what it starts with `&`; with it pytest prints where a test hangs.
+    beside tests 230 "$python" -c "import signal, sys; signal.signal(2, signal.default_int_handler); import pytest; sys.exit(pytest.main(sys.argv[1:]))" \
+        -m gpu ${TESTS:-tests/gpu} -n "${WORKERS:-6}" --dist worksteal -W default -p no:cacheprovider -v -rfEs --tb=short \
+        --junitxml "$results/tests.xml"
+    while sleep 3; do
+        pack
+        alive=
+        for process in $processes; do kill -0 "$process" 2>/dev/null && alive=1; done
+        [ -z "$alive" ] && break
+    done
+    wait
+    ;;
+figures)
+    step measure 45 $steps measure
+    pack
+    while read -r name limit options; do
+        [ -n "${ONLY:-}" ] && case " $ONLY " in *" $name "*) ;; *) continue ;; esac
+        # shellcheck disable=SC2086
+        step "$name" "$limit" $steps train --name "$name" $options
+        pack
+    done <<QUESTIONS
+torch 100 --backend torch
+half 90 --budget-of torch --share 0.5 --trace
+fsdp2 70 --backend fsdp2 --steps 8
+as_fsdp2 90 --budget-of fsdp2
+third 80 --budget-of torch --share 0.3
+all 80 --budget-of torch
+masters 80 --budget-of torch --share 0.3 --dtype bfloat16
+QUESTIONS
+    ;;
+*)
+    echo "usage: $0 lives|figures SECONDS FOLDER" >&2
+    exit 2
+    ;;
+esac
+pack
+cp "$results/summary.txt" "$folder/" 2>/dev/null
+tail -n 60 "$results/summary.txt"
+grep -h '"median_s"\|"held"\|"same"' "$results"/*.jsonl 2>/dev/null | cut -c1-260
+tail -n 25 "$results/tests.log" 2>/dev/null
+exit 0
