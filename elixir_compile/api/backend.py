@@ -20,7 +20,7 @@ from elixir_compile import compat
 from elixir_compile.api.observe import observe_for_option
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.markers import gather_keys
-from elixir_compile.capture.modules import find_roots
+from elixir_compile.capture.modules import find_roots, is_swapped_for
 from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
@@ -235,8 +235,9 @@ def _compile_first(
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     model.swap_modules()
-    if compat.checks_class_of([placeholders[index] for index in handles]):
-        # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new.
+    if compat.checks_class_of(lambda found: isinstance(found, nn.Module) and is_swapped_for(found, model)):
+        # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new. So is
+        # the class of a module whose parameters the graph does not read.
         model.forget_graphs()
         compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})

@@ -120,6 +120,11 @@ def is_swapped(module: nn.Module) -> bool:
     return _MODEL in module.__dict__
 
 
+def is_swapped_for(module: nn.Module, model: OwningModel) -> bool:
+    """Return whether the parameters of `module` itself read as gathers of `model`."""
+    return module.__dict__.get(_MODEL) is model
+
+
 def model_of(model: nn.Module) -> Any:
     """Return the managed model of `model` or of a prepared module in it; None if no module of it is prepared."""
     return next((module.__dict__[_MODEL] for module in model.modules() if is_swapped(module)), None)

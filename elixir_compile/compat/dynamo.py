@@ -1,6 +1,8 @@
 """Dynamo: its graphs, its guards, its settings, and the wrappers around compiled modules."""
 
+import ast
 import copy
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -183,22 +185,56 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(guards))
 
 
-def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
-    """Return whether Dynamo guards class attributes of a module with one of the parameters `inputs`.
+def checks_class_of(is_meant: Callable[[object], bool]) -> bool:
+    """Return whether Dynamo guards its graph by the class of an object for which `is_meant` returns True.
 
-    `inputs` are placeholders of Dynamo's graph. Called while Dynamo waits for the compiled form of that graph.
+    Called while Dynamo waits for the compiled form of the graph. A guard whose object cannot be found counts as one of
+    them.
 
-    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.11 and 2.13.
-    Gone: such a guard fails with a KeyError at the first call.
+    The names in `TracingContext.guards_context.dynamo_guards`, which are Python expressions over `L` and `G`: torch
+    2.11 to 2.13. Gone: a guard by a class that is changed meanwhile fails with a KeyError at the first call.
     """
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     if context is None:
         return False
-    sources = [getattr(node, "_dynamo_source", None) for node in inputs]
-    modules = {source.name.partition("._parameters[")[0] for source in sources if source is not None}
-    return any(_names_class_of(guard.name, modules) for guard in context.guards_context.dynamo_guards)
+    names = {guard.name for guard in context.guards_context.dynamo_guards}
+    classified = {text for name in names if "type(" in name for text in _arguments_of_type(name)}
+    scope = _scope_of_frame() if classified else {}
+    return any(_is_meant(text, scope, is_meant) for text in classified)
+
+
+def _arguments_of_type(name: str) -> Iterator[str]:
+    """Yield each `x` of the calls `type(x)` in the guard called `name`."""
+    for node in ast.walk(ast.parse(name, mode="eval")):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
+            yield ast.unparse(node.args[0])
+
+
+def _is_meant(text: str, scope: dict[str, Any], is_meant: Callable[[object], bool]) -> bool:
+    try:
+        found = eval(text, scope)
+    except Exception:  # the text uses a function of Dynamo, or passes through an object that changed
+        return True
+    return is_meant(found)
+
+
+def _scope_of_frame() -> dict[str, Any]:
+    """Return the locals `L` and the globals `G` of the frame that Dynamo compiles, empty if it compiles none.
+
+    `OutputGraph.local_scope`, `.global_scope` of the object whose method calls the backend: read on torch 2.13. Gone:
+    AttributeError at the first capture of a model whose forward uses a property, a default or a constant of its class.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, OutputGraph):
+            return {"L": caller.local_scope, "G": caller.global_scope}
+        frame = frame.f_back
+    return {}
 
 
 def belongs_to_module(node: fx.Node) -> bool:
@@ -208,16 +244,6 @@ def belongs_to_module(node: fx.Node) -> bool:
     """
     found = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
     return "MODULE" in getattr(found, "name", "")
-
-
-def _names_class_of(name: str, modules: Collection[str]) -> bool:
-    """Return whether the guard called `name` is about `type(module).` for a module in `modules`.
-
-    Hundreds of modules have thousands of guards, so the name is not compared with each module.
-    """
-    _, *behind = name.split("type(")
-    ends = ((rest, at) for rest in behind for at in range(len(rest)) if rest.startswith(").", at))
-    return any(rest[:at] in modules for rest, at in ends)
 
 
 def before_each_capture(call: Callable[[], None]) -> None:
