@@ -21,6 +21,7 @@ from elixir_compile.api.observe import observe_for_option
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import find_roots, is_swapped_for
+from elixir_compile.capture.nested import inline_regions
 from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
@@ -77,6 +78,7 @@ def elixir(
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    inline_regions(gm)
     functional = read_functionally(gm)
     if functional is not None:
         raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)

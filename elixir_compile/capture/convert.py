@@ -8,7 +8,7 @@ are joined with the values that the forward saved. Workspaces inside kernels are
 
 import inspect
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -26,6 +26,7 @@ from elixir_compile.capture.node_facts import (
     flops_of,
     is_number,
     kernel_of,
+    may_return_input,
     module_path,
     outputs_of,
     overwritten_input,
@@ -226,51 +227,55 @@ class _Builder:
                 self.drafts[name].kind = Kind.TEMP
 
     def _mark_gradients(self, graph: fx.Graph, storages: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        """Set the kind of each temporary storage with a parameter's gradient to GRAD.
+        """Set the kind of each storage with a parameter's gradient to GRAD.
 
-        If a parameter has several gradients, they stay several storages.
+        If a parameter has several gradients, they stay several storages. Raises UnsupportedModel if no op of the
+        backward writes a gradient into memory of its own: nothing would add it to the parameter's `.grad`.
         """
+        written = {storage for op in self.ops if op.phase is Phase.BACKWARD for storage in op.writes}
         for node in graph.find_nodes(op="call_function", target=gradient):
-            for storage in storages.get(source_of(node), ()):
-                draft = self.drafts[storage]
-                if draft.kind is Kind.TEMP:
-                    draft.kind, draft.of = Kind.GRAD, StorageId(self.captured.param_names[key_of(node)])
+            name = self.captured.param_names[key_of(node)]
+            drafts = [self.drafts[storage] for storage in storages.get(source_of(node), ())]
+            if not drafts or not all(draft.kind is Kind.TEMP and draft.id in written for draft in drafts):
+                raise UnsupportedModel(name, _no_writer(source_of(node), drafts))
+            for draft in drafts:
+                draft.kind, draft.of = Kind.GRAD, StorageId(name)
 
     def _walk(
         self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]
     ) -> dict[fx.Node, tuple[StorageId, ...]]:
         """Add the ops of `graph` and their storages; return the storages of each node."""
         storages = dict(known)
-        by_key: dict[int, StorageId] = {}
-        for node, ids in known.items():
-            by_key.update(zip(storage_keys_of(node), ids, strict=False))
+        given = _by_key(known, storages)
         ops = set(ops_of(graph))
         for node in graph.nodes:
             if node.op == "placeholder" and node not in known and node.users:
-                storages[node] = self._enter(node, Kind.INPUT, by_key, phase)
+                storages[node] = self._enter(node, Kind.INPUT, given, phase)
             elif node.op == "get_attr":
-                storages[node] = self._enter(node, Kind.BUFFER, by_key, phase)
+                storages[node] = self._enter(node, Kind.BUFFER, given, phase)
             elif node.op == "call_function" and node.target is parameter:
-                storages[node] = self._enter_parameter(node, by_key)
+                storages[node] = self._enter_parameter(node)
             elif node.op == "call_function" and node.target not in MARKERS:
-                op = self._enter_call(node, phase, storages, by_key)
+                op = self._enter_call(node, phase, storages)
                 if node in ops:
                     self.ops.append(op)
         if self.batch.half(phase).states:
             self.scattered |= scattered(graph, phase, storages, self.batch.half(phase))
         return storages
 
-    def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:
+    def _enter_parameter(self, node: fx.Node) -> tuple[StorageId, ...]:
         value = tensor_of(node)
         storage = StorageId(self.captured.param_names[key_of(node)])
         if storage not in self.drafts:
             nbytes = value.numel() * value.element_size()
             self.drafts[storage] = _Draft(storage, nbytes, Kind.PARAM, _dtype(value))
-        by_key[compat.storage_key(value)] = storage
         return (storage,)
 
     def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
-        """Return the storages of the tensors of `node`, after adding new ones."""
+        """Return the storages of the tensors of `node`: those in `by_key`, by the keys of fake storages, or new ones.
+
+        New storages are added to `by_key` too.
+        """
         found: list[StorageId] = []
         for index, value in enumerate(dense_tensors_of(node)):
             key = compat.storage_key(value)
@@ -291,7 +296,6 @@ class _Builder:
         node: fx.Node,
         phase: Phase,
         storages: dict[fx.Node, tuple[StorageId, ...]],
-        by_key: dict[int, StorageId],
     ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
         walked = self.batch.half(phase)
@@ -299,11 +303,12 @@ class _Builder:
         base = overwritten
         if node.target is not operator.getitem:
             base = viewed(node) or base
+        shared = _by_key(node.all_input_nodes if may_return_input(node) else (), storages)
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: several gathers of one parameter have different fake storages.
-            by_key.update((key, storages[base][0]) for key in storage_keys_of(node))
+            shared.update((key, storages[base][0]) for key in storage_keys_of(node))
         num_before = len(self.drafts)
-        storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
+        storages[node] = self._enter(node, Kind.TEMP, shared, phase)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
         mutated = [*_mutated(node, storages), *(() if overwritten is None else storages[overwritten])]
         for storage in () if overwritten is None else storages[overwritten]:
@@ -330,9 +335,32 @@ class _Builder:
         )
 
 
+def _by_key(nodes: Iterable[fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> dict[int, StorageId]:
+    """Return the storages of `nodes` by the keys of their fake storages.
+
+    A result can share memory only with an input of its op. All other values are left out, because two ops that share
+    nothing may have the same fake results: tracing keeps those of a graph that several nodes run.
+    """
+    return {
+        key: storage
+        for node in nodes
+        for key, storage in zip(storage_keys_of(node), storages.get(node, ()), strict=False)
+    }
+
+
 def _target(node: fx.Node) -> str:
     """Return the name of the target of `node`, without the address from Python's `str`."""
     return f"{node.target.__module__}.{node.target.__name__}" if inspect.isroutine(node.target) else str(node.target)
+
+
+def _no_writer(source: fx.Node, drafts: Sequence[_Draft]) -> str:
+    """Return why the gradient `source`, in the storages `drafts`, cannot be told from other values."""
+    found = ", ".join(f"{draft.id} ({draft.kind}{f' of {draft.of}' if draft.of else ''})" for draft in drafts) or "none"
+    where = f" ({source_line(source)})" if source_line(source) else ""
+    return (
+        f"no op of the captured backward writes its gradient {source.name}{where} into memory of its own; its storages "
+        f"are: {found}. It would not be trained. Compute it by other ops, or freeze the parameter"
+    )
 
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:

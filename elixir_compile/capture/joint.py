@@ -277,7 +277,8 @@ def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidd
 
     The marker gets a contiguous copy if the gradient shares its storage, or if its strides are not the parameter's.
     """
-    claimed = {compat.storage_key(tensor_of(n)) for n in graph.find_nodes(op="placeholder") if has_tensor(n)}
+    given = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    claimed = {compat.storage_key(tensor_of(node)) for node in given if has_tensor(node)}
     for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
         if grad is None:
             continue

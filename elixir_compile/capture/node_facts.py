@@ -194,6 +194,14 @@ def flops_of(node: fx.Node) -> "int | torch.SymInt":
     return formula(*args, **kwargs, out_val=value_of(node))
 
 
+def may_return_input(node: fx.Node) -> bool:
+    """Return whether a result of `node` may be in the memory of one of its inputs.
+
+    Functions of torch that run graphs, as `cond` and `scan` do, return no input: Dynamo refuses it, or copies it.
+    """
+    return not compat.is_higher_order(node.target)
+
+
 _ALLOCATES_NOTHING = {
     torch.ops.aten.full.default,
     torch.ops.aten.full_like.default,

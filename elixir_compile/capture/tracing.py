@@ -13,6 +13,7 @@ from elixir_compile.capture.batch import mark_inputs_of_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import partition_hidden, reads_parameters
 from elixir_compile.capture.markers import key_of, parameter
+from elixir_compile.capture.nested import inline_regions
 from elixir_compile.capture.node_facts import is_number
 from elixir_compile.capture.rewire import gathers_to_inputs, split_gathers
 from elixir_compile.collector import collector_off
@@ -146,6 +147,7 @@ def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        inline_regions(gm)
         inputs = edit(gm, inputs)
         split_gathers(gm)
         given = gathers_to_inputs(gm, inputs)

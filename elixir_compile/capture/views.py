@@ -138,27 +138,38 @@ def fresh_value(node: fx.Node, base: fx.Node | None = None) -> object:
     They are for a node in place of `node` in the backward. The partitioner may have recomputed `node` there with the
     same fake tensors, and two values with one storage would count as views of each other.
     """
-    known: dict[int, torch.Tensor] = {}
-    under = None if base is None else value_of(base)
-
-    def like(value: object, under: object) -> object:
-        if isinstance(value, (tuple, list)):
-            pairs = zip(value, under, strict=True) if isinstance(under, (tuple, list)) else ((v, under) for v in value)
-            return type(value)([like(part, base_part) for part, base_part in pairs])
-        if not isinstance(value, torch.Tensor):
-            return value
-        source = under if isinstance(under, torch.Tensor) else known.get(compat.storage_key(value))
-        with compat.own_fake_mode(value):
-            if source is None:
-                made = _memory_like(value)
-                return known.setdefault(compat.storage_key(value), made)
-            flat = source if source.dtype is value.dtype else source.view(value.dtype)
-            return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
-
-    value = value_of(node)
+    value, under = value_of(node), None if base is None else value_of(base)
     if isinstance(under, (tuple, list)) and not isinstance(value, (tuple, list)):
         under = under[int_of(node, 1)]
-    return like(value, under)
+    return renewed(value, _memory_under(value, under))
+
+
+def _memory_under(value: object, under: object) -> dict[int, torch.Tensor]:
+    """Return the tensors of `under` by the storages of the tensors of `value` that become views of them."""
+    if isinstance(value, (tuple, list)):
+        parts = zip(value, under, strict=True) if isinstance(under, (tuple, list)) else ((v, under) for v in value)
+        return {key: tensor for pair in parts for key, tensor in _memory_under(*pair).items()}
+    both = isinstance(value, torch.Tensor) and isinstance(under, torch.Tensor)
+    return {compat.storage_key(value): under} if both else {}
+
+
+def renewed(value: object, memory: dict[int, torch.Tensor]) -> object:
+    """Return `value` with new fake tensors in place of its own.
+
+    A tensor whose storage has its key in `memory` becomes a view of the tensor there. Other tensors get new memory,
+    which is added to `memory`.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)([renewed(part, memory) for part in value])
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    key = compat.storage_key(value)
+    with compat.own_fake_mode(value):
+        if key not in memory:
+            return memory.setdefault(key, _memory_like(value))
+        source = memory[key]
+        flat = source if source.dtype is value.dtype else source.view(value.dtype)
+        return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
 
 
 def _memory_like(value: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
 from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_artifact as trace_artifact
+from elixir_compile.compat.dynamo import trace_each_region as trace_each_region
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile

@@ -368,3 +368,19 @@ def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
         made = graph.placeholder(name)
     made._dynamo_source = None
     return made
+
+
+def trace_each_region() -> None:
+    """Make Dynamo trace each function under `nested_compile_region` anew at each call, in the capture that runs.
+
+    Otherwise it lets a later call run the graph of an earlier one if their inputs look alike, or if the user's
+    `reuse_hash_fn` says so, and raises RuntimeError after eight calls that do not. Outside of a capture, nothing
+    changes.
+
+    `TracingContext.hop_dispatch_set_cache.hop_cache_map`, whose graphs Dynamo looks for with `get_cache`, which may
+    return None: checked on torch 2.13. Gone: a prepared model with more than eight such layers raises that error.
+    """
+    from torch._guards import TracingContext
+
+    caches = getattr(TracingContext.try_get(), "hop_dispatch_set_cache", None)
+    getattr(caches, "hop_cache_map", {}).pop(torch.ops.higher_order.invoke_subgraph, None)

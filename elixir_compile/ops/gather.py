@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.ops.registry import GradientSink, Slot, slot_by_key
 
@@ -46,6 +47,8 @@ def _reduce(grad: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def _gather_fake(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int], key: int) -> torch.Tensor:
+    # The key of a gather is a constant, so a graph with gathers reads the same parameters wherever it runs.
+    compat.trace_each_region()
     return handle.new_empty_strided(size, stride)
 
 

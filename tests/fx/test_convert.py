@@ -9,6 +9,9 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.capture.convert import step_graph
+from elixir_compile.capture.markers import gradient, key_of
+from elixir_compile.capture.node_facts import source_of
+from elixir_compile.capture.tracing import trace_step
 from elixir_compile.ir import Kind, Phase, StepGraph
 from tests.fx.captures import Pair, Shared, record_of
 
@@ -113,3 +116,21 @@ def test_a_tangent_is_live_to_the_end_of_the_backward_if_torch_holds_it(
     tangent = backward[0].writes[0]
     assert "tangent" in tangent
     assert (tangent in backward[-1].reads) is is_kept
+
+
+def test_a_gradient_that_no_op_writes_is_an_error() -> None:
+    """Two gradients with one fake storage, as a graph that several nodes run would leave them, and a saved value."""
+    captured = trace_step(
+        elixir.prepare(Pair()), (torch.randn(3, 4),), {}, name="pair", inner="aot_eager", edit=lambda _, inputs: inputs
+    )
+    backward = captured.backward_module.graph
+    markers = backward.find_nodes(op="call_function", target=gradient)
+    saved = next(node for node in backward.find_nodes(op="placeholder") if node.meta["val"].dim() == 2)
+    for other in (source_of(markers[0]), saved):
+        marker = markers[1]
+        own, marker.args = marker.args, (other, marker.args[1])
+        with pytest.raises(elixir.UnsupportedModel, match="would not be trained") as failed:
+            step_graph(captured, {})
+        assert failed.value.what == captured.param_names[key_of(marker)]
+        marker.args = own
+    assert {s.of for s in step_graph(captured, {}).storages if s.kind is Kind.GRAD} == {*captured.param_names.values()}

@@ -1,0 +1,167 @@
+"""Functions of torch whose graphs are kept apart from the graph that calls them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import elixir_compile as elixir
+from tests.run.habits.habit import habit
+from tests.run.habits.same import BUDGETS, assert_trains_as_eager, compiled
+from tests.run.habits.stories import BATCHES, WIDTH
+from tests.run.training import Run
+
+region = torch.compiler.nested_compile_region
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Layers(nn.Module):
+    """Calls `layer(block, i, x)` for each of `num_blocks` blocks of two linear layers; returns the loss."""
+
+    def __init__(self, layer: Callable[..., torch.Tensor], num_blocks: int = 3) -> None:
+        super().__init__()
+        self.layer = layer
+        self.blocks = nn.ModuleList(two_layers() for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = self.layer(block, index, x)
+        return x.square().mean()
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def step(run: Run, batch: torch.Tensor) -> torch.Tensor:
+    loss = run.compiled(batch)
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+@region
+def residual(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + block(x)
+
+
+@region
+def dropped(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + functional.dropout(block(x), 0.5)
+
+
+@region
+def outer(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return residual(block, x) * 0.5
+
+
+@region
+def checkpointed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + checkpoint(block, x, use_reentrant=False)
+
+
+@region
+def two_results(block: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    y = block(x)
+    return y, None, y.sum(1, keepdim=True)
+
+
+@region
+def branching(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda t: t + block(t), lambda t: t - block(t), (x,))
+
+
+@region
+def in_place(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x).add_(x)
+
+
+def taking_both(block: nn.Module, index: int, x: torch.Tensor) -> torch.Tensor:
+    y, _, total = two_results(block, x)
+    return x + y * total
+
+
+def without_gradients(block: nn.Module, index: int, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = residual(block, x)
+    return x + 0.1 * scale * residual(block, x)
+
+
+def broken(block: nn.Module, index: int, x: torch.Tensor) -> torch.Tensor:
+    x = residual(block, x)
+    torch._dynamo.graph_break()
+    return x
+
+
+def shared_first(block: nn.Module, index: int, x: torch.Tensor) -> torch.Tensor:
+    return residual(block, residual(block, x))
+
+
+REGIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "a free function": lambda block, index, x: residual(block, x),
+    "one block twice": shared_first,
+    "dropout": lambda block, index, x: dropped(block, x),
+    "a region in a region": lambda block, index, x: outer(block, x),
+    "in a checkpoint": lambda block, index, x: checkpoint(residual, block, x, use_reentrant=False),
+    "around a checkpoint": lambda block, index, x: checkpointed(block, x),
+    "several results": taking_both,
+    "around a branch": lambda block, index, x: branching(block, x),
+    "a result written in place": lambda block, index, x: in_place(block, x),
+    "without gradients, then with": without_gradients,
+    "graph breaks between": broken,
+}
+
+
+@habit("Layers under `torch.compiler.nested_compile_region`: functions, in each other, in a checkpoint", area="Modules")
+@pytest.mark.parametrize("name", REGIONS)
+def test_nested_regions(name: str) -> None:
+    assert_trains_as_eager(seeded(lambda: Layers(REGIONS[name])), step, BATCHES[:2], budget="offload")
+
+
+class Marked(nn.Module):
+    """Two linear layers whose forward is a nested region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = two_layers()
+
+    @region
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x)
+
+
+class Deep(nn.Module):
+    """Ten marked layers, more than Dynamo keeps graphs of; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Marked() for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@habit("`nested_compile_region` on the forward of ten layers, batches of other lengths", area="Modules")
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_many_marked_layers(budget: str) -> None:
+    batches = [BATCHES[0], BATCHES[1], torch.cat(BATCHES[2:4]), torch.cat(BATCHES[3:6])]
+    assert_trains_as_eager(seeded(Deep), step, batches, budget=budget)
+
+
+def test_ops_of_marked_layers_belong_to_their_layers() -> None:
+    """Dynamo traces two of the layers, and lets the others run the graph of the second."""
+    run = compiled(seeded(Deep), BUDGETS["free"])
+    run.compiled(BATCHES[0])
+    (record,) = elixir.compilations(run.model)
+    modules = {op.module for op in record.graph.ops if op.target == "aten.gelu.default"}
+    assert modules == {f"layers.{index}.inside.1" for index in range(10)}
