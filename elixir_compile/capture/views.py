@@ -149,8 +149,9 @@ def _memory_under(value: object, under: object) -> dict[int, torch.Tensor]:
     if isinstance(value, (tuple, list)):
         parts = zip(value, under, strict=True) if isinstance(under, (tuple, list)) else ((v, under) for v in value)
         return {key: tensor for pair in parts for key, tensor in _memory_under(*pair).items()}
-    both = isinstance(value, torch.Tensor) and isinstance(under, torch.Tensor)
-    return {compat.storage_key(value): under} if both else {}
+    if isinstance(value, torch.Tensor) and isinstance(under, torch.Tensor):
+        return {compat.storage_key(value): under}
+    return {}
 
 
 def renewed(value: object, memory: dict[int, torch.Tensor]) -> object:
