@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from elixir_compile.checkpoint.run_state import model_plain, model_state, optimi
 from elixir_compile.checkpoint.values import Deferred, Sources, UnsupportedValue, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 from elixir_compile.runtime.executor import synchronize_executors
+from elixir_compile.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -300,5 +300,5 @@ def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # public, despite the underscores
-        "elixir_compile": version("elixir-compile"),
+        "elixir_compile": __version__,
     }

@@ -6,7 +6,6 @@ So `--version` and `--help` never load torch.
 import gc
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +14,14 @@ import typer
 from elixir_compile.cli import arguments
 from elixir_compile.cli.study_command import study
 from elixir_compile.collector import collector_off
+from elixir_compile.version import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"elixir-compile {version('elixir-compile')}")
+        typer.echo(f"elixir-compile {__version__}")
         raise typer.Exit
 
 

@@ -137,8 +137,11 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
 
 
 def drop_cublas_workspaces() -> None:
-    """Free the workspaces of cuBLAS. Each thread allocates a new workspace at its next matrix product.
+    """Free the workspaces of cuBLAS and cuBLASLt. Each thread allocates new ones at its next matrix product.
 
-    `torch._C._cuda_clearCublasWorkspaces`: torch 2.11 to 2.13. Gone: AttributeError at the first capture on CUDA.
+    `torch._C._cuda_clearCublasWorkspaces`: torch 2.11 to 2.13. Gone: the workspaces stay, so those of products before
+    the first capture count as memory in use instead of as a part of the plan.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if drop is not None:
+        drop()

@@ -210,7 +210,7 @@ class EarlyShortage:
         on_device = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.device == device]
         inputs = {compat.storage_key(arg): arg.untyped_storage().nbytes() for arg in on_device}
         planned_bytes = own_bytes(self._executor) + self._executor.saved.held_bytes() + sum(inputs.values())
-        return max(0, platform_of(device).allocated_bytes(device) - planned_bytes)
+        return max(0, platform_of(device).tensor_bytes(device) - planned_bytes)
 
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
         device = self._executor.device

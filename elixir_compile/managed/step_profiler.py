@@ -13,7 +13,7 @@ from elixir_compile import compat
 from elixir_compile.ir import Lane, Phase, Plan, Span, Verb, verb_of
 from elixir_compile.managed.rank_balance import RankBalance
 from elixir_compile.options import Options
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import PeakRecord, platform_of
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
@@ -50,10 +50,8 @@ class StepProfiler:
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
-        self._user_peak_bytes = 0
-        """The user's peak before the steps were measured, to restore after them; 0 if there is nothing to restore."""
-        self._peak_bytes = 0
-        """The peak of the steps so far, as the user sees it."""
+        self._peak: PeakRecord | None = None
+        """Of the steps so far, while they are measured."""
 
     def forward_begins(self, problem: Problem, outstanding: Collection[str] = ()) -> StepStats | None:
         """Note a forward that solves `problem`; return the measurements, once, if enough steps have passed.
@@ -66,9 +64,7 @@ class StepProfiler:
             return None
         self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())
-        if self._user_peak_bytes:
-            self._notice_reset()
-        if len(self._began_s) == STEPS_SKIPPED + 1 and self._records:
+        if len(self._began_s) == STEPS_SKIPPED + 1:
             self._begin()
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
@@ -85,60 +81,46 @@ class StepProfiler:
 
     def restart(self) -> None:
         """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""
-        if self._recording is not None:
-            self._recording.stop()
-            self._recording = None
-        self._restore_peak()
+        self._drop()
         del self._began_s[STEPS_SKIPPED:]
 
     def stop(self) -> None:
         """Stop measuring: steps of this compilation alternate with steps of another, so their periods hold both."""
         self._is_on = False
+        self._drop()
+
+    def _drop(self) -> None:
+        """Stop the records without a result."""
         if self._recording is not None:
             self._recording.stop()
-            self._recording = None
-        self._restore_peak()
+        if self._peak is not None:
+            self._peak.stop()
+        self._recording = self._peak = None
 
     def _begin(self) -> None:
         if self._reads_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
-            self._user_peak_bytes = self._platform.user_peak_bytes(self._device)
-            self._platform.reset_peak(self._device)
-            self._peak_bytes = self._platform.user_peak_bytes(self._device)
-            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - own_bytes(self._executor))
-        self._recording = self._executor.ledger.start_recording()
+            self._peak = PeakRecord(self._platform, self._device)
+            self._foreign_bytes = max(0, self._platform.tensor_bytes(self._device) - own_bytes(self._executor))
+        if self._records:
+            self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
-
-    def _notice_reset(self) -> None:
-        """Restore nothing if the user reset the peak since the last forward: it fell."""
-        peak_bytes = self._platform.user_peak_bytes(self._device)
-        if peak_bytes < self._peak_bytes:
-            self._user_peak_bytes = 0
-        self._peak_bytes = peak_bytes
-
-    def _restore_peak(self) -> None:
-        """Raise the user's peak to the peak before the steps were measured."""
-        if self._user_peak_bytes:
-            self._notice_reset()
-            self._platform.raise_peak(self._device, self._user_peak_bytes)
-        self._user_peak_bytes = 0
 
     def _end(self) -> StepStats:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
-        has_memory = self._reads_memory
-        stats = StepStats(
+        peak_bytes = None if self._peak is None else self._peak.stop()
+        self._peak = None
+        return StepStats(
             period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
             is_shared=self._shares_step,
             graph_s=self._graph_s(spans),
             spans=() if self._shares_step else spans,
-            device_peak_bytes=self._platform.peak_bytes(self._device) if has_memory else None,
+            device_peak_bytes=peak_bytes if self._reads_memory else None,
             foreign_bytes=self._foreign_bytes,
-            reserved_bytes=self._platform.reserved_bytes(self._device) if has_memory else None,
+            reserved_bytes=self._platform.reserved_bytes(self._device) if self._reads_memory else None,
         )
-        self._restore_peak()
-        return stats
 
     def _graph_s(self, spans: Iterable[Span]) -> float | None:
         """Return the mean seconds per step in which regions of the graph ran; None if nothing was recorded."""

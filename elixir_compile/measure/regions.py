@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
 from elixir_compile.measure.step import peak_bytes
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import PeakRecord, platform_of
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lanes import Lanes, lanes_for
 from elixir_compile.runtime.lowering import CompiledRegion
@@ -35,7 +35,8 @@ class RegionTime:
     run_s: float
     """Median of several runs, without the first."""
     peak_bytes: int | None
-    """The most bytes that the region allocated at once, without inputs; None if a profiler of the user is on."""
+    """The most bytes that the region allocated at once, without inputs; None if a profiler of the user is on,
+    or reads the history of an accelerator's allocator."""
 
 
 def measure_region(
@@ -101,11 +102,10 @@ def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.d
     platform = platform_of(device)
     if platform.has_own_memory:
         platform.synchronize(device)
-        with platform.own_peak(device):
-            platform.reset_peak(device)
-            before_bytes = platform.tensor_bytes(device)
+        before_bytes = platform.tensor_bytes(device)
+        with PeakRecord(platform, device) as record:
             compiled.run(box)
-            return platform.peak_bytes(device) - before_bytes
+        return None if record.peak_bytes is None else record.peak_bytes - before_bytes
     if compat.is_profiling():
         return None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:

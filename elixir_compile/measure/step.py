@@ -21,7 +21,7 @@ from elixir_compile.compat import cpu_allocations
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ops.shards import own_part
-from elixir_compile.platforms import accelerator, platform_of
+from elixir_compile.platforms import PeakRecord, accelerator, platform_of
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
 from elixir_compile.runtime.recording import StepClock
 from elixir_compile.runtime.slab import is_slab_memory, peak_slab_bytes, reset_peak_slab_bytes
@@ -36,7 +36,8 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
     `device_peak_bytes` counts all tensors on the device, also those from before the step. On an accelerator it is the
-    most bytes that tensors asked torch's allocator for; the peak statistics that you read yourself stay. On a CPU it is
+    most bytes that tensors asked torch's allocator for; the peak statistics that you read yourself stay. If somebody
+    else reads the history of the allocator, it may be a higher peak since you reset these statistics. On a CPU it is
     computed from the storages of all live tensors and the memory events of torch.profiler, without slabs, which are
     host memory. `host_peak_bytes` are the slabs. On a CPU `step_s` includes the profiler, so time steps without it.
 
@@ -88,12 +89,12 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
     if not platform.has_own_memory:
         return _cpu_step(fn)
     platform.synchronize(device)
-    with platform.own_peak(device):
-        platform.reset_peak(device)
+    with PeakRecord(platform, device) as record:
         began_s = time.perf_counter()
         fn()
         platform.synchronize(device)
-        return time.perf_counter() - began_s, platform.peak_bytes(device)
+        step_s = time.perf_counter() - began_s
+    return step_s, platform.peak_bytes(device) if record.peak_bytes is None else record.peak_bytes
 
 
 def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:

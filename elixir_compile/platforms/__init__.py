@@ -6,8 +6,10 @@
 No other package but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
 """
 
+from elixir_compile.platforms.accelerator import lane_stream
 from elixir_compile.platforms.blocks import BlockRecord
 from elixir_compile.platforms.cores import bind_thread, cores_beside, on_cores
+from elixir_compile.platforms.peaks import PeakRecord
 from elixir_compile.platforms.platform import Memory, PinningError, Platform
 from elixir_compile.platforms.platforms import (
     accelerator,
@@ -20,6 +22,7 @@ from elixir_compile.platforms.platforms import (
 __all__ = [
     "BlockRecord",
     "Memory",
+    "PeakRecord",
     "PinningError",
     "Platform",
     "accelerator",
@@ -28,6 +31,7 @@ __all__ = [
     "bind_thread",
     "cores_beside",
     "is_accelerator_in_use",
+    "lane_stream",
     "on_cores",
     "platform_of",
 ]

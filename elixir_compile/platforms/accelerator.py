@@ -1,11 +1,12 @@
 """The platform of an accelerator, by `torch.accelerator` and the module that torch has for the device type.
 
-Versions of torch differ in which statistics `torch.accelerator` has. A figure that a version or a device lacks counts
-as not known: its method returns None, or 0 bytes. `missing` names the functions that must not be lacking.
+A figure of 0 bytes that stands for a function of another name would look like a device that needs nothing. So functions
+are called by name, `missing` tells which are lacking before a model is trained, and only what a device type may do
+without (its name, the size of its memory, a limit) has a default.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,10 +14,26 @@ import torch
 from elixir_compile.platforms.blocks import BlockRecord, record_blocks
 from elixir_compile.platforms.platform import Memory, Platform
 
-_NEEDED = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-"""Functions of torch's module for the type, by which peaks are measured and compared with plans."""
+_NEEDED = (
+    "device_count",
+    "empty_cache",
+    "get_rng_state_all",
+    "is_initialized",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "set_rng_state",
+)
+"""Functions of torch's module for the type that every device type must have."""
 _TOTAL = ("mem_get_info", "get_device_properties")
 """Functions that tell the size of the memory; one suffices."""
+
+
+@functools.cache
+def lane_stream(device: torch.device, lane: str) -> torch.Stream:
+    """Return the stream of `device` that belongs to `lane`, the same for all models: torch has a pool of 32 streams for
+    each device, and deals them out again after those, so that lanes which must not wait would share one."""
+    return torch.Stream(device)
 
 
 class AcceleratorPlatform(Platform):
@@ -25,20 +42,29 @@ class AcceleratorPlatform(Platform):
     It has more than 20 methods, because each answer of torch about a device is one.
     """
 
+    needed: Sequence[str] = _NEEDED
+    """The functions of torch's module for the type that are called without asking whether they are there."""
+
     @property
     def has_own_memory(self) -> bool:
         """Return True."""
         return True
 
+    @property
+    def _module(self) -> Any:
+        """The module that torch has for the type, such as `torch.cuda`."""
+        return getattr(torch, self.device_type)
+
     def missing(self, device: torch.device) -> Sequence[str]:
         """Return the functions that torch lacks for `device` and Elixir needs: streams, events, figures of memory."""
         module = getattr(torch, self.device_type, None)
-        names = [name for name in _NEEDED if not callable(getattr(module, name, None))]
+        names = [name for name in self.needed if not callable(getattr(module, name, None))]
         found = [f"torch.{self.device_type}.{name}" for name in names]
         if not any(callable(getattr(module, name, None)) for name in _TOTAL):
             found.append(" or ".join(f"torch.{self.device_type}.{name}" for name in _TOTAL))
         try:
-            torch.Event(device).record(torch.Stream(device))
+            placed = device if device.index is not None else self.current()
+            torch.Event(placed).record(lane_stream(placed, "h2d"))
         except RuntimeError as error:  # torch has no guard for the type, or a guard without streams
             line = str(error).partition("\n")[0]
             found.insert(0, f"streams and events ({line})")
@@ -47,12 +73,12 @@ class AcceleratorPlatform(Platform):
     @property
     def is_in_use(self) -> bool:
         """Whether this process has used a device of this type."""
-        return bool(self._ask("is_initialized", default=False))
+        return bool(self._module.is_initialized())
 
     @property
     def num_devices(self) -> int:
         """The number of devices."""
-        return int(self._ask("device_count", default=0))
+        return int(self._module.device_count())
 
     def current(self) -> torch.device:
         """Return the current device of the calling thread."""
@@ -65,49 +91,46 @@ class AcceleratorPlatform(Platform):
 
     def name(self, device: torch.device) -> str:
         """Return the name of `device`, or its type if torch does not tell."""
-        return str(self._ask("get_device_name", device, default=self.device_type))
+        ask = self._optional("get_device_name")
+        return self.device_type if ask is None else str(ask(device))
 
     def total_bytes(self, device: torch.device) -> int | None:
         """Return the bytes of the memory of `device`; None if torch does not tell."""
-        properties = self._ask("get_device_properties", device, default=None)
-        return getattr(properties, "total_memory", None)
+        ask = self._optional("get_device_properties")
+        return None if ask is None else getattr(ask(device), "total_memory", None)
 
     def memory(self, device: torch.device) -> Memory | None:
         """Return how the memory of `device` is used; None if torch does not tell."""
-        found = self._ask("mem_get_info", device, default=None)
-        if found is None:
+        ask, ask_fraction = self._optional("mem_get_info"), self._optional("get_per_process_memory_fraction")
+        if ask is None:
             return None
-        free_bytes, total_bytes = found
+        free_bytes, total_bytes = ask(device)
         return Memory(
             free_bytes=free_bytes,
             allocated_bytes=self.allocated_bytes(device),
             reserved_bytes=self.reserved_bytes(device),
-            limit_bytes=int(self._ask("get_per_process_memory_fraction", device, default=1.0) * total_bytes),
+            limit_bytes=total_bytes if ask_fraction is None else int(ask_fraction(device) * total_bytes),
         )
 
     def allocated_bytes(self, device: torch.device) -> int:
         """Return the bytes of this process's tensors on `device`."""
-        return int(self._ask("memory_allocated", device, default=0))
-
-    def reset_peak(self, device: torch.device) -> None:
-        """Reset `peak_bytes` to the bytes that are allocated now."""
-        self._ask("reset_peak_memory_stats", device, default=None)
+        return int(self._module.memory_allocated(device))
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the most bytes that tensors asked for at once since `reset_peak`.
+        """Return the most bytes that tensors asked for at once since the user reset the statistics.
 
         A plan counts the same bytes. The allocator rounds up to more: 512 bytes for a scalar, up to 1 MiB for a
         large tensor in a block that it does not split.
         """
-        return self._statistic("requested_bytes.all.peak", device, self.user_peak_bytes(device))
+        return self._requested_bytes("peak", device)
 
     def tensor_bytes(self, device: torch.device) -> int:
         """Return the bytes that the tensors on `device` asked for, without rounding."""
-        return self._statistic("requested_bytes.all.current", device, self.allocated_bytes(device))
+        return self._requested_bytes("current", device)
 
     def reserved_bytes(self, device: torch.device) -> int:
         """Return the bytes that the allocator holds on `device`."""
-        return int(self._ask("memory_reserved", device, default=0))
+        return int(self._module.memory_reserved(device))
 
     def record_blocks(self, device: torch.device) -> BlockRecord | None:
         """Return a record that runs of the blocks on `device`; None if torch keeps no history, or one for others."""
@@ -115,30 +138,20 @@ class AcceleratorPlatform(Platform):
 
     def alloc_retries(self, device: torch.device) -> int | None:
         """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""
-        found = self._ask("memory_stats", device, default={}).get("num_alloc_retries")
+        found = self._module.memory_stats(device).get("num_alloc_retries")
         return None if found is None else int(found)
 
-    def user_peak_bytes(self, device: torch.device) -> int:
-        """Return the peak that torch tells the user, `max_memory_allocated`."""
-        return int(self._ask("max_memory_allocated", device, default=0))
-
-    def raise_peak(self, device: torch.device, peak_bytes: int) -> None:
-        """Raise `user_peak_bytes` to `peak_bytes`, if the allocator's cache has the memory."""
-        allocated_bytes = self.allocated_bytes(device)
-        missing_bytes = peak_bytes - allocated_bytes
-        is_cached = missing_bytes <= self.reserved_bytes(device) - allocated_bytes
-        if is_cached and peak_bytes > self.user_peak_bytes(device):
-            # torch has no function that sets a peak, but an allocation raises it.
-            with suppress(torch.OutOfMemoryError):
-                torch.empty(missing_bytes, dtype=torch.uint8, device=device)
-
-    def _statistic(self, name: str, device: torch.device, default: int) -> int:
-        """Return a statistic of the allocator, `default` if torch has none of that name."""
-        return int(self._ask("memory_stats", device, default={}).get(name, default))
+    def _requested_bytes(self, when: str, device: torch.device) -> int:
+        """Return the bytes that tensors asked for, `when` is "current" or "peak"."""
+        statistics = self._module.memory_stats(device)
+        if not statistics:
+            return 0  # torch has none before the first tensor on a device
+        # CUDA's own allocator, `backend:cudaMallocAsync`, counts no requests: their statistic stays 0.
+        return int(statistics[f"requested_bytes.all.{when}"] or statistics[f"allocated_bytes.all.{when}"])
 
     def empty_cache(self) -> None:
         """Give memory that the allocator holds without tensors back to the driver."""
-        self._ask("empty_cache", default=None)
+        self._module.empty_cache()
 
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""
@@ -150,14 +163,12 @@ class AcceleratorPlatform(Platform):
 
     def random_states(self) -> Sequence[torch.Tensor]:
         """Return the state of the random generator of each device; empty if no device was used."""
-        return self._ask("get_rng_state_all", default=()) if self.is_in_use else ()
+        return self._module.get_rng_state_all() if self.is_in_use else ()
 
     def set_random_state(self, state: torch.Tensor, index: int) -> None:
         """Set the random generator of the device with `index` to `state`."""
-        self._ask("set_rng_state", state, index, default=None)
+        self._module.set_rng_state(state, index)
 
-    def _ask(self, name: str, *args: object, default: Any) -> Any:
-        """Return the result of the function `name` of torch's module for the type; `default` if there is no such."""
-        module = getattr(torch, self.device_type, None)
-        function: Callable[..., Any] | None = getattr(module, name, None)
-        return default if function is None else function(*args)
+    def _optional(self, name: str) -> Callable[..., Any] | None:
+        """Return the function `name` of torch's module for the type, None if the module has no such function."""
+        return getattr(self._module, name, None)

@@ -2,15 +2,19 @@
 
 ```text
   snapshot["segments"]        the blocks that are there                      nbytes_at
-  entry "snapshot"            the moment of that snapshot                    entries before it are in nbytes_at
+  entry "snapshot"            the moment of that snapshot, or of another's   entries before it are in nbytes_at
   entry "alloc"               a tensor asked for a block                     (time, address, bytes)
   entry "free_requested"      its last tensor is gone                        nothing: a stream may still use the memory
   entry "free_completed"      the block is free                              (time, address, -bytes)
 ```
 
-Bytes are those that tensors asked for, which is what `Platform.peak_bytes` counts.
+Bytes are those that tensors asked for, which is what `Platform.peak_bytes` counts. Several records may run at a time,
+over one history.
 """
 
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,29 +26,59 @@ MOST_ENTRIES = 200_000
 """The most entries of a history: a step of Llama 7B has about 20,000. If there are more, the first are lost."""
 
 
+_lock = threading.RLock()  # the collector may end a record while this thread begins another
+_running: Counter[str] = Counter()
+"""The number of records that run, by device type: the first starts the history, the last ends it."""
+
+
 class BlockRecord:
     """The blocks of the allocator of a device from the creation of the record to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         """The history of the allocator must be on. Raises AttributeError if torch has none for the type."""
         self._device = device
-        self.nbytes_at = live_blocks(compat.allocator_snapshot(device.type), device.index or 0)
+        self._index = device.index or 0
+        snapshot = compat.allocator_snapshot(device.type)
+        self.nbytes_at = live_blocks(snapshot, self._index)
         """Bytes of the blocks at the creation, by address."""
+        entries = snapshot["device_traces"][self._index]
+        is_marked = bool(entries) and entries[-1]["action"] == "snapshot"
+        self._mark = sum(entry["action"] == "snapshot" for entry in entries) - is_marked
+        """The number of snapshots in the history before that of the creation."""
+        self._end = weakref.finalize(self, _end, device.type)  # its owner may be gone before it stops the record
+        self._end.atexit = False
 
     def stop(self) -> Sequence[tuple[int, int, int]] | None:
         """End the record; return (time, address, bytes) of each block that came or went, in order.
 
         Times are ns on the clock of `time.time_ns`, in steps of a microsecond. Bytes are negative if the block was
-        freed. None if there were more entries than the allocator keeps.
+        freed. None if there were more entries than the allocator keeps, or somebody else began a new history.
         """
-        snapshot = compat.allocator_snapshot(self._device.type)
-        compat.stop_allocator_history(self._device.type)
-        return block_events(snapshot, self._device.index or 0, MOST_ENTRIES)
+        with _lock:
+            snapshot = compat.allocator_snapshot(self._device.type)
+            self._end()
+        return block_events(snapshot, self._index, MOST_ENTRIES, self._mark)
 
 
 def record_blocks(device: torch.device) -> BlockRecord | None:
     """Return a record of the blocks of `device` that runs; None if torch keeps no history, or keeps one for others."""
-    return BlockRecord(device) if compat.start_allocator_history(device.type, MOST_ENTRIES) else None
+    with _lock:
+        if not _running[device.type] and not compat.start_allocator_history(device.type, MOST_ENTRIES):
+            return None
+        _running[device.type] += 1
+        try:
+            return BlockRecord(device)
+        except BaseException:
+            _end(device.type)
+            raise
+
+
+def _end(device_type: str) -> None:
+    """End one record of devices of the type, and the history with the last."""
+    with _lock:
+        _running[device_type] -= 1
+        if not _running[device_type]:
+            compat.stop_allocator_history(device_type)
 
 
 def live_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, int]:
@@ -61,18 +95,20 @@ def live_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, int]:
     }
 
 
-def block_events(snapshot: Mapping[str, Any], index: int, most_entries: int) -> list[tuple[int, int, int]] | None:
+def block_events(
+    snapshot: Mapping[str, Any], index: int, most_entries: int, mark: int = 0
+) -> list[tuple[int, int, int]] | None:
     """Return (time in ns, address, bytes) of the blocks that came or went on the device with `index`, in order.
 
-    Entries up to the first snapshot of the history are left out. Bytes are negative if the block was freed. None if the
-    history has `most_entries`, so that its first may be lost.
+    Entries up to the snapshot with the number `mark` in the history are left out. Bytes are negative if the block was
+    freed. None if the history has `most_entries`, so that its first may be lost, or if it began after that snapshot.
     """
     entries = snapshot["device_traces"][index]
-    if len(entries) >= most_entries:
-        return None
     marks = [place for place, entry in enumerate(entries) if entry["action"] == "snapshot"]
+    if len(entries) >= most_entries or mark > len(marks):
+        return None
     return [
         (entry["time_us"] * 1000, entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"])
-        for entry in entries[marks[0] + 1 if marks else 0 :]
+        for entry in entries[marks[mark] + 1 if mark < len(marks) else 0 :]
         if entry["action"] in ("alloc", "free_completed")
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.platforms.platform import PinningError
 
@@ -15,6 +16,18 @@ _PORTABLE = 1
 
 class CudaPlatform(AcceleratorPlatform):
     """GPUs by CUDA, or by ROCm, which torch also calls CUDA."""
+
+    needed = (
+        *AcceleratorPlatform.needed,
+        "get_device_name",
+        "get_device_properties",
+        "get_per_process_memory_fraction",
+        "mem_get_info",
+    )
+
+    def drop_workspaces(self) -> None:
+        """Free the workspaces of cuBLAS and cuBLASLt on all devices."""
+        compat.drop_cublas_workspaces()
 
     def pin(self, address: int, nbytes: int) -> Callable[[int], object] | None:
         """Page-lock host memory. Return the function that unlocks it, or None without a GPU."""

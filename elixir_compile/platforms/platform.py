@@ -1,7 +1,6 @@
 """The platform of a device type: the answers for a CPU, which the platforms of accelerators override."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,11 +73,9 @@ class Platform:
         """Return the bytes of this process's tensors in the memory of `device`; 0 if it has no memory of its own."""
         return 0
 
-    def reset_peak(self, device: torch.device) -> None:
-        """Reset `peak_bytes` to the bytes that are allocated now."""
-
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the most bytes that tensors asked for at once since `reset_peak`; 0 without memory of its own."""
+        """Return the most bytes that tensors asked for at once since the user reset torch's statistics; 0 without
+        memory of its own. `PeakRecord` has the peak of a part of a program."""
         return 0
 
     def tensor_bytes(self, device: torch.device) -> int:
@@ -100,24 +97,14 @@ class Platform:
         """Return how often the allocator freed its cache to satisfy an allocation; None if torch does not tell."""
         return None
 
-    def user_peak_bytes(self, device: torch.device) -> int:
-        """Return the peak that torch tells the user, `max_memory_allocated`; 0 without memory of its own."""
-        return 0
-
-    def raise_peak(self, device: torch.device, peak_bytes: int) -> None:
-        """Raise `user_peak_bytes` to `peak_bytes`, if that takes no more memory from the driver."""
-
-    @contextmanager
-    def own_peak(self, device: torch.device) -> Iterator[None]:
-        """Keep the user's peak statistics: `reset_peak` in the block does not lower them after it."""
-        before_bytes = self.user_peak_bytes(device)
-        try:
-            yield
-        finally:
-            self.raise_peak(device, before_bytes)
-
     def empty_cache(self) -> None:
         """Give memory that the allocator holds without tensors back to the driver."""
+
+    def drop_workspaces(self) -> None:
+        """Free the workspaces that libraries keep for later matrix products; the next product allocates a new one.
+
+        Their memory stays with the allocator, in the order of the streams that used it.
+        """
 
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""

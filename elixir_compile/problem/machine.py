@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
@@ -31,6 +32,8 @@ from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.units import GIB
+
+log = logging.getLogger("elixir_compile")
 
 
 def cached_machine(device: torch.device) -> Cluster | None:
@@ -77,7 +80,7 @@ def _own_path(device: torch.device) -> Path:
 
 
 def _common_path(device: torch.device) -> Path:
-    device_bytes, host_bytes = memory_sizes_bytes(device)
+    device_bytes, _ = memory_sizes_bytes(device)
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     parts = (
         device.type,
@@ -85,9 +88,9 @@ def _common_path(device: torch.device) -> Path:
         num_usable_cores(),
         torch.__version__,  # a public name
         torch.get_num_threads(),
-        # In GiB: the bytes that an operating system keeps for itself change from start to start.
-        round(device_bytes / GIB),
-        round(host_bytes / GIB),
+        # In GiB: the bytes that a driver keeps for itself change from start to start. The memory of the host is no part
+        # of the key, as some virtual machines grow and shrink it; `with_present_memory` has it as it is now.
+        round(device_bytes / GIB) if platform_of(device).has_own_memory else 0,
         world,
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -183,11 +186,14 @@ def device_budget_bytes(
 ) -> int:
     """Return the device budget: the option, or else the free bytes plus `held_bytes` less the reserve.
 
-    `held_bytes` are the bytes of the model that are on the device already.
+    `held_bytes` are the bytes of the model that are on the device already. Workspaces of libraries count as free,
+    because every plan has `library_bytes` for them.
     """
     if options.device_memory is not None:
         return options.device_memory
-    memory = platform_of(device).memory(device)
+    platform = platform_of(device)
+    platform.drop_workspaces()
+    memory = platform.memory(device)
     if memory is not None:
         # The allocator refuses to hold more than its limit, even if more is free.
         reusable_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
@@ -200,20 +206,32 @@ def device_budget_bytes(
 def library_bytes(device: torch.device) -> int:
     """Return the bytes of the workspaces that matrix products leave allocated on `device`.
 
-    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's. It is
-    measured at the first capture, while torch traces with fake tensors: a fake product would allocate nothing.
+    cuBLAS keeps a workspace for each thread and stream, cuBLASLt (products with a bias) may keep another, and a step
+    has two threads: the caller's and autograd's. They are measured at the first capture, while torch traces with fake
+    tensors: a fake product would allocate nothing.
     """
     platform = platform_of(device)
     if not platform.has_own_memory:
         return 0
     with compat.real_tensors(), torch.no_grad():
-        if device.type == "cuda":
-            compat.drop_cublas_workspaces()
-        factor = torch.ones(16, 16, device=device)
-        before_bytes = platform.allocated_bytes(device)
-        product = factor @ factor
-        left_bytes = platform.allocated_bytes(device) - before_bytes - product.untyped_storage().nbytes()
+        platform.drop_workspaces()
+        before_bytes = platform.tensor_bytes(device)
+        _multiply(torch.float32, device)
+        try:
+            _multiply(torch.bfloat16, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a device without bfloat16 needs no workspace for it
+            log.info("%s has no products in bfloat16: %s", device, str(error).partition("\n")[0])
+        left_bytes = platform.tensor_bytes(device) - before_bytes
     return 2 * max(0, left_bytes)
+
+
+def _multiply(dtype: torch.dtype, device: torch.device) -> None:
+    """Run a product without a bias and one with a bias on `device`."""
+    factor = torch.ones(16, 16, dtype=dtype, device=device)
+    torch.mm(factor, factor)
+    torch.addmm(factor[0], factor, factor)
 
 
 def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:

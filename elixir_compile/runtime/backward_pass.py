@@ -11,7 +11,7 @@ from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Calls
 from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.distributed.sharded import ShardReduce
-from elixir_compile.runtime.lanes import Transfer
+from elixir_compile.runtime.lanes import Event, Transfer
 
 
 @dataclass(slots=True)
@@ -30,6 +30,8 @@ class BackwardPass:
     """Slots of the parameters whose gradient autograd adds to `.grad`."""
     reducing: dict[BucketId, ShardReduce] = field(default_factory=dict)
     """The last reduce of each sharded bucket."""
+    computed: Event | None = None
+    """After the compute of the last graph that ran, and of all before it."""
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
     suspended: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)

@@ -19,7 +19,7 @@ from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.rewrite.divided_graph import Layout
-from elixir_compile.runtime.backward_pass import refuse_hooks
+from elixir_compile.runtime.backward_pass import BackwardPass, refuse_hooks
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
@@ -136,9 +136,13 @@ class Executor:
         the gradients of chosen parameters, or is the second one of its forward, or autograd would call a hook on a
         gradient in each of its backward passes.
         """
-        if self.calls.spec.num == 1:
-            return self.ledger.run(name, program, args)
-        number, backward = number_of(ticket), self.gradients.begin_backward()
+        with self.gradients.in_order() as backward:
+            if self.calls.spec.num == 1:
+                return self.ledger.run(name, program, args)
+            return self._run_call(graph, number_of(ticket), backward, lambda: self.ledger.run(name, program, args))
+
+    def _run_call(self, graph: object, number: int, backward: BackwardPass, run: Callable[[], Any]) -> Any:
+        """Return the result of `run`, the backward of one of several calls of a step; see `run_backward`."""
         trains = backward.asks_for_any(self.slots.values())
         if trains and not backward.asks_for_all:
             asked = f"a backward for chosen parameters in a step of {self.calls.spec}"
@@ -152,7 +156,7 @@ class Executor:
         with self.calls.backward(graph, number, trains=trains):
             if not self.calls.is_last:
                 backward.suspend_hooks(self.slots.values())
-            results = self.ledger.run(name, program, args)
+            results = run()
             if self.calls.is_last and trains and graph is self:
                 self._reduce_rest()
         return results

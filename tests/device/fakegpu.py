@@ -101,22 +101,24 @@ def _record_memory_history(enabled: str | None = "all", **_: object) -> None:
     start().device_keep_history(int(enabled is not None))
 
 
-def _rows(write: Callable[[object, int], int], width: int) -> list[list[int]]:
-    """Return what `write` writes of a table of `width` columns."""
-    room = (ctypes.c_int64 * (width * _MOST_ROWS))()
-    count = write(room, _MOST_ROWS)
-    assert count <= _MOST_ROWS, f"{count} rows, room for {_MOST_ROWS}"
+def _rows(write: Callable[[object, int], int], width: int, most: int) -> list[list[int]]:
+    """Return what `write` writes of a table of `width` columns and at most `most` rows."""
+    room = (ctypes.c_int64 * (width * most))()
+    count = write(room, most)
+    assert count <= most, f"{count} rows, room for {most}"
     return [list(room[place : place + width]) for place in range(0, width * count, width)]
 
 
-_MOST_ROWS = 1 << 16
+_MOST_BLOCKS = 1 << 16
 
 
 def _snapshot(device: object = None) -> dict[str, list[Any]]:
     """Return blocks and their history in the form of `torch.cuda.memory._snapshot`."""
-    blocks = _rows(start().device_blocks, 3)
+    blocks = _rows(start().device_blocks, 3, _MOST_BLOCKS)
     traces: list[list[dict[str, object]]] = [[] for _ in range(NUM_DEVICES)]
-    for action, index, address, nbytes, time_us in _rows(start().device_history, 5):
+    for action, index, address, nbytes, time_us in _rows(
+        start().device_history, 5, start().device_history(None, 0) + _MOST_BLOCKS
+    ):
         for name in (("alloc",), ("free_requested", "free_completed"), ("snapshot",))[action]:
             traces[index].append({"action": name, "addr": address, "size": nbytes, "time_us": time_us})
     return {

@@ -11,7 +11,7 @@ DEVICE = torch.device(fakegpu.NAME, 0)
 
 
 def test_two_threads_in_blocks_of_a_lane_get_back_their_own_streams() -> None:
-    lane, first = StreamLane(DEVICE), torch.Stream(DEVICE)
+    lane, first = StreamLane(DEVICE, "h2d"), torch.Stream(DEVICE)
     lane_stream = lane._stream
     first_entered, second_entered, first_left = threading.Event(), threading.Event(), threading.Event()
     seen: dict[str, list[torch.Stream]] = {"step": [], "updates": []}

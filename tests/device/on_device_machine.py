@@ -1,19 +1,27 @@
 """What Elixir asks a device that is neither CPU nor CUDA, inside and outside of a capture."""
 
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from elixir_compile import compat
 from elixir_compile.errors import UnsupportedDevice
+from elixir_compile.hardware import preset
 from elixir_compile.measure import regions
 from elixir_compile.measure.op_workspace import op_workspace_bytes
+from elixir_compile.options import parse_options
+from elixir_compile.platforms import blocks, lane_stream
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.problem import machine as machine_module
 from elixir_compile.problem import workspaces
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.problem.machine import device_budget_bytes, library_bytes
 from elixir_compile.runtime.lanes import lanes_for
+from elixir_compile.runtime.lanes.accelerator import Accelerator
 from tests.device import fakegpu
 
 DEVICE = torch.device(fakegpu.NAME, 0)
@@ -25,19 +33,74 @@ def test_the_workspaces_of_libraries_are_measured_with_real_tensors_inside_a_cap
     assert inside_bytes == library_bytes.__wrapped__(DEVICE) == 0
 
 
-def test_a_workspace_that_a_product_leaves_is_counted_for_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
-    real = AcceleratorPlatform.allocated_bytes
+class Libraries:
+    """Stand for cuBLAS and cuBLASLt: each keeps a workspace from its first product of a kind until it is dropped."""
 
-    def allocated_bytes(platform: AcceleratorPlatform, device: torch.device) -> int:
-        """Return the bytes; a library allocates its workspace of 8 MiB between the first call and the second."""
-        before_bytes = real(platform, device)
-        kept.append(torch.empty(8 << 20, dtype=torch.uint8, device=device))
-        return before_bytes
+    NBYTES: ClassVar = {
+        ("mm", torch.float32): 8 << 20,
+        ("addmm", torch.float32): 3 << 20,
+        ("addmm", torch.bfloat16): 1 << 20,
+    }
 
-    monkeypatch.setattr(AcceleratorPlatform, "allocated_bytes", allocated_bytes)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.workspaces: dict[object, torch.Tensor] = {}
+        for name in ("mm", "addmm"):
+            monkeypatch.setattr(torch, name, functools.partial(self._product, name, getattr(torch, name)))
+        monkeypatch.setattr(AcceleratorPlatform, "drop_workspaces", lambda platform: self.workspaces.clear())
+
+    def _product(self, name: str, run: Callable[..., torch.Tensor], *factors: torch.Tensor) -> torch.Tensor:
+        kind = name, factors[0].dtype
+        if kind in self.NBYTES and kind not in self.workspaces:
+            self.workspaces[kind] = torch.empty(self.NBYTES[kind], dtype=torch.uint8, device=factors[0].device)
+        return run(*factors)
+
+
+def test_workspaces_that_products_leave_are_counted_for_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = Libraries(monkeypatch)
     with FakeTensorMode():
-        assert library_bytes.__wrapped__(DEVICE) == 2 * (8 << 20)
+        assert library_bytes.__wrapped__(DEVICE) == 2 * (12 << 20)
+    assert len(libraries.workspaces) == 3
+    with FakeTensorMode():
+        assert library_bytes.__wrapped__(DEVICE) == 2 * (12 << 20), "measured again, from none"
+
+
+def test_a_device_without_products_in_bfloat16_has_the_workspaces_of_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Libraries(monkeypatch)
+    multiply = machine_module._multiply
+
+    def only_float32(dtype: torch.dtype, device: torch.device) -> None:
+        if dtype != torch.float32:
+            raise RuntimeError("CUBLAS_STATUS_ARCH_MISMATCH")
+        multiply(dtype, device)
+
+    monkeypatch.setattr(machine_module, "_multiply", only_float32)
+    caplog.set_level("INFO", logger="elixir_compile")
+    assert library_bytes.__wrapped__(DEVICE) == 2 * (11 << 20)
+    assert "CUBLAS_STATUS_ARCH_MISMATCH" in caplog.text
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+def test_workspaces_that_are_there_do_not_lower_the_default_budget(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every plan has `library_bytes` for them already."""
+    libraries, cluster = Libraries(monkeypatch), preset("a100-40g")
+    before_bytes = device_budget_bytes(parse_options({}), cluster, DEVICE, 0)
+    for thread in range(num_threads):
+        library_bytes.__wrapped__(DEVICE)
+        libraries.workspaces = {(thread, kind): workspace for kind, workspace in libraries.workspaces.items()}
+    assert device_budget_bytes(parse_options({}), cluster, DEVICE, 0) == before_bytes
+
+
+def test_lanes_of_a_device_share_one_stream_each() -> None:
+    """torch deals out 32 streams for each device, and then the same again."""
+    made = [lanes_for(DEVICE) for _ in range(40)]
+    assert all(isinstance(lanes, Accelerator) for lanes in made)
+    streams = {lane._stream for lanes in made for lane in (lanes.h2d, lanes.d2h, lanes.collectives)}
+    assert len(streams) == 3
+    assert streams.isdisjoint(lane._stream for lane in (lanes_for(torch.device(fakegpu.NAME, 1)).h2d,))
 
 
 def test_runs_of_a_region_are_queued_and_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +121,7 @@ def test_runs_of_a_region_are_queued_and_timed_by_the_device(monkeypatch: pytest
     assert len(num_waits) < len(num_runs)
 
 
-@pytest.mark.parametrize("name", ["memory_allocated", "max_memory_allocated"])
+@pytest.mark.parametrize("name", AcceleratorPlatform.needed)
 def test_a_device_without_figures_of_its_memory_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(getattr(torch, fakegpu.NAME), name)
     with pytest.raises(UnsupportedDevice, match=rf"fakegpu: .* lacks torch\.fakegpu\.{name}\. Elixir") as raised:
@@ -70,9 +133,25 @@ def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     def no_guard(device: torch.device) -> torch.Stream:
         raise RuntimeError("Backend doesn't support create a new Stream\nException raised from ...")
 
+    lane_stream.cache_clear()
     monkeypatch.setattr(torch, "Stream", no_guard)
     with pytest.raises(UnsupportedDevice, match=r"lacks streams and events \(Backend doesn't support.*Stream\)\. E"):
         lanes_for(DEVICE)
+
+
+@pytest.mark.parametrize("ask", [AcceleratorPlatform.peak_bytes, AcceleratorPlatform.tensor_bytes])
+def test_a_figure_that_torch_calls_by_another_name_is_no_peak_of_0(
+    ask: Callable[[AcceleratorPlatform, torch.device], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(getattr(torch, fakegpu.NAME), "memory_stats", lambda device: {"requested.peak": 1})
+    with pytest.raises(KeyError, match="requested_bytes"):
+        ask(AcceleratorPlatform(fakegpu.NAME), DEVICE)
+
+
+def test_an_allocator_that_counts_no_requests_tells_what_it_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"requested_bytes.all.peak": 0, "allocated_bytes.all.peak": 512}
+    monkeypatch.setattr(getattr(torch, fakegpu.NAME), "memory_stats", lambda device: found)
+    assert AcceleratorPlatform(fakegpu.NAME).peak_bytes(DEVICE) == 512
 
 
 WORKSPACE_BYTES = 3 << 20
@@ -118,3 +197,39 @@ def test_an_op_that_does_not_fit_has_no_known_workspace() -> None:
         given.meta["val"] = torch.empty(1 << 20, device=DEVICE)
     with fakegpu.capacity(torch.accelerator.memory_allocated(DEVICE) + (1 << 20)):
         assert op_workspace_bytes(node, {}) == 0
+
+
+class LibraryError(Exception):
+    """An error that is no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError, KeyError, LibraryError])
+def test_an_op_that_fails_has_no_known_workspace(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    def fails(values: torch.Tensor) -> torch.Tensor:
+        raise error("no kernel for this shape\nsecond line")
+
+    graph = torch.fx.Graph()
+    given = graph.placeholder("values")
+    node = graph.call_function(fails, (given,))
+    with FakeTensorMode():
+        given.meta["val"] = torch.empty(4, device=DEVICE)
+    caplog.set_level("INFO", logger="elixir_compile")
+    assert op_workspace_bytes(node, {}) == 0
+    (line,) = caplog.messages
+    assert "no kernel for this shape" in line
+    assert not blocks._running[fakegpu.NAME]
+
+
+def test_a_workspace_is_not_known_while_somebody_else_reads_the_history(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    monkeypatch.setattr(compat, "start_allocator_history", lambda device_type, most_entries: False)
+    graph = torch.fx.Graph()
+    given = graph.placeholder("values")
+    node = graph.call_function(torch.ops.elixir_tests.wasteful.default, (given, 2))
+    with FakeTensorMode():
+        given.meta["val"] = torch.empty(4, device=DEVICE)
+    caplog.set_level("INFO", logger="elixir_compile")
+    assert op_workspace_bytes(node, {}) == 0
+    assert "somebody else reads the history" in caplog.text

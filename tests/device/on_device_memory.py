@@ -1,14 +1,23 @@
 """A device with less memory than the plan counts on: training goes on under a plan for less."""
 
 import gc
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile import compat
+from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.out_of_memory import EarlyShortage
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.optim import device_masters
-from elixir_compile.platforms import platform_of
+from elixir_compile.options import parse_options
+from elixir_compile.platforms import PeakRecord, blocks, platform_of
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes
@@ -48,26 +57,53 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
 
 
-def test_measuring_restores_no_peak_that_the_user_reset_meanwhile() -> None:
-    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
-    del before
+def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(device: object = None) -> None:
+        raise AssertionError("the statistics are the user's")
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(getattr(torch, fakegpu.NAME), "reset_peak_memory_stats", reset)
     model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
-    run = by_elixir(model, report=True, planner="greedy", plan_cache=False).train(batches[:5])
-    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches[:5])
+    assert blocks._running[fakegpu.NAME] == 1, "the third to the seventh step are measured"
     run.train(batches[5:])
-    assert 0 < torch.accelerator.max_memory_allocated(DEVICE) < 32 << 20
+    elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=fakegpu.NAME)
+    assert not blocks._running[fakegpu.NAME]
 
 
-def test_a_peak_that_the_allocator_has_no_memory_for_is_not_restored() -> None:
-    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
-    del before
-    platform = platform_of(DEVICE)
-    with platform.own_peak(DEVICE):
-        platform.reset_peak(DEVICE)
-        platform.empty_cache()
-        held_bytes = platform.reserved_bytes(DEVICE)
-    assert platform.reserved_bytes(DEVICE) == held_bytes
-    assert platform.user_peak_bytes(DEVICE) < 32 << 20
+def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    held_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
+
+    def step() -> torch.Tensor:
+        return torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE)
+
+    torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    assert elixir.measure_step(step, device=fakegpu.NAME).device_peak_bytes == held_bytes + (4 << 20)
+    monkeypatch.setattr(compat, "start_allocator_history", lambda device_type, most_entries: False)
+    assert elixir.measure_step(step, device=fakegpu.NAME).device_peak_bytes >= 32 << 20
+    with PeakRecord(platform_of(DEVICE), DEVICE) as record:
+        step()
+    assert record.peak_bytes is None
+
+
+def foreign_bytes_in_steps() -> int:
+    profiler = StepProfiler(Executor(DEVICE, "model"), "model", parse_options({}), records=False)
+    seen = [profiler.forward_begins(cast(Problem, None)) for _ in range(STEPS_SKIPPED + STEPS_TIMED + 1)]
+    assert seen[-1] is not None
+    return seen[-1].foreign_bytes
+
+
+def foreign_bytes_at_a_shortage() -> int:
+    return EarlyShortage("model", Executor(DEVICE, "model"), cast(GraphPlanner, None))._foreign_bytes(())
+
+
+@pytest.mark.parametrize("foreign_bytes", [foreign_bytes_in_steps, foreign_bytes_at_a_shortage])
+def test_tensors_of_others_count_as_the_bytes_that_they_asked_for(foreign_bytes: Callable[[], int]) -> None:
+    """As the tensors of a plan do: rounded up, a hundred scalars of the model would look like tensors of others."""
+    gc.collect()
+    before_bytes = foreign_bytes()
+    held = [torch.empty(1, dtype=torch.uint8, device=DEVICE) for _ in range(100)]
+    assert foreign_bytes() == before_bytes + len(held)
 
 
 @pytest.mark.slow

@@ -4,13 +4,17 @@ Losses of the free run are also compared with those of `torch.compile` there. It
 another order.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import elixir_compile as elixir
 from elixir_compile.ir import Update
+from elixir_compile.problem import machine, planning
+from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes.accelerator import Accelerator
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded, vectors
@@ -54,6 +58,77 @@ def test_under_a_tight_budget_late_copies_change_nothing(activations: str) -> No
     assert_same(expected, trained(fakegpu.LATE, **options))
     for seed in range(2):
         assert_same(expected, trained(fakegpu.RANDOM, seed, **options))
+
+
+def test_a_budget_with_large_workspaces_is_tight_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, 64 MiB of a budget may be workspaces: 5 % of them are more than this model can offload."""
+    monkeypatch.setattr(planning, "library_bytes", lambda device: 64 << 20)
+    monkeypatch.setattr(machine, "library_bytes", lambda device: 64 << 20)
+    budget = tight_bytes(model(), batches()[0], planned_by="large workspaces", **PLAIN)
+    assert_offloads(trained(fakegpu.EARLY, device_memory=budget))
+
+
+@dataclass
+class Order:
+    """Which stream waits for which, while compute is marked and waited for."""
+
+    behind: dict[int, set[int]] = field(default_factory=dict)
+    """By stream, the streams whose compute comes before its own."""
+    marks: dict[int, set[int]] = field(default_factory=dict)
+    """By event, the streams whose compute comes before it."""
+    events: list[torch.Event] = field(default_factory=list)
+
+    def mark(self, lanes: Accelerator) -> torch.Event:
+        stream = torch.accelerator.current_stream(lanes.device)
+        self.events.append(stream.record_event())
+        self.marks[id(self.events[-1])] = {stream.stream_id} | self.behind.get(stream.stream_id, set())
+        return self.events[-1]
+
+    def wait(self, lanes: Accelerator, event: torch.Event | None) -> None:
+        stream = torch.accelerator.current_stream(lanes.device)
+        self.behind.setdefault(stream.stream_id, set()).update(self.marks.get(id(event), set()))
+
+
+class Twice(nn.Module):
+    """One layer, called in two graphs, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.streams = torch.Stream(DEVICE), torch.Stream(DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stream in self.streams:
+            with stream:
+                x = self.call(x)
+        return x
+
+    def call(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node.s stream does not match")  # two streams lead to one leaf
+def test_the_end_of_a_backward_follows_the_streams_of_its_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd runs a backward on the stream of its forward, and orders only the gradients that it handles itself."""
+    twice = elixir.prepare(seeded(Twice).to(DEVICE))
+    torch._dynamo.reset()
+    twice.call = torch.compile(twice.call, backend="elixir", options={"inner": "aot_eager", **PLAIN})
+    order, ends = Order(), []
+    monkeypatch.setattr(Accelerator, "mark_compute", lambda lanes: order.mark(lanes))
+    monkeypatch.setattr(Accelerator, "compute_waits", lambda lanes, event: order.wait(lanes, event))
+    publish = GradientAccumulator._publish
+
+    def published(gradients: GradientAccumulator, *args: Any) -> None:
+        ends.append(order.behind.get(torch.accelerator.current_stream(DEVICE).stream_id, set()))
+        publish(gradients, *args)
+
+    monkeypatch.setattr(GradientAccumulator, "_publish", published)
+    twice(torch.ones(2, 8, device=DEVICE)).sum().backward()
+    own = {stream.stream_id for stream in twice.streams}
+    assert ends
+    assert ends[-1] >= own
+    first, second = (stream.stream_id for stream in twice.streams)
+    assert second in order.behind[first], "the backward of the second call runs first"
 
 
 MODES = [(home, update) for home in ("split", "host") for update in Update]

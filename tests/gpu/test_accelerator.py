@@ -47,7 +47,8 @@ pytestmark = pytest.mark.gpu
 
 def test_memory_does_not_grow() -> None:
     model, batches = stack(), inputs(13)
-    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:3])
+    # Another plan after the first steps would have other buckets.
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0]), replan=False).train(batches[:3])
     assert_offloads(got)
     torch.accelerator.synchronize(DEVICE)
     before = torch.accelerator.memory_allocated(DEVICE)

@@ -11,12 +11,14 @@ The processes are forked from a server that has loaded torch, so a few of them t
 are errors in them, as in pytest. Whatever goes wrong in any rank is shown with the output of all.
 """
 
+import builtins
 import gc
 import json
 import multiprocessing
 import os
 import sys
 import time
+import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -161,6 +163,15 @@ def _outputs(place: Path, world_size: int) -> str:
     )
 
 
+def filter_warnings() -> None:
+    """Treat warnings as pytest does by pyproject.toml, except that warnings of its own classes are errors too."""
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    for line in pyproject["tool"]["pytest"]["ini_options"]["filterwarnings"]:
+        action, message, category = [*line.split(":"), "", "Warning"][:3]
+        if hasattr(builtins, category or "Warning"):
+            warnings.filterwarnings(action, message, getattr(builtins, category or "Warning"))
+
+
 def _rank(function: Callable[..., Any], rank: int, world_size: int, texts: str, place: str, timeout_s: float) -> None:
     """One process: everything it prints goes to a file, and so does its result once it is whole."""
     gc.freeze()  # 500,000 objects of loaded modules, which no collection need look at
@@ -172,9 +183,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, texts: str, 
 
     try:
         torch.set_num_threads(1)
-        warnings.simplefilter("error")
-        # As pyproject.toml has it.
-        warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
+        filter_warnings()
         distributed.init_process_group(
             "gloo",
             init_method=f"file://{place}/group",

@@ -14,6 +14,7 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Tier
 from elixir_compile.managed import graph_planner
+from elixir_compile.problem import machine
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], torch.Tensor]
 
@@ -141,8 +142,12 @@ def _captured_least_bytes(model: nn.Module, batch: Any, options: Mapping[str, ob
 
 
 def tight_bytes(model: nn.Module, batch: Any, **options: object) -> int:
-    """Return a budget close to the least: every run under it offloads."""
-    return int(1.05 * least_bytes(model, batch, **options))
+    """Return a budget close to the least: every run under it offloads.
+
+    Workspaces of libraries are in it once: 5 % of those on a GPU may be more than a small model can offload."""
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    library_bytes = machine.library_bytes(device)
+    return library_bytes + int(1.05 * (least_bytes(model, batch, **options) - library_bytes))
 
 
 def on_host(run: Run) -> list[str]:

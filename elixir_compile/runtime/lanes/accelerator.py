@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import lane_stream, platform_of
 from elixir_compile.runtime.lanes.interface import Event, Waitable
 
 _POLL_S = 5e-5
@@ -21,13 +21,13 @@ _POLL_S = 5e-5
 
 
 class StreamLane:
-    """A stream beside the stream of compute on the same device."""
+    """A stream beside the stream of compute on the same device, which all lanes of that name on the device share."""
 
     is_asynchronous = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._stream = lane_stream(device, name)
 
     def behind_compute(self, after: Event | None = None) -> AbstractContextManager[object]:
         """Issue the work of the block on the stream, after the compute issued so far and after `after`."""
@@ -68,9 +68,9 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self._platform = platform_of(device)
         self.device = device if device.index is not None else self._platform.current()
-        self.h2d = StreamLane(self.device)
-        self.d2h = StreamLane(self.device)
-        self.collectives = StreamLane(self.device)
+        self.h2d = StreamLane(self.device, "h2d")
+        self.d2h = StreamLane(self.device, "d2h")
+        self.collectives = StreamLane(self.device, "collectives")
 
     def hand_over(self) -> Callable[[], None]:
         """Return a function that makes the device the current device of the calling thread.

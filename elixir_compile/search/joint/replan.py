@@ -66,7 +66,8 @@ class StepStats:
     spans: tuple[Span, ...] = ()
     """The spans of all profiled steps; empty if the steps were only timed, or other graphs ran in them."""
     device_peak_bytes: int | None = None
-    """Most bytes that tensors asked for at once; None on a CPU, whose allocator keeps no such figure."""
+    """Most bytes that tensors asked for at once; None if it is not known, as on a CPU, or while somebody else reads the
+    history of the allocator."""
     reserved_bytes: int | None = None
     """Bytes that the allocator held after the steps, with its roundings and gaps; None on a CPU."""
     foreign_bytes: int = 0

@@ -1,7 +1,8 @@
 """The bytes by kind of a made-up step on an accelerator, whose allocator's history is written by hand."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from elixir_compile.ir import Kind, Lane, Phase, Span
 from elixir_compile.ir.observed import Interval, Live
 from elixir_compile.measure.device_memory import DeviceMemory, drawn_by_device
 from elixir_compile.measure.phases import StepTimes
-from elixir_compile.platforms.accelerator import AcceleratorPlatform
-from elixir_compile.platforms.blocks import block_events, live_blocks
+from elixir_compile.platforms import PeakRecord, Platform, blocks
+from elixir_compile.platforms.blocks import block_events, live_blocks, record_blocks
 from elixir_compile.runtime.recording import Anchor, Place
 
 MS = 1e-3
@@ -71,6 +72,12 @@ class Allocator:
     def stop(self, device_type: str) -> None:
         self.is_on = False
 
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> "Allocator":
+        monkeypatch.setattr(compat, "start_allocator_history", self.start)
+        monkeypatch.setattr(compat, "allocator_snapshot", self.snapshot)
+        monkeypatch.setattr(compat, "stop_allocator_history", self.stop)
+        return self
+
 
 @pytest.fixture
 def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
@@ -84,15 +91,10 @@ def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
         places: tuple[Place, ...] = (),
         gradients: tuple[tuple[int, int], ...] = (),
     ) -> Live | None:
-        allocator = Allocator(snapshot(resident), snapshot({}, *entries))
-        monkeypatch.setattr(compat, "start_allocator_history", allocator.start)
-        monkeypatch.setattr(compat, "allocator_snapshot", allocator.snapshot)
-        monkeypatch.setattr(compat, "stop_allocator_history", allocator.stop)
+        allocator = Allocator(snapshot(resident), snapshot({}, *entries)).installed(monkeypatch)
         monkeypatch.setattr("elixir_compile.measure.device_memory.anchor", lambda: Anchor(TIMES.began_s, BEGAN_NS))
-        platform = AcceleratorPlatform(DEVICE.type)
-        blocks = platform.record_blocks(DEVICE)
+        blocks = record_blocks(DEVICE)
         assert blocks is not None
-        assert platform.record_blocks(DEVICE) is None, "somebody reads the history"
         memory = DeviceMemory(blocks, dict(kinds))
         memory.start()
         memory.stop()
@@ -178,6 +180,97 @@ def test_a_step_whose_first_events_are_lost_has_no_memory(
     monkeypatch.setattr("elixir_compile.platforms.blocks.MOST_ENTRIES", 2)
     assert live_of([entry("alloc", 1, 11, 1)]) is not None
     assert live_of([entry("alloc", 1, 11, 1), entry("alloc", 2, 12, 1)]) is None
+
+
+def test_records_share_a_history_which_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        entry("snapshot", 0),
+        entry("alloc", 1, 11, 100),
+        entry("snapshot", 2),
+        entry("alloc", 3, 12, 20),
+        entry("snapshot", 4),
+        entry("free_completed", 5, 12, 20),
+    ]
+    seen = [
+        snapshot({}, *entries[:1]),
+        snapshot({11: 100}, *entries[:3]),
+        snapshot({}, *entries[:5]),
+        snapshot({}, *entries),
+    ]
+    allocator = Allocator(*seen).installed(monkeypatch)
+    outer, inner = record_blocks(DEVICE), record_blocks(DEVICE)
+    assert outer is not None
+    assert inner is not None
+    assert inner.nbytes_at == {11: 100}
+    assert [nbytes for *_, nbytes in inner.stop() or ()] == [20]
+    assert allocator.is_on
+    assert [nbytes for *_, nbytes in outer.stop() or ()] == [100, 20, -20]
+    assert not allocator.is_on
+
+
+def test_a_record_whose_owner_is_gone_ends_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(snapshot({})).installed(monkeypatch)
+    record = record_blocks(DEVICE)
+    assert allocator.is_on
+    del record
+    assert not allocator.is_on
+
+
+def test_a_history_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator().installed(monkeypatch)
+    allocator.is_on = True
+    assert record_blocks(DEVICE) is None
+    assert allocator.is_on
+
+
+def test_a_history_that_began_after_a_record_tells_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = [entry("snapshot", at) for at in range(3)]
+    Allocator(snapshot({}, *marks), snapshot({}, marks[0])).installed(monkeypatch)
+    record = record_blocks(DEVICE)
+    assert record is not None
+    assert record.stop() is None
+
+
+@dataclass
+class Statistics:
+    """Stands for a platform whose peak is read: as it is at the begin, and as it is at the end."""
+
+    peaks_bytes: list[int]
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return self.peaks_bytes.pop(0)
+
+
+def test_a_peak_is_the_most_of_the_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = [entry("alloc", 1, 11, 100), entry("alloc", 2, 12, 50), entry("free_completed", 3, 11, 100)]
+    Allocator(snapshot({10: 7}), snapshot({}, *history)).installed(monkeypatch)
+    with PeakRecord(cast(Platform, Statistics([900])), DEVICE) as record:
+        pass
+    assert record.peak_bytes == 157
+
+
+@pytest.mark.parametrize(("later_bytes", "known_bytes"), [(901, 901), (900, None)])
+def test_without_a_history_a_peak_is_known_if_the_statistic_rose(
+    later_bytes: int, known_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Allocator().installed(monkeypatch).is_on = True
+    assert PeakRecord(cast(Platform, Statistics([900, later_bytes])), DEVICE).stop() == known_bytes
+
+
+@pytest.mark.parametrize("broken", ["start_allocator_history", "allocator_snapshot", "stop_allocator_history"])
+def test_a_history_that_torch_changed_leaves_the_statistic(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: object) -> None:
+        raise TypeError("unexpected keyword argument")
+
+    Allocator(snapshot({}), snapshot({})).installed(monkeypatch)
+    monkeypatch.setattr(compat, broken, gone)
+    with caplog.at_level("WARNING", logger="elixir_compile"):
+        assert PeakRecord(cast(Platform, Statistics([900, 901])), DEVICE).stop() == 901
+    assert "unexpected keyword argument" in caplog.text
+    monkeypatch.undo()
+    assert not blocks._running[DEVICE.type]
 
 
 def test_a_region_that_starts_late_draws_the_blocks_after_it() -> None:

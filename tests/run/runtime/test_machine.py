@@ -247,6 +247,16 @@ def test_another_number_of_threads_is_another_machine() -> None:
         torch.set_num_threads(num_threads)
 
 
+def test_a_host_with_more_memory_is_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a virtual machine that grows; the memory is what it is now."""
+    store_machine(remembered(), CPU)
+    more_bytes = 2 * host_memory_bytes()
+    monkeypatch.setattr(limits, "host_memory_bytes", lambda: more_bytes)
+    found = cached_machine(CPU)
+    assert found is not None
+    assert (found.host.memory_bytes, found.device.memory_bytes) == (more_bytes, more_bytes)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"elixir": "machine", "form', b"\xff\xfe", b'{"elixir": "plan"}'])
 def test_a_broken_cache_file_is_named_and_ignored(content: bytes) -> None:
     path = machine_path(CPU)
