@@ -1,6 +1,7 @@
 """One backward pass of autograd: the gradients that its graphs have made so far, and who takes them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Calls
 from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.distributed.sharded import ShardReduce
-from elixir_compile.runtime.lanes import Event, Transfer
+from elixir_compile.runtime.lanes import Event, Lanes, Transfer
 
 
 @dataclass(slots=True)
@@ -36,6 +37,17 @@ class BackwardPass:
     """Copies to the host, kept until they are done."""
     suspended: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
     """By parameter, the dictionary of its hooks after accumulation, and the hooks that `_no_hook` replaces in it."""
+
+    @contextmanager
+    def in_order(self, lanes: Lanes) -> Iterator[None]:
+        """Let the compute of the block follow that of earlier blocks of this backward pass; its end follows the last.
+
+        Autograd runs each part of a backward on the stream of its forward, which a user may have chosen, and orders
+        only the gradients that it handles itself.
+        """
+        lanes.compute_waits(self.computed)
+        yield
+        self.computed = lanes.mark_compute()
 
     def made_on(self, device: torch.device, slots: Iterable[Slot]) -> list[torch.Tensor]:
         """Return the gradients of `slots` that graphs have made so far and that are on `device`."""

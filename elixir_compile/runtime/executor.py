@@ -136,7 +136,8 @@ class Executor:
         the gradients of chosen parameters, or is the second one of its forward, or autograd would call a hook on a
         gradient in each of its backward passes.
         """
-        with self.gradients.in_order() as backward:
+        backward = self.gradients.begin_backward()
+        with backward.in_order(self.lanes):
             if self.calls.spec.num == 1:
                 return self.ledger.run(name, program, args)
             return self._run_call(graph, number_of(ticket), backward, lambda: self.ledger.run(name, program, args))

@@ -14,8 +14,7 @@ gradients.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -97,18 +96,6 @@ class GradientAccumulator:
             compat.after_backward(functools.partial(self._end_backward, number))
         return backward
 
-    @contextmanager
-    def in_order(self) -> Iterator[BackwardPass]:
-        """Let compute of the block follow that of earlier blocks of the backward pass on this thread, which is yielded.
-
-        Autograd runs each part of a backward on the stream of its forward, which a user may have chosen, and orders
-        only the gradients that it handles itself. The end of the backward follows the last block.
-        """
-        backward = self.begin_backward()
-        self._lanes.compute_waits(backward.computed)
-        yield backward
-        backward.computed = self._lanes.mark_compute()
-
     def _refuse_double(self) -> None:
         if torch.is_grad_enabled():  # as under `create_graph=True`
             instead = "Leave it out if no gradient of a gradient is taken"
@@ -126,7 +113,8 @@ class GradientAccumulator:
     def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
         """Add `grad`, which eager code made, to the gradient of `slot`."""
         self.trained_eagerly.add(slot.key)
-        with self.in_order() as backward, torch.no_grad():
+        backward = self.begin_backward()
+        with backward.in_order(self._lanes), torch.no_grad():
             # A copy, because autograd may hand the same tensor to several parameters, as for the gradients of a sum.
             own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
             self._add(backward, slot, own)
