@@ -1,0 +1,198 @@
+"""Write a page of the results of `run.sh`, and the facts on it as JSON.
+
+    python benchmarks/gpu/page.py /tmp/gpu/results benchmarks/results/gpu/h200 --commit 765bee9
+
+Reads the lines of each question and the results of the tests; writes README.md and facts.json in the second folder.
+Tracebacks, logs and paths of the machine are left out.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+MIB = 2**20
+Fact = dict[str, Any]
+
+
+def facts_of(path: Path) -> list[Fact]:
+    """Return the facts of a question, in the order in which they became known; empty if it was not asked."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def failures(facts: Sequence[Fact]) -> list[str]:
+    """Return the cases that ended with an exception, each with its text."""
+    return [f"{fact['case']}: {fact['error'].splitlines()[0]}" for fact in facts if fact.get("ok") is False]
+
+
+def mib(nbytes: float | None) -> str:
+    """Return bytes in MiB; a dash if there are none."""
+    return "-" if nbytes is None else f"{nbytes / MIB:,.1f}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+    """Yield a table of Markdown, with an empty line behind it; nothing without rows."""
+    if rows:
+        yield f"| {' | '.join(head)} |"
+        yield "|" + "---|" * len(head)
+        yield from (f"| {' | '.join(map(str, row))} |" for row in rows)
+        yield ""
+
+
+def exactness(folder: Path) -> Iterator[str]:
+    """Yield the comparison of ten steps with those of torch, by compiler and budget."""
+    rows = []
+    for name in ("trains", "compiles"):
+        differ: dict[str, Fact] = {}
+        for fact in facts_of(folder / f"{name}.jsonl"):
+            if "gradients_differ" in fact:
+                differ[fact["case"]] = fact
+            elif "measured_bytes" in fact:
+                grads = differ[fact["case"]]
+                rows.append(
+                    (
+                        fact["case"],
+                        mib(fact["budget_bytes"]),
+                        mib(fact["planned_bytes"]),
+                        mib(fact["measured_bytes"]),
+                        "yes" if fact["held"] else "**no**",
+                        f"{grads['gradients_differ']} of {grads['of']}, {grads['most']:.1e}",
+                        f"{fact['losses_apart']:.1e}",
+                    )
+                )
+    yield "## Ten steps of a GPT-2 of four layers, beside torch with the same compiler"
+    yield ""
+    head = ("compiler, budget", "budget MiB", "planned", "measured", "held", "gradients that differ", "losses apart")
+    yield from table(head, rows)
+
+
+def late_compute(folder: Path) -> Iterator[str]:
+    """Yield whether late compute changed a weight, by update mode."""
+    rows = [(f["mode"], f["dtype"], f["same"]) for f in facts_of(folder / "late.jsonl") if "same" in f]
+    yield from ("## Weights under late compute are those of a run that waits after every copy", "")
+    yield from table(("update", "parameters", "same bits"), rows)
+
+
+def machine(folder: Path) -> Iterator[str]:
+    """Yield what the machine is, pins and copies."""
+    for fact in facts_of(folder / "facts.jsonl"):
+        if "device" in fact:
+            yield from (f"- device: `{fact['device'].partition(', uuid')[0]})`, cuDNN {fact['cudnn']}",)
+    for fact in facts_of(folder / "pinning.jsonl"):
+        if "is_pinned" in fact:
+            yield f"- pinning {mib(fact['pinned_bytes'])} MiB takes {fact['took_s']:.2f} s"
+        elif "bytes_per_s" in fact and fact["nbytes"] > 2**31:
+            yield f"- {fact['copy']} of {mib(fact['nbytes'])} MiB: {fact['bytes_per_s'] / 1e9:.1f} GB/s"
+        elif "library_bytes" in fact:
+            yield f"- workspaces of matrix products: {mib(fact['library_bytes'])} MiB"
+        elif "more_bytes" in fact:
+            yield f"- {fact['after']} allocates {fact['more_bytes']} B more"
+        elif "attention" in fact:
+            yield f"- attention in {fact['attention']}: {fact['node']}"
+    for fact in facts_of(folder / "sanitizer.jsonl"):
+        if fact.get("case") == "three steps":
+            yield f"- torch's sanitizer of streams over three steps: {'nothing found' if fact['ok'] else fact['error']}"
+    yield ""
+
+
+def figures(folder: Path) -> Iterator[str]:
+    """Yield seconds and bytes of the Llama, a row for each training."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        facts = facts_of(path)
+        median = next((fact for fact in facts if "median_s" in fact), None)
+        if median is None:
+            continue
+        plan: Mapping[str, Any] = ([fact for fact in facts if "planned_s" in fact] or [{}])[-1]
+        planned_s = plan.get("planned_s")
+        rows.append(
+            (
+                path.stem,
+                median["backend"],
+                mib(median["budget_bytes"]),
+                mib(plan.get("planned_bytes")),
+                mib(median.get("requested_bytes")),
+                mib(median.get("reserved_bytes")),
+                f"{median['median_s'] * 1e3:.1f}",
+                "-" if planned_s is None else f"{planned_s * 1e3:.1f}",
+                median.get("retries", "-"),
+            )
+        )
+    if rows:
+        yield from ("## A Llama of 1.1 B parameters, 8 sequences of 1024 tokens", "")
+        head = (
+            "training",
+            "backend",
+            "budget MiB",
+            "planned",
+            "requested",
+            "reserved",
+            "step ms",
+            "planned ms",
+            "retries",
+        )
+        yield from table(head, rows)
+
+
+def tests(folder: Path) -> Iterator[str]:
+    """Yield the counts of the tests and the names of those that failed."""
+    path = folder / "tests.xml"
+    if not path.exists():
+        return
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    yield from ("## Tests of `tests/gpu`", "")
+    yield f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped."
+    yield ""
+    yield from (f"- failed: `{name}`" for name in failed)
+    yield ""
+
+
+def page_of(folder: Path, commit: str) -> str:
+    """Return the page of the results in `folder` as Markdown."""
+    imported = next((f for path in folder.glob("*.jsonl") for f in facts_of(path) if "torch" in f), {"torch": "?"})
+    broken = [f"- {path.stem}: {line}" for path in sorted(folder.glob("*.jsonl")) for line in failures(facts_of(path))]
+    lines = [
+        "# Elixir on a GPU",
+        "",
+        f"Written by `benchmarks/gpu/page.py` from a run of `benchmarks/gpu/run.sh` at commit {commit}, "
+        f"torch {imported['torch']}.",
+        "",
+        *machine(folder),
+        *exactness(folder),
+        *late_compute(folder),
+        *figures(folder),
+        *tests(folder),
+    ]
+    if broken:
+        lines += ["## Cases that ended with an exception", "", *broken, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> None:
+    """Write the page and the facts of the folders of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    arguments = parser.parse_args()
+    arguments.target.mkdir(parents=True, exist_ok=True)
+    (arguments.target / "README.md").write_text(page_of(arguments.results, arguments.commit), encoding="utf-8")
+    kept = {
+        path.stem: [{k: v for k, v in fact.items() if k != "traceback"} for fact in facts_of(path)]
+        for path in sorted(arguments.results.glob("*.jsonl"))
+        if path.stem != "facts"
+    }
+    text = ",\n".join(
+        f"{json.dumps(name)}: [\n " + ",\n ".join(map(json.dumps, facts)) + "\n]" for name, facts in kept.items()
+    )
+    (arguments.target / "facts.json").write_text("{\n" + text + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
