@@ -26,13 +26,15 @@ BF16_RTOL = 2e-2
 
 @pytest.mark.parametrize("update", [mode.value for mode in Update])
 def test_update_modes_by_name_train_as_torch_does(update: Any) -> None:
-    model, batches = stack(), inputs(NUM_STEPS)
+    """In float64, because nine steps of this model multiply the rounding of float32 updates, which differs between the
+    kernels of host and device, by a thousand (measured on an H200: losses 1.8e-3 apart)."""
+    model, batches = stack().double(), [batch.double() for batch in inputs(NUM_STEPS)]
     expected = by_torch(model).train(batches)
     options: dict[str, Any] = {"update": update, "planner": "greedy"}
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0], **options), **options).train(batches)
     assert_offloads(got)
     assert elixir.compilations(got.model)[0].plan.update.value == update
-    assert_close(expected, got)
+    assert_close(expected, got, rtol=1e-9)
 
 
 @pytest.mark.parametrize(

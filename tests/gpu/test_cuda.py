@@ -88,12 +88,13 @@ def test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide(inner: str) -> None:
     assert {verb: planned[verb] for verb in record.counts} == dict(record.counts)
     assert record.counts["gather"] > 0
     torch.testing.assert_close(torch.stack(own.losses), losses, rtol=LOSS_RTOL, atol=0.0)
-    copies, hidden = copy_times(lambda: own.train(batches[5:6]))
-    assert hidden > 0.3 * copies
+    copies, kernels, hidden = copy_times(lambda: own.train(batches[5:6]))
+    assert hidden > 0.3 * min(copies, kernels)  # a step of few tokens has more to copy than to compute
 
 
-def copy_times(step: Callable[[], object]) -> tuple[float, float]:
-    """Return the time of copies between pinned memory and the device in `step`, and how much of it kernels ran."""
+def copy_times(step: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the time of copies between pinned memory and the device in `step`, the time of its kernels, and the time
+    in which both ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
@@ -108,7 +109,7 @@ def copy_times(step: Callable[[], object]) -> tuple[float, float]:
             covered.append((begin, end))
     total = sum(end - start for start, end in copies)
     hidden = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in copies for begin, stop in covered)
-    return total, hidden
+    return total, sum(stop - begin for begin, stop in covered), hidden
 
 
 def test_a_model_larger_than_the_device_trains_from_the_host() -> None:
