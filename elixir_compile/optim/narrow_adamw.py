@@ -44,6 +44,7 @@ from elixir_compile.optim.narrow_state import (
 )
 from elixir_compile.optim.planned import planned_spec
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
+from elixir_compile.optim.step_counts import note_num_steps, num_steps
 from elixir_compile.runtime.slab import flat
 
 _Update = tuple[torch.Tensor, torch.Tensor, State]
@@ -201,7 +202,8 @@ class NarrowAdamWRule(MixedAdamWRule):
         rest, form = master_rest_of(state), form_of(state)
         high, slope = flat(weight), flat(in_layout_of(grad, weight))
         stored, layouts = [flat(tensor) for tensor in stored_moments(state)], layouts_of(form).values()
-        key = noise_key(self.precision.seed, int(state["step"]) + 1)
+        number = num_steps(state["step"]) + 1
+        key = noise_key(self.precision.seed, number)
         rounding = self.precision.rounding
         for start in range(0, weight.numel(), _DEVICE_BLOCK):
             stop = min(start + _DEVICE_BLOCK, weight.numel())
@@ -221,6 +223,7 @@ class NarrowAdamWRule(MixedAdamWRule):
                 bits = weight_noise(noise(first, root_of(second) if form.has_scales else second, key), master)
             _store(master, high[block], None if rest is None else flat(rest)[block], bits)
         state["step"].add_(1)
+        note_num_steps(state["step"], number)
 
 
 def may_be_narrow(param: torch.Tensor) -> bool:

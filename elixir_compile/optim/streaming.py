@@ -25,6 +25,7 @@ from elixir_compile.analysis.staging import streamed_rooms
 from elixir_compile.ir import BucketId, BucketRef, Lane, StateRef, Verb, label
 from elixir_compile.optim.pieces import CUT_NUMEL, Row, Segment, cut, is_alike, pieces, rows_of
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
+from elixir_compile.optim.step_counts import note_num_steps
 from elixir_compile.runtime.lanes import Event, Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import flat
@@ -190,8 +191,13 @@ def _steps_on(device: torch.device, states: Sequence[State]) -> Sequence[torch.T
     """Return the steps of `states`, which are on the host, as constants on `device`."""
     numbers, dtype = [float(state["step"]) for state in states], states[0]["step"].dtype
     if len(set(numbers)) == 1:
-        return torch.full((len(numbers),), numbers[0], dtype=dtype, device=device).unbind()
-    return [torch.full((), number, dtype=dtype, device=device) for number in numbers]
+        # `data`: a view would share the version of the whole, which each of its neighbours raises.
+        made = [row.data for row in torch.full((len(numbers),), numbers[0], dtype=dtype, device=device).unbind()]
+    else:
+        made = [torch.full((), number, dtype=dtype, device=device) for number in numbers]
+    for counter, number in zip(made, numbers, strict=True):
+        note_num_steps(counter, int(number))
+    return made
 
 
 def _keep(segment: Segment, state: State, rule: UpdateRule, part: GroupSlice) -> None:

@@ -3,17 +3,20 @@
 import copy
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.narrow_state import form_of
 from tests.device import fakegpu
 from tests.run.optim.test_mixed_precision import ADAM, BF16, mixed_run, recorded
 from tests.run.optim.test_narrow_state import NARROW, narrow_adamw, rows, steps
-from tests.run.training import Run, assert_same_tensors
+from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import hybrid_run
 
 DEVICE = torch.device(fakegpu.NAME, 0)
@@ -56,6 +59,44 @@ def test_the_host_and_the_device_round_without_bias(state_dtype: str) -> None:
         moved, apart = there[name] - start, there[name] - on_the_host[name]
         assert apart.abs().mean() <= 0.05 * moved.abs().mean()
         assert apart.mean().abs() <= 0.01 * moved.abs().mean()
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts the values that the host reads from the device, each of which waits for all work before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default and args[0].device == DEVICE
+        return func(*args, **(kwargs or {}))
+
+
+def capturable(params: Any) -> torch.optim.Optimizer:
+    return elixir.hybrid(torch.optim.NAdam, "bfloat16")(params, lr=1e-2, capturable=True)
+
+
+@pytest.mark.parametrize("home", ["device", "split"])
+@pytest.mark.parametrize(
+    "optimizer", [functools.partial(narrow_adamw, state_dtype=NARROW[0]), functools.partial(narrow_adamw), capturable]
+)
+def test_no_update_on_the_device_waits_for_a_step_counter(optimizer: Any, home: str) -> None:
+    model, batches = steps().to(DEVICE), [batch.to(DEVICE) for batch in rows(4)]
+    share = 0.0 if home == "device" else 1.0
+    with hybrid_run(
+        model, batches[0], home=home, update=Update.AFTER_BACKWARD, share=share, optimizer=optimizer
+    ) as run:
+        run.train(batches[:2])
+        loss_of(run.compiled, batches[2]).backward()
+        with DeviceReads() as seen:
+            run.optimizer.step()
+        assert seen.num_reads == 0
+        counters = [state["step"] for state in run.optimizer.state.values()]
+        for counter in counters:  # as a user who resumes a run
+            counter.fill_(7)
+        run.optimizer.step()
+        assert {int(counter) for counter in counters} == {8}
 
 
 def test_masters_beside_narrow_moments_on_the_device() -> None:

@@ -19,6 +19,7 @@ from elixir_compile.optim.layout import StatisticLayout, flat_order
 from elixir_compile.optim.moment_forms import Rounding, noise_key, rounded_to_bfloat16, weight_noise
 from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.optim.rule import State
+from elixir_compile.optim.step_counts import note_num_steps, num_steps
 from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 20
@@ -75,7 +76,7 @@ class NarrowClassRule(ClassRule):
         self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any], narrow: set[str]
     ) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in `state`."""
-        number = int(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
+        number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
         key = noise_key(self._precision.seed, number)
         given = {name: flat_order(value, weight) for name, value in state.items() if _is_statistic(value, weight)}
         others = {name: value for name, value in state.items() if name not in given and name != _NUM_UPDATES}
@@ -99,6 +100,8 @@ class NarrowClassRule(ClassRule):
         self._store(state, kept, left, weight)
         if "step" not in state:
             state[_NUM_UPDATES] = number
+        elif self.counts_steps(group):
+            note_num_steps(state["step"], number)
 
     def _store(self, state: State, kept: Mapping[str, torch.Tensor], left: State, weight: torch.Tensor) -> None:
         """Put the flat statistics `kept` and the entries `left` into `state`, in its own memory where it has any."""
@@ -118,7 +121,7 @@ class NarrowClassRule(ClassRule):
         if self._precision.rounding is Rounding.NEAREST:
             return values.to(torch.bfloat16)
         # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
-        bits = torch.tensor(key, dtype=torch.int64, device=values.device).to(torch.int32)
+        bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
         return rounded_to_bfloat16(values, weight_noise(bits, values))
 
 
