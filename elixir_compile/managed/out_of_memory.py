@@ -1,6 +1,7 @@
 """What a graph does if the device runs out of memory in its first steps.
 
 ```text
+  first      OutOfMemoryError -> cache emptied -> the forward runs again: kernels are tuned in it, beside the plan
   forward    OutOfMemoryError -> cache emptied -> plan with the excess in `base_bytes` -> the forward runs again
   backward   OutOfMemoryError raised; the next forward is planned with the excess in `base_bytes`
   again      OutOfDeviceMemory, with the largest tensors at the peak of the plan
@@ -87,6 +88,23 @@ class Forwards(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A forward that the device had too little memory for."""
+
+    kept: Sequence[Any]
+    """Its inputs; tensors by weak references."""
+    text: str
+    """What the allocator said."""
+
+    def inputs(self) -> list[Any]:
+        """Return the inputs. Raises OutOfMemoryError if the caller has kept one of the tensors no longer."""
+        again = [value() if isinstance(value, TensorWeakRef) else value for value in self.kept]
+        if any(value is None and isinstance(ref, TensorWeakRef) for value, ref in zip(again, self.kept, strict=True)):
+            raise torch.OutOfMemoryError(self.text)
+        return again
+
+
 class EarlyShortage:
     """Out-of-memory errors in the first steps of one graph: one new plan, then an error with the largest tensors."""
 
@@ -107,26 +125,29 @@ class EarlyShortage:
         return self._num_forwards <= _NUM_EARLY
 
     def forward(self, graph: Forwards, args: list[Any]) -> Any:
-        """Run the forward of `graph`; in early steps, once more under a new plan if the device is full."""
+        """Run the forward of `graph`; in early steps, once more under a new plan if the device is full.
+
+        The first forward has an attempt more under its plan before that, which lacks what tuning took: unless other
+        ranks wait for its collectives, or it is one of several calls of a step.
+        """
         self.wants_plan = False
         self._num_forwards += 1
         if not self._is_early:
             with self._explaining(lambda: graph.active):
                 return graph.run_forward(args)
-        # Programs free their inputs after the last use: only the caller may keep them longer.
-        kept = [TensorWeakRef(value) if isinstance(value, torch.Tensor) else value for value in args]
-        try:
-            return graph.run_forward(args)
-        except torch.OutOfMemoryError as error:
-            self._note(graph.active, error)
-            if changes_outside(graph.active.graph):
-                self._explain(graph.active, error)
-                raise
-            text = str(error)
-        # Outside of the handler: the error's traceback holds the tensors of the failed forward.
-        again = [value() if isinstance(value, TensorWeakRef) else value for value in kept]
-        if any(value is None and isinstance(ref, TensorWeakRef) for value, ref in zip(again, kept, strict=True)):
-            raise torch.OutOfMemoryError(text)
+        tunes = self._num_forwards == 1 and self._executor.peers is None and self._executor.calls.spec.num == 1
+        found = self._attempt(graph, args, notes=not tunes)
+        if tunes and isinstance(found, _Failed):
+            again = found.inputs()
+            log.warning(
+                "%s ran out of device memory in its first forward, which tunes kernels: it runs again", self._name
+            )
+            platform_of(self._executor.device).empty_cache()
+            self._executor.begin()
+            found = self._attempt(graph, again, notes=True)
+        if not isinstance(found, _Failed):
+            return found
+        again = found.inputs()
         graph.keep_current(again)
         self.wants_plan = False
         self._executor.begin()
@@ -134,6 +155,25 @@ class EarlyShortage:
             return graph.run_forward(again)
         except torch.OutOfMemoryError as error:
             raise self._explained(graph.active) from error
+
+    def _attempt(self, graph: Forwards, args: list[Any], *, notes: bool) -> Any:
+        """Return the result of the forward of `graph`, or a `_Failed` if the device is full and it may run again.
+
+        If `notes`, it is planned with the excess from then on.
+        """
+        # Programs free their inputs after the last use: only the caller may keep them longer.
+        kept = [TensorWeakRef(value) if isinstance(value, torch.Tensor) else value for value in args]
+        try:
+            return graph.run_forward(args)
+        except torch.OutOfMemoryError as error:
+            may_repeat = not changes_outside(graph.active.graph)
+            if notes or not may_repeat:
+                self._note(graph.active, error)
+            if not may_repeat:
+                self._explain(graph.active, error)
+                raise
+            # Not the error: its traceback holds the tensors of the failed forward.
+            return _Failed(kept, str(error))
 
     def note_backward(self, active: ActivePlan, error: BaseException) -> None:
         """Let the next forward be planned again if `error` says that the device is full in an early backward under
