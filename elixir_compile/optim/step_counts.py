@@ -15,10 +15,11 @@ def num_steps(counter: torch.Tensor | float) -> int:
     """Return the number of steps in `counter`, a number or a tensor of one element."""
     if not isinstance(counter, torch.Tensor) or counter.device.type == "cpu":
         return int(counter)
-    version, number = _known.get(counter, (None, 0))
-    if version != counter._version:
-        number = int(counter)
-        note_num_steps(counter, number)
+    known = _known.get(counter)
+    if known is not None and known[0] == counter._version:
+        return known[1]
+    number = int(counter)
+    note_num_steps(counter, number)
     return number
 
 
