@@ -83,12 +83,12 @@ figures)
         pack
     done <<QUESTIONS
 torch 100 --backend torch
-half 90 --budget-of torch --share 0.5 --trace
-fsdp2 70 --backend fsdp2 --steps 8
-as_fsdp2 90 --budget-of fsdp2
-third 80 --budget-of torch --share 0.3
-all 80 --budget-of torch
-masters 80 --budget-of torch --share 0.3 --dtype bfloat16
+half 85 --budget-of torch --share 0.5 --trace
+fsdp2 60 --backend fsdp2 --steps 8
+as_fsdp2 85 --budget-of fsdp2
+third 75 --budget-of torch --share 0.3 --expandable
+all 75 --budget-of torch
+masters 75 --budget-of torch --share 0.3 --dtype bfloat16 --expandable
 QUESTIONS
     ;;
 *)

@@ -41,6 +41,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--budget-of", default="", help="train: the question whose measured peak is the budget")
     parser.add_argument("--share", type=float, default=1.0, help="train: the share of that peak")
     parser.add_argument("--dtype", default="", help="train: the parameters' dtype, with fp32 masters")
+    parser.add_argument("--expandable", action="store_true", help="let segments of the allocator expand")
     parser.add_argument("--trace", action="store_true", help="train: a profiler's trace of a step")
     parser.add_argument("--steps", type=int, default=14)
     return parser.parse_args()
@@ -77,6 +78,8 @@ def case(name: str) -> Iterator[None]:
             raise
 
 
+if ARGUMENTS.expandable:
+    os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 with case("import"):
     import torch
 

@@ -120,6 +120,11 @@ def is_swapped(module: nn.Module) -> bool:
     return _MODEL in module.__dict__
 
 
+def gathered_names(module: nn.Module) -> Collection[str]:
+    """Return the names of the parameters of `module` itself that read as gathers."""
+    return module.__dict__.get(_SLOTS, {}).keys()
+
+
 def is_swapped_for(module: nn.Module, model: OwningModel) -> bool:
     """Return whether the parameters of `module` itself read as gathers of `model`."""
     return module.__dict__.get(_MODEL) is model

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from elixir_compile.analysis.rank_peak import Run
-from elixir_compile.capture.modules import is_swapped, model_of, swap, undo_swap, unmanaged_reason
+from elixir_compile.capture.modules import gathered_names, is_swapped, model_of, swap, undo_swap, unmanaged_reason
 from elixir_compile.errors import InvalidOption, NotPrepared, UnsupportedModel
 from elixir_compile.managed.cast_and_shard import check_masters, check_reduces
 from elixir_compile.managed.compilation import Compilation
@@ -106,28 +106,31 @@ class ManagedModel:
         """Let all modules read the parameters with a slot as gathers; no tensor moves."""
         for root in self.roots:
             for module in root.modules():
-                slots = {name: slot for name, _, slot in self._slots_of(module) if slot is not None}
-                if slots and not is_swapped(module):
+                if is_swapped(module):
+                    continue
+                readable = (name for name in module._parameters if unmanaged_reason(module, name) is None)
+                found = {
+                    name: self.executor.slot_for(param)
+                    for name in readable
+                    if (param := module._parameters[name]) is not None
+                }
+                slots = {name: slot for name, slot in found.items() if slot is not None}
+                if slots:
                     swap(module, slots, self)
 
     def move_rest(self) -> None:
         """Move the buffers of the models, and all parameters that do not read as gathers, to the device."""
         roots = self.roots
-        modules = [module for root in roots for module in root.modules()]
-        rest = [param for module in modules for _, param, slot in self._slots_of(module) if slot is None]
+        rest = [
+            param
+            for root in roots
+            for module in root.modules()
+            for name, param in module._parameters.items()
+            if param is not None and name not in gathered_names(module)
+        ]
         with torch.no_grad():
             buffers = (buffer for root in roots for buffer in root.buffers())
             moved_together((*rest, *buffers), self.executor.device)
-
-    def _slots_of(self, module: nn.Module) -> Iterable[tuple[str, nn.Parameter, Slot | None]]:
-        """Yield the name, the parameter and the slot of each parameter of `module` itself, without its children.
-
-        The slot is None if the module cannot read the parameter as a gather.
-        """
-        for name, param in module._parameters.items():
-            if param is not None:
-                is_managed = unmanaged_reason(module, name) is None
-                yield name, param, self.executor.slot_for(param) if is_managed else None
 
     def is_outdated(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether a graph that reads `params` needs the models prepared again, because parameters were replaced

@@ -49,9 +49,9 @@ def gpt2(num_layers: int, width: int, num_words: int) -> nn.Module:
     return seeded(GPT2LMHeadModel, config).train()
 
 
-def texts(num_batches: int, num_words: int) -> list[dict[str, torch.Tensor]]:
+def texts(num_batches: int, num_words: int, *, rows: int = 4, length: int = 128) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    ids = [torch.randint(0, num_words, (4, 128), generator=generator).to(DEVICE) for _ in range(num_batches)]
+    ids = [torch.randint(0, num_words, (rows, length), generator=generator).to(DEVICE) for _ in range(num_batches)]
     return [{"input_ids": each, "labels": each} for each in ids]
 
 

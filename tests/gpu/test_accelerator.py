@@ -258,6 +258,15 @@ def test_the_device_need_not_be_the_current_one() -> None:
     assert_close(by_torch(model).train(batches), got)
 
 
+def test_preparing_a_model_on_the_host_moves_none_of_its_parameters() -> None:
+    """A model larger than the device is prepared on the host; the plan moves what has its home on the device."""
+    model = seeded(Stack, WIDTH)
+    model.register_buffer("scale", torch.ones(1))
+    elixir.prepare(model, device=DEVICE)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    assert model.scale.device == DEVICE
+
+
 def test_attention_with_dropout_keeps_its_seed_on_the_host() -> None:
     """fp32 attention with dropout is memory-efficient attention, whose backward reads its seed on the host."""
     model = seeded(Attention).to(DEVICE).train()

@@ -68,7 +68,7 @@ def test_gpt2_trains_as_torch_does_under_every_budget(share: float | None) -> No
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide(inner: str) -> None:
-    model, batches = gpt2(12, 768, 50257), texts(6, 50257)
+    model, batches = gpt2(12, 768, 50257), texts(6, 50257, rows=16, length=256)
 
     def measured(own: Run) -> Record:
         own.train(batches[:4])
@@ -89,7 +89,7 @@ def test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide(inner: str) -> None:
     assert record.counts["gather"] > 0
     torch.testing.assert_close(torch.stack(own.losses), losses, rtol=LOSS_RTOL, atol=0.0)
     copies, kernels, hidden = copy_times(lambda: own.train(batches[5:6]))
-    assert hidden > 0.3 * min(copies, kernels)  # a step of few tokens has more to copy than to compute
+    assert hidden > 0.3 * min(copies, kernels)
 
 
 def copy_times(step: Callable[[], object]) -> tuple[float, float, float]:
