@@ -56,6 +56,8 @@ class FailedAllocation:
     """Bytes of all tensors of the process at the failure."""
     requested_bytes: int
     """Bytes of the allocation; 0 if they are not known."""
+    gap_bytes: int = 0
+    """Bytes that the allocator held beside tensors, with its cache freed: none of them fits the allocation."""
 
     def excess_bytes(self, foreign_bytes: int, limit_bytes: int | None) -> int:
         """Return by how many bytes a new plan must need less.
@@ -67,8 +69,8 @@ class FailedAllocation:
         needed_bytes = self.allocated_bytes + self.requested_bytes - foreign_bytes
         above_plan_bytes = max(self.requested_bytes or self.budget_bytes // 16, needed_bytes - self.planned_bytes)
         if limit_bytes is None:
-            return above_plan_bytes
-        return above_plan_bytes + max(0, self.budget_bytes - (limit_bytes - foreign_bytes))
+            return max(above_plan_bytes, self.gap_bytes)
+        return above_plan_bytes + max(0, self.budget_bytes - (limit_bytes - foreign_bytes - self.gap_bytes))
 
 
 class Forwards(Protocol):
@@ -218,11 +220,15 @@ class EarlyShortage:
             raise error
         if self._planner.excess_bytes:
             raise self._explained(active) from error
+        device = self._executor.device
+        platform = platform_of(device)
+        allocated_bytes = platform.allocated_bytes(device)
         self._failed = FailedAllocation(
             budget_bytes=active.plan.budget_bytes,
             planned_bytes=active.plan.prediction.device_peak_bytes,
-            allocated_bytes=platform_of(self._executor.device).allocated_bytes(self._executor.device),
+            allocated_bytes=allocated_bytes,
             requested_bytes=_requested_bytes(error),
+            gap_bytes=max(0, platform.reserved_bytes(device) - allocated_bytes),
         )
         self.wants_plan = True
 

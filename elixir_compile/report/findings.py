@@ -242,7 +242,7 @@ def scattered_memory(seen: Observed) -> Finding | None:
         return None
     text = (
         f"the allocator freed its cache {retries} times, and {format_bytes(unused_bytes)} are reserved and unused: "
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
     return Finding(
         code="F9",

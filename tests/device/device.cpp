@@ -787,8 +787,10 @@ void device_pin(void* address, size_t bytes) {
   machine().pinned[reinterpret_cast<uintptr_t>(address)] = bytes;
 }
 
+// As a driver does, it finishes copies first: the memory may be unmapped after it.
 void device_unpin(void* address) {
   std::lock_guard lock(machine().mutex);
+  for (DeviceIndex device = 0; device < kDevices; ++device) drain_device(device);
   machine().pinned.erase(reinterpret_cast<uintptr_t>(address));
 }
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -10,17 +11,20 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import compat
+from elixir_compile.managed import step_profiler
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.optim import device_masters
 from elixir_compile.options import parse_options
 from elixir_compile.platforms import PeakRecord, blocks, platform_of
+from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.units import GIB
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded
-from tests.run.training import by_elixir, plain_step, planned_peak_bytes
+from tests.run.training import by_elixir, plain_step, planned_peak_bytes, tight_bytes
 
 DEVICE = torch.device(fakegpu.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False}
@@ -88,7 +92,8 @@ def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeyp
 
 def foreign_bytes_in_steps() -> int:
     profiler = StepProfiler(Executor(DEVICE, "model"), "model", parse_options({}), records=False)
-    seen = [profiler.forward_begins(cast(Problem, None)) for _ in range(STEPS_SKIPPED + STEPS_TIMED + 1)]
+    problem = cast(Problem, SimpleNamespace(budget_bytes=GIB))
+    seen = [profiler.forward_begins(problem) for _ in range(STEPS_SKIPPED + STEPS_TIMED + 1)]
     assert seen[-1] is not None
     return seen[-1].foreign_bytes
 
@@ -104,6 +109,45 @@ def test_tensors_of_others_count_as_the_bytes_that_they_asked_for(foreign_bytes:
     before_bytes = foreign_bytes()
     held = [torch.empty(1, dtype=torch.uint8, device=DEVICE) for _ in range(100)]
     assert foreign_bytes() == before_bytes + len(held)
+
+
+GAPS = {
+    # by name: bytes beside tensors above the budget less the peak, retries per step, whether they count
+    "more than the budget": (1 << 16, 0, True),
+    "a cache freed for room": (-(1 << 13), 1, True),
+    "less than the budget": (-(1 << 16), 0, False),
+}
+
+
+@pytest.mark.parametrize("kind", GAPS)
+def test_gaps_between_tensors_are_planned_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    above_bytes, retries, counts = GAPS[kind]
+    model, batches = seeded(Stack).to(DEVICE), [torch.randn(64, 64).to(DEVICE) for _ in range(9)]
+    budget_bytes = int(1.5 * tight_bytes(model, batches[0], **PLAIN))
+    gc.collect()
+    held_bytes, num_asked = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"], []
+
+    def reserved_bytes(platform: AcceleratorPlatform, device: torch.device) -> int:
+        return budget_bytes + held_bytes + above_bytes
+
+    def alloc_retries(platform: AcceleratorPlatform, device: torch.device) -> int:
+        num_asked.append(device)
+        return retries * len(num_asked)
+
+    monkeypatch.setattr(AcceleratorPlatform, "reserved_bytes", reserved_bytes)
+    monkeypatch.setattr(AcceleratorPlatform, "alloc_retries", alloc_retries)
+    monkeypatch.setattr(step_profiler, "LEAST_GAP_BYTES", 0)
+    caplog.set_level("INFO", logger="elixir_compile")
+    run = by_elixir(model, device_memory=budget_bytes, report=True, **PLAIN).train(batches[:1])
+    before = elixir.compilations(run.model)[0].plan
+    run.train(batches[1:])
+    after = elixir.compilations(run.model)[0].plan
+    said = [line for line in caplog.messages if "in gaps between tensors" in line]
+    assert bool(said) == counts
+    assert (after.base_bytes > before.base_bytes) == counts
+    assert after.prediction.device_peak_bytes <= budget_bytes
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,13 @@ from elixir_compile.ir import Plan, Tier
 from elixir_compile.managed import graph_planner
 from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime import slab
 from elixir_compile.search import Problem, plan
 from tests.gpu.accelerator import DEVICE, IS_CUDA
 from tests.run.training import Run, by_elixir, on_host
 
 
 @pytest.fixture(autouse=True, params=[DEVICE], ids=lambda device: device.type)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Start with an empty compiler and nothing of an earlier test on the device.
 
     A process has one type of accelerator. In the process of `tests.device.on_device` it is the second device type,
@@ -36,20 +34,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         from tests.device import fakegpu
 
         late = fakegpu.policy(fakegpu.LATE)
-    mapped: list[object] = []
-    map_ = slab._Mapping.__new__
-
-    def kept(*args: Any, **options: Any) -> Any:
-        mapped.append(map_(*args, **options))
-        return mapped[-1]
-
-    if not IS_CUDA:
-        monkeypatch.setattr(slab._Mapping, "__new__", kept)
     with late:
         yield request.param
-        # The driver of CUDA finishes copies before it unpins their memory; the second device type does not.
         torch.accelerator.synchronize(DEVICE)
-    mapped.clear()
     torch._dynamo.reset()
 
 

@@ -134,21 +134,28 @@ def test_a_late_step_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("budget", "planned", "allocated", "limit", "excess"),
+    ("budget", "planned", "allocated", "gap", "limit", "excess"),
     [
-        (60, 60, 80, None, 1),  # a measured budget leaves the 20 GiB of others out already
-        (60, 50, 80, None, 11),  # 10 GiB that the plan did not count, and the request
-        (60, 60, 60, None, 1),  # gaps between tensors: at least the request
-        (80, 80, 80, 80, 21),  # a budget of the user with the 20 GiB of others in it
-        (100, 100, 80, 80, 41),
-        (50, 50, 70, 80, 1),  # a budget of the user that leaves more than the 20 GiB
+        (60, 60, 80, 0, None, 1),  # a measured budget leaves the 20 GiB of others out already
+        (60, 50, 80, 0, None, 11),  # 10 GiB that the plan did not count, and the request
+        (60, 60, 60, 0, None, 1),  # gaps between tensors: at least the request
+        (80, 80, 80, 0, 80, 21),  # a budget of the user with the 20 GiB of others in it
+        (100, 100, 80, 0, 80, 41),
+        (50, 50, 70, 0, 80, 1),  # a budget of the user that leaves more than the 20 GiB
+        (80, 80, 80, 19, 100, 20),  # gaps of 19 GiB that no tensor fits in: as much less, and the request
+        (60, 60, 60, 15, None, 15),
+        (60, 60, 80, 15, 200, 1),  # the device has room for the gaps beside the budget
     ],
 )
 def test_the_excess_counts_each_byte_once(
-    budget: int, planned: int, allocated: int, limit: int | None, excess: int
+    budget: int, planned: int, allocated: int, gap: int, limit: int | None, excess: int
 ) -> None:
     failed = FailedAllocation(
-        budget_bytes=budget * GIB, planned_bytes=planned * GIB, allocated_bytes=allocated * GIB, requested_bytes=GIB
+        budget_bytes=budget * GIB,
+        planned_bytes=planned * GIB,
+        allocated_bytes=allocated * GIB,
+        requested_bytes=GIB,
+        gap_bytes=gap * GIB,
     )
     assert failed.excess_bytes(20 * GIB, None if limit is None else limit * GIB) == excess * GIB
 
