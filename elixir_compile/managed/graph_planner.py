@@ -51,7 +51,7 @@ class GraphPlanner:
         self.correction: Correction | None = None
         """The machine as the first steps showed it; None before that."""
         self.excess_bytes = 0
-        """Device bytes that an early step lacked under the first plan: see `out_of_memory`."""
+        """Device bytes that early steps took beyond the plan: see `out_of_memory` and `over_budget`."""
         self.reviewed: Plan | None = None
         """The plan as its review left it: later plans keep its decision about the loss."""
         self._divides = False
@@ -73,6 +73,11 @@ class GraphPlanner:
     def is_budget_given(self) -> bool:
         """Whether the user chose the device budget; else it is measured before each plan."""
         return self._options.device_memory is not None
+
+    @property
+    def given_budget_bytes(self) -> int | None:
+        """The device budget that the user chose; None if it is measured before each plan."""
+        return self._options.device_memory
 
     def plans_like(self, other: "GraphPlanner") -> bool:
         """Return whether the same step gets the same plan here and by `other`: no option differs that shapes plans."""

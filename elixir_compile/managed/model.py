@@ -17,7 +17,7 @@ Who owns whom:
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class ManagedModel:
         self.unmanaged_because: dict[str, str] = {}
         """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
         self._outstanding = OutstandingForwards(self.executor, self.graphs)
+        self._outstanding.watch.tensors = self._tensors
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
         self._roots = tuple(weakref.ref(root) for root in roots)
@@ -101,6 +102,12 @@ class ManagedModel:
     def roots(self) -> list[nn.Module]:
         """The live models that the parameters belong to."""
         return [root for reference in self._roots if (root := reference()) is not None]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters and the buffers of the models."""
+        for root in self.roots:
+            yield from root.parameters()
+            yield from root.buffers()
 
     def swap_modules(self) -> None:
         """Let all modules read the parameters with a slot as gathers; no tensor moves."""
@@ -220,6 +227,8 @@ class ManagedModel:
         Raises ParameterReplaced if the graphs cannot read a new parameter.
         """
         self._adopt_replaced()
+        watch = self._outstanding.watch
+        watch.step_may_begin()
         if graph.is_inference:
             for other in self.graphs:
                 other.profiler.restart()  # Inference runs the same buckets, and regions of the same labels.
@@ -236,6 +245,7 @@ class ManagedModel:
             self._outstanding.begin(graph)
         graph.keep_current(args)
         graph.programs.drop_old()
+        watch.forward_begins(args)
         self.executor.begin()
 
     def _adopt_replaced(self) -> None:

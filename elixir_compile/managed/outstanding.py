@@ -11,7 +11,7 @@ If no two plans keep the budget together, activations of outstanding forwards ar
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,11 +20,12 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Phase, Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, Overrun, StepWatch, note_overrun
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.options import Options
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.problem.machine import library_bytes, scalar_bytes
 from elixir_compile.problem.outside import outside_bytes
 from elixir_compile.problem.planning import ExternalUsage
 from elixir_compile.runtime.executor import Executor
@@ -57,6 +58,8 @@ class JointGraph(Protocol):
     name: str
     runs: GraphRuns
     planner: GraphPlanner
+    graph_break: tuple[str, int, str] | None
+    """File, line and reason of the graph break at which it ends."""
     description: str
     """The name of the graph, and the graph break at which it ends."""
     is_superseded: bool
@@ -106,6 +109,9 @@ class OutstandingForwards:
         """Whether a graph ends at a graph break, so that a call of the model runs several graphs."""
         self.is_crowded = False
         """Whether a forward found too little device memory beside the activations of outstanding forwards."""
+        self.watch = StepWatch(executor)
+        """The measured bytes of the first steps."""
+        self._outside = Outside()
 
     def plan_beside(self, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
         """Return the result of `plan` for the device bytes of outstanding forwards now.
@@ -154,17 +160,35 @@ class OutstandingForwards:
         """Record a forward of `graph`; first plan all graphs of the last steps together if memory was short and no
         forward is outstanding."""
         outstanding = self._executor.saved.outstanding_owners()
-        if self.is_crowded and not outstanding:
+        if not outstanding:
             graphs = [
                 other
                 for other in self._graphs
                 if other.runs.has_trained and not other.is_superseded and not other.is_inference
             ]
-            if graphs:
+            overrun = self._overrun(graphs) if graphs else None
+            if graphs and (self.is_crowded or overrun is not None):
                 self.is_crowded = False
-                self._replan_together(graphs)
+                self._replan_together(graphs, overrun)
         graph.runs.has_trained = True
         self._note(graph, outstanding)
+
+    def _overrun(self, graphs: Sequence[JointGraph]) -> Overrun | None:
+        """Return how the measured step exceeded the budget, and note by what; None if it did not, or if no plan may be
+        changed."""
+        peaks, self.watch.peaks = self.watch.peaks, {}
+        budget_bytes = graphs[0].planner.given_budget_bytes
+        peak_bytes = max(peaks.values(), default=0)
+        if budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
+            return None
+        causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self._outside)
+        found = Overrun(peak_bytes=peak_bytes, budget_bytes=budget_bytes, causes=causes)
+        if not (self.watch.may_plan and all(graph.planner.may_replan for graph in graphs)):
+            log.warning("%s. It is not planned again", found.words(self._executor.name))
+            return None
+        log.warning("%s. It is planned again with room for them", found.words(self._executor.name))
+        self.watch.num_plans += 1
+        return found
 
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""
@@ -209,16 +233,20 @@ class OutstandingForwards:
 
     def supersede(self, before: JointGraph, graph: JointGraph) -> None:
         """Replace `before`, an earlier capture of the same step, by `graph` in all records."""
+        self._outside.replace(before, graph)
         before.is_superseded = True
         graph.runs.has_trained |= before.runs.has_trained
         for other in (before, *self._graphs):
             other.runs.beside = tuple(graph if entry is before else entry for entry in other.runs.beside)
         graph.runs.beside = before.runs.beside
 
-    def _replan_together(self, graphs: Sequence[JointGraph]) -> None:
+    def _replan_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> None:
         """Plan `graphs`, which ran in the last steps, together and let them follow the plans; no forward is
-        outstanding."""
-        planned = self._planned_together(graphs)
+        outstanding.
+
+        Raises NoFeasiblePlan after an `overrun` if nothing fits.
+        """
+        planned = self._planned_together(graphs, overrun)
         beside = [graph.runs.positions_in(graphs) for graph in graphs]
         for graph in graphs:
             graph.runs = GraphRuns(offloads_first=not planned)
@@ -233,20 +261,36 @@ class OutstandingForwards:
         for graph in graphs:
             graph.mark_in_force()
 
-    def _planned_together(self, graphs: Sequence[JointGraph]) -> Sequence[Planned]:
-        """Return problems of `graphs` and plans within their common budget; empty if there are no such plans."""
-        if not all(graph.planner.may_replan for graph in graphs):
-            return ()
+    def _base_bytes(self, graphs: Sequence[JointGraph]) -> int:
+        """Return the device bytes held outside all of `graphs`, without what their steps took beyond their plans."""
         read = {name for graph in graphs for name in graph.param_names}
-        base_bytes = outside_bytes(self._executor, read) + library_bytes(self._executor.device)
-        requests = [
+        executor = self._executor
+        fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
+        return outside_bytes(executor, read) + fixed_bytes
+
+    def _requests(self, graphs: Sequence[JointGraph]) -> list[GraphRequest]:
+        """Return the requests of `graphs` beside each other, without the code between them."""
+        base_bytes = self._base_bytes(graphs)
+        return [
             GraphRequest(problem=graph.joint_problem(base_bytes), beside=graph.runs.positions_in(graphs))
             for graph in graphs
         ]
+
+    def _planned_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> Sequence[Planned]:
+        """Return problems of `graphs` and plans within their common budget; empty if there are no such plans.
+
+        Raises NoFeasiblePlan after an `overrun` if there are none.
+        """
+        if not all(graph.planner.may_replan for graph in graphs):
+            return ()
+        requests = self._requests(graphs)
+        requests += self._outside.requests(graphs, replace(requests[0].problem, base_bytes=self._base_bytes(graphs)))
         try:
             planner = next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
             return plan_jointly(requests, planner.search, may_divide=planner.may_divide)
         except NoFeasiblePlan as error:
+            if overrun is not None:
+                raise
             log.warning(
                 "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "
                 "activations are offloaded in every step",

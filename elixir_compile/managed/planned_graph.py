@@ -67,6 +67,8 @@ class PlannedGraph:
         """`graphs` are the graphs of the model, which adds later ones to the same sequence, and `outstanding` its
         outstanding forwards. `graph_break` has file, line and reason of the graph break at which the graph ends."""
         self.name = name
+        self.graph_break = graph_break
+        """File, line and reason of the graph break at which the graph ends."""
         at_break = "" if graph_break is None else f" (up to the graph break at {graph_break[0]}:{graph_break[1]})"
         self.description = name + at_break
         """The name of the graph, and the graph break at which it ends."""
@@ -202,26 +204,34 @@ class PlannedGraph:
         """Run the forward once."""
         input_storages, executor = storages_of(args), self._executor
         programs = self.programs.next(executor.calls.num_full(self._counted, executor.saved.numbers))
+        self._outstanding.watch.runs(self)
         try:
             results = executor.run_forward(self._counted, programs.plan.name, programs.forward.forward, args)
         except BaseException:
+            self._outstanding.watch.drop()
             executor.abandon()
             raise
         if not self.is_inference:
             self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
+        self._outstanding.watch.ran(is_backward=False)
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_position]
         self._staying.notice(is_forward=False)
         self._outstanding.begin_backward(self, ticket)
+        watch = self._outstanding.watch
+        watch.runs(self)
         self._executor.saved.restore(ticket)
         try:
             self._variants.begin_backward(self._counted, ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
-            return self._executor.run_backward(self._counted, ticket, name, program.forward, args)
+            results = self._executor.run_backward(self._counted, ticket, name, program.forward, args)
+            watch.ran(is_backward=True)
+            return results
         except BaseException as error:
+            watch.drop()
             self._executor.abandon()
             self._shortage.note_backward(self.active, error)
             raise
@@ -273,6 +283,7 @@ class PlannedGraph:
         now = active_plan(self.active.captured, problem, plan, beside_bytes)
         self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
+        self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
         if programs is not self.programs.last:
             self._progress.planned(plan)
             self.programs.take(programs, is_apart=self._variants.record_written())
@@ -345,5 +356,6 @@ class PlannedGraph:
 
     def _write_programs(self) -> None:
         """Write the programs of a new plan, and run them from the next forward on."""
+        self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
         programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
         self.programs.take(programs, is_apart=self._variants.record_written())

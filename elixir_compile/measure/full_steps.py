@@ -19,6 +19,7 @@ from elixir_compile.measure.cpu_memory import CpuMemory
 from elixir_compile.measure.device_memory import DeviceMemory
 from elixir_compile.measure.observation import ObservedStep
 from elixir_compile.measure.phases import StepTimes
+from elixir_compile.measure.step_bytes import drop_running_step_bytes
 from elixir_compile.measure.step_memory import StepMemory, kinds_of
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.ledger import Ledger
@@ -90,6 +91,7 @@ class FullSteps:
             if platform.has_own_memory:
                 blocks = platform.record_blocks(device)
                 return None if blocks is None else DeviceMemory(blocks, kinds_of(model, self._optimizers(), device))
+        drop_running_step_bytes()
         # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
         # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
         # stopped one has freed, and torch 2.13 then writes to freed memory.

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.measure.step_bytes import drop_running_step_bytes
 from elixir_compile.ops.shards import own_part
 from elixir_compile.platforms import PeakRecord, accelerator, platform_of
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
@@ -51,6 +52,7 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     if not _measuring.acquire(blocking=False):
         raise NestedMeasurement()
     try:
+        drop_running_step_bytes()  # it holds the profiler
         measured = _device_of(device)
         finish_updates()  # of the previous step
         reset_peak_slab_bytes()

@@ -1,14 +1,14 @@
 """Count the bytes outside of the graph of a problem: parameters, state and gradients of other graphs, or of none."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Bucket, Kind, Placement
-from elixir_compile.ops.optimizers import ParamState
-from elixir_compile.ops.registry import Slot, gathered_numel
+from elixir_compile.ops.optimizers import ParamState, planned_states
+from elixir_compile.ops.registry import Slot, gathered_numel, slot_of
 from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
 from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.runtime.bucket import RunningBucket
@@ -46,6 +46,21 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
         if bucket is not None:
             total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
     return total
+
+
+def state_bytes(executor: Executor, params: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of optimizer state on the device, as planned: of buckets, and of those of `params`, all of the
+    model, that eager code trains, because no graph reads them or no plan can move them."""
+    eagerly = executor.gradients.trained_eagerly
+    total = 0
+    for slot in executor.slots.values():
+        bucket = executor.buckets.of(slot)
+        if bucket is not None:
+            total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
+        elif slot.key in eagerly:
+            total += _state_bytes(slot.param) * slot.own.numel() // max(slot.numel, 1)
+    unmanaged = (param for param in params if param.requires_grad and slot_of(param) is None)
+    return total + sum(map(_state_bytes, unmanaged))
 
 
 def on_device_bytes(executor: Executor) -> int:
@@ -103,8 +118,12 @@ def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) 
 def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
     """Return the bytes of the gradient and the optimizer state of one parameter."""
     numel = slot.own.numel()
-    state_bytes = state_of_hybrid_adamw(slot.param).nbytes * numel // max(slot.numel, 1)
-    return grad_dtype_of(slot, ranks).itemsize * numel + state_bytes
+    return grad_dtype_of(slot, ranks).itemsize * numel + _state_bytes(slot.param) * numel // max(slot.numel, 1)
+
+
+def _state_bytes(param: torch.Tensor) -> int:
+    """Return the bytes of the optimizer state of one parameter without a bucket, over all ranks."""
+    return (planned_states([param]).get(id(param)) or state_of_hybrid_adamw(param)).nbytes
 
 
 def outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:

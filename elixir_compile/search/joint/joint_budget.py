@@ -38,12 +38,25 @@ _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRequest:
-    """One graph of the step."""
+    """One graph of the step, or code that runs op by op between its graphs."""
 
     problem: Problem
     """The problem of the graph alone; its `base_bytes` are held outside all graphs of the step."""
     beside: tuple[int, ...]
     """Numbers of the graphs with outstanding forwards while this graph runs, once per forward; may include its own."""
+    outside_bytes: int | None = None
+    """For code between graphs, which no plan changes, the most bytes that it holds beside the bytes of the graphs, as
+    measured; None for a graph. The `problem` is then that of any graph."""
+
+    def extents(self) -> tuple[Extent, Extent]:
+        """Return the smallest extent, and the extent if nothing moves."""
+        if self.outside_bytes is None:
+            return extents(self.problem)
+        return (_fixed(self.outside_bytes),) * 2
+
+
+def _fixed(peak_bytes: int) -> Extent:
+    return Extent(peak_bytes=peak_bytes, left_bytes=0, resident_bytes=0, grad_bytes=0)
 
 
 Planned = tuple[Problem, Plan]
@@ -53,13 +66,17 @@ Planned = tuple[Problem, Plan]
 def plan_jointly(
     requests: Sequence[GraphRequest], search: Callable[[Problem], Plan], *, may_divide: bool = False
 ) -> list[Planned]:
-    """Return the problem and the plan of each request; all plans together keep the budget.
+    """Return the problem and the plan of each request that is a graph; all plans together keep the budget. Graphs come
+    first among the requests.
 
     `search` plans a single problem; it `may_divide` the batch of the problem into micro-batches. Raises NoFeasiblePlan
     with the minimum bytes of the step if no plans are found.
     """
-    found = [extents(request.problem) for request in requests]
-    numbers = [candidates(request.problem) if may_divide else [] for request in requests]
+    found = [request.extents() for request in requests]
+    may_be_divided = [may_divide and request.outside_bytes is None for request in requests]
+    numbers = [
+        candidates(request.problem) if may else [] for request, may in zip(requests, may_be_divided, strict=True)
+    ]
     if any(numbers):
         with suppress(NoFeasiblePlan):
             return _planned_between(requests, found, search)
@@ -128,6 +145,18 @@ def _needed_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent]) -> i
     return max(_base_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held))
 
 
+def needed_bytes_of(requests: Sequence[GraphRequest], plans: Sequence[Plan | None]) -> list[int]:
+    """Return the bytes that the step holds while each of `requests` runs, if the graphs among them follow `plans`.
+
+    The plan of code between graphs is None; its bytes are those of all graphs while it runs, and its own.
+    """
+    held = [
+        _fixed(request.outside_bytes or 0) if plan is None else extent_of(request.problem.graph, plan)
+        for request, plan in zip(requests, plans, strict=True)
+    ]
+    return [_base_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held)]
+
+
 def _base_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
     """Return the device bytes held outside the graph `number` while it runs or its gradients wait for the update."""
     beside = requests[number].beside
@@ -152,6 +181,8 @@ def _planned(
     found: list[Planned] = []
     placed: dict[BucketId, Placement] = {}
     for number, request in enumerate(requests):
+        if request.outside_bytes is not None:
+            continue
         more_bytes = _more_host_bytes(request.problem, placed, [plan for _, plan in found])
         more_bytes += sum(needed for later, needed in host_needs.items() if later > number)
         problem = replace(
@@ -172,6 +203,10 @@ def _planned(
         found.append((problem, plan))
         placed |= {home.bucket: home for home in plan.placements}
         held[number] = extent_of(problem.graph, plan)
+    for number, request in enumerate(requests):
+        needed_bytes = _base_bytes(requests, held, number) + held[number].peak_bytes
+        if request.outside_bytes is not None and needed_bytes > request.problem.budget_bytes:
+            raise NoFeasiblePlan("", "", request.problem.budget_bytes, needed_bytes, {})
     return [
         (problem, _rebased(plan, _base_bytes(requests, held, number))) for number, (problem, plan) in enumerate(found)
     ]

@@ -1,0 +1,77 @@
+"""The events of the CPU's allocator, in the order in which they happened beside marks of the caller."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "elixir mark "
+_LEVEL = "KINETO_LOG_LEVEL"
+_QUIET = "99"
+"""A level above all levels of kineto."""
+
+
+class AllocatorProfile:
+    """torch.profiler from the creation to `stop`, for the memory of the CPU alone.
+
+    It sees the threads that inherit it: the caller's and autograd's. `stop` must be called on the thread that made it.
+    """
+
+    def __init__(self) -> None:
+        # torch 2.11 warns unless events are kept over cycles; here there is one.
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        with _quiet():
+            self._profiler.start()
+
+    def mark(self, number: int) -> None:
+        """Note `number` among the events."""
+        with record_function(f"{_MARK}{number}"):
+            pass
+
+    def stop(self) -> None:
+        """End the profile."""
+        with _quiet():
+            self._profiler.stop()
+
+    def events(self) -> Sequence[tuple[int, int | None, int]]:
+        """Return (time, address, bytes) for each block allocated or freed, and (time, None, number) for each mark.
+
+        They are in order. Times are ns on the clock of `time.time_ns`. Bytes are negative if the block was freed, and 0
+        if it was allocated before any profile.
+
+        `profiler.kineto_results`, `torch._C._profiler._ExtraFields_Allocation`: torch 2.11 to 2.13. Gone:
+        AttributeError or ImportError in the first measured step under a budget on a CPU.
+        """
+        from torch._C._profiler import _ExtraFields_Allocation
+
+        if self._profiler.profiler is None or self._profiler.profiler.kineto_results is None:
+            raise RuntimeError("the profiler has not run")
+        found: list[tuple[int, int | None, int]] = []
+        pending = list(self._profiler.profiler.kineto_results.experimental_event_tree())
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            block = event.extra_fields
+            if isinstance(block, _ExtraFields_Allocation):
+                if block.device.type == "cpu":
+                    found.append((event.start_time_ns, block.ptr, block.alloc_size))
+            elif event.name.startswith(_MARK):
+                found.append((event.start_time_ns, None, int(event.name[len(_MARK) :])))
+        return sorted(found, key=lambda event: event[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep kineto from writing a line to stderr for each start and stop, unless the user asks for its lines.
+
+    kineto reads the level from the environment when it is used first: torch 2.11 to 2.13. Otherwise: two lines.
+    """
+    if _LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LEVEL] = _QUIET
+    try:
+        yield
+    finally:
+        os.environ.pop(_LEVEL, None)

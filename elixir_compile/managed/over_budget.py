@@ -1,0 +1,305 @@
+"""Measure the bytes of a model's first steps, and find what took more than its plan says.
+
+```text
+  step 0    compiles                                             no figure
+  step 1    A.fwd  eager code  B.fwd  B.bwd  eager code  A.bwd   the peak of A, of B, and of the code after A
+  step 2    more than the budget: the graphs are planned again, with room for what was seen, and measured again
+```
+
+The bytes that a graph took beyond its plan are added to its `base_bytes`. Code between graphs counts as a graph whose
+bytes no plan changes (see `joint_budget.GraphRequest`): other graphs leave room for it.
+
+A graph takes more than its plan if a kernel takes other bytes than its meta kernel says, or if code that no plan
+counts holds memory while the graph runs. Code between graphs, which runs op by op, has no plan at all. Only a budget
+that the user chose is watched: one that is measured is all free memory, and a step that exceeds it runs out of it.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from elixir_compile import compat
+from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.variants import ActivePlan
+from elixir_compile.measure.step_bytes import StepBytes, start_step_bytes
+from elixir_compile.ops.shards import own_part
+from elixir_compile.problem.outside import state_bytes
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
+from elixir_compile.units import format_bytes
+
+TOLERATED_BYTES = 4096
+"""Bytes by which a step may exceed its budget: losses, tickets and counters of steps are a few bytes each."""
+_NUM_NAMED = 4
+"""So many causes are named."""
+_MOST_PLANS = 4
+"""So many times a model is planned again because its steps exceed the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A graph, or the code that runs op by op before or after it."""
+
+    graph: object | None
+    """The graph; for code between graphs, the graph whose forward was the last before it; None if none was."""
+    beside: tuple[object, ...] = ()
+    """The graphs of the outstanding forwards, once per forward; empty for a graph, which knows its own."""
+    is_outside: bool = False
+    """Whether it is code between graphs."""
+
+
+class WatchedGraph(Protocol):
+    """A graph whose runs are measured: a `PlannedGraph`."""
+
+    name: str
+    planner: GraphPlanner
+    graph_break: tuple[str, int, str] | None
+
+    @property
+    def active(self) -> ActivePlan: ...
+
+    @property
+    def is_inference(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrun:
+    """A step that took more than its budget."""
+
+    peak_bytes: int
+    budget_bytes: int
+    causes: tuple[str, ...]
+    """What took more than planned, with its bytes."""
+
+    def words(self, name: str) -> str:
+        """Return the overrun of the model `name` in words."""
+        causes = "; ".join(self.causes)
+        return f"a step of {name} took {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}: {causes}"
+
+
+class Outside:
+    """The bytes of code between graphs, by the graph after whose forward it runs; None before the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[object | None, tuple[tuple[object, ...], int]] = {}
+        """The graphs of the forwards outstanding beside the code, and its bytes."""
+
+    def note(self, place: Place, nbytes: int) -> None:
+        """Note that the code at `place` held `nbytes` beside the graphs."""
+        beside, most = self._found.get(place.graph, ((), 0))
+        if nbytes > most:
+            self._found[place.graph] = (place.beside, nbytes)
+        elif beside:
+            self._found[place.graph] = (beside, most)
+
+    def requests(self, graphs: Sequence[object], problem: Problem) -> list[GraphRequest]:
+        """Return the code between `graphs` as requests beside them; `problem` is that of any of them."""
+        return [
+            GraphRequest(
+                problem=problem,
+                beside=tuple(graphs.index(other) for other in beside if other in graphs),
+                outside_bytes=nbytes,
+            )
+            for beside, nbytes in self._found.values()
+        ]
+
+    def replace(self, before: object, after: object) -> None:
+        """Let `after`, a later capture of the same step, take the place of the graph `before`."""
+        self._found = {
+            after if graph is before else graph: (tuple(after if each is before else each for each in beside), nbytes)
+            for graph, (beside, nbytes) in self._found.items()
+        }
+
+
+def note_overrun(
+    peaks: Mapping[Place, int],
+    graphs: Sequence[WatchedGraph],
+    requests: Sequence[GraphRequest],
+    base_bytes: int,
+    outside: Outside,
+) -> tuple[str, ...]:
+    """Note what the places of a step took beyond their plans: in the planners of `graphs` and in `outside`.
+
+    `peaks` are the measured bytes, `requests` those of `graphs` without code between them, and `base_bytes` what is
+    held outside of both. Returns each cause in words.
+    """
+    plans = [graph.active.plan for graph in graphs]
+    causes: list[tuple[int, str]] = []
+    for place, peak_bytes in peaks.items():
+        if place.is_outside:
+            beside = tuple(graphs.index(other) for other in place.beside if other in graphs)
+            problem = replace(requests[0].problem, base_bytes=base_bytes)
+            code = GraphRequest(problem=problem, beside=beside, outside_bytes=0)
+            *_, held_bytes = needed_bytes_of([*requests, code], [*plans, None])
+            outside.note(place, peak_bytes - held_bytes)
+            words = _where(place.graph)
+        elif place.graph in graphs:
+            number = graphs.index(place.graph)
+            held_bytes = needed_bytes_of(requests, plans)[number]
+            graphs[number].planner.excess_bytes += max(0, peak_bytes - held_bytes)
+            words = f"{graphs[number].name} beyond its plan"
+        else:  # a graph without a backward
+            graph: Any = place.graph
+            held_bytes = graph.active.plan.prediction.device_peak_bytes
+            graph.planner.excess_bytes += max(0, peak_bytes - held_bytes)
+            words = f"{graph.name} beyond its plan"
+        if peak_bytes - held_bytes > TOLERATED_BYTES:
+            causes.append((peak_bytes - held_bytes, words))
+    return tuple(f"{format_bytes(nbytes)} in {words}" for nbytes, words in sorted(causes, reverse=True)[:_NUM_NAMED])
+
+
+def _where(graph: Any) -> str:
+    """Return in words the code that runs after the forward of `graph`, or before all graphs if it is None."""
+    if graph is None:
+        return "code that runs op by op beside the graphs"
+    if graph.graph_break is None:
+        return f"code that runs op by op after {graph.name}"
+    file, line, _ = graph.graph_break
+    return f"code that runs op by op behind the graph break at {file}:{line}"
+
+
+class StepWatch:
+    """Measures the peaks of the first steps under each set of plans of a model whose user chose a budget."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.tensors: Callable[[], Iterable[torch.Tensor]] = tuple
+        """Returns the parameters and the buffers of the model."""
+        self.peaks: dict[Place, int] = {}
+        """The peaks of the last measured step in bytes, without memory of others; empty if they were taken."""
+        self.num_plans = 0
+        """Times that the graphs were planned again because steps exceeded the budget."""
+        self._is_on = False
+        self._at_begin = True
+        """Whether the next forward begins a step: a backward has ended since the last."""
+        self._bytes: StepBytes | None = None
+        self._has_ended = False
+        """Whether the backward of the measured step has ended."""
+        self._places: dict[Place, int] = {}
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the running step is measured."""
+        return self._bytes is not None
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether the graphs may be planned once more because a step exceeded the budget."""
+        return self.num_plans < _MOST_PLANS
+
+    def rearm(self, *, is_given: bool) -> None:
+        """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget."""
+        self._is_on |= is_given
+        self.drop()
+        self.peaks = {}
+
+    def step_may_begin(self) -> None:
+        """Note a forward, of which kind ever: the measurement of the step before ends."""
+        self.end()
+
+    def forward_begins(self, args: Sequence[Any]) -> None:
+        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step."""
+        if not self._is_on and self._bytes is None:
+            self._at_begin = False
+            return
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if self._bytes is not None:
+            self._bytes.adopt(inputs)
+        elif self._at_begin and not self._executor.saved.outstanding_owners():
+            if any(value.grad_fn is not None for value in inputs):
+                _watches().add(self)  # code before the first graph holds memory already: see `updated`
+            else:
+                self._start(inputs)
+        self._at_begin = False
+
+    def updated(self) -> None:
+        """Note that an optimizer step has ended: begin to measure the next step, with the code before its first
+        graph."""
+        if self._is_on and self._bytes is None and self._at_begin:
+            self._start(())
+
+    def _start(self, inputs: Iterable[torch.Tensor]) -> None:
+        own = [*self._own_tensors(), *inputs]
+        params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
+        self._places, self._has_ended = {}, False
+        self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
+        if self._bytes is not None:
+            _watches().add(self)
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
+            for tensor in self.tensors():
+                yield own_part(tensor)
+                if tensor.is_leaf and tensor.grad is not None:
+                    yield own_part(tensor.grad)
+
+    def runs(self, graph: object) -> None:
+        """Note that a program of `graph` begins."""
+        if self._bytes is not None:
+            self._mark(Place(graph=graph))
+
+    def ran(self, *, is_backward: bool) -> None:
+        """Note that the program has ended: what follows runs op by op."""
+        if is_backward:
+            self._at_begin = True
+            if self._is_on or self._bytes is not None:
+                compat.after_backward(self.backward_ended)
+        if self._bytes is not None:
+            owners = self._executor.saved.outstanding_owners()
+            self._mark(Place(graph=owners[-1] if owners else None, beside=tuple(owners), is_outside=True))
+
+    def backward_ended(self) -> None:
+        """Note the end of a backward pass: what follows is the user's."""
+        executor = self._executor
+        executor.gradients.note_eager(slot for slot in executor.slots.values() if executor.buckets.of(slot) is None)
+        if self._bytes is not None and not self._executor.saved.outstanding_owners():
+            self._has_ended = True
+            self._bytes.mark(None)
+
+    def _mark(self, place: Place) -> None:
+        assert self._bytes is not None
+        self._bytes.mark(self._places.setdefault(place, len(self._places)))
+
+    def end(self) -> None:
+        """End the measurement of a step, if one runs and its backward has ended; keep the figures."""
+        if self._bytes is None or not self._has_ended:
+            return
+        found = self._bytes.stop()
+        self._bytes = None
+        self._is_on = not found  # somebody else may have taken torch.profiler
+        self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
+
+    def drop(self) -> None:
+        """End the measurement of a step without a result."""
+        if self._bytes is not None:
+            self._bytes.stop()
+            self._bytes = None
+
+
+@functools.cache
+def _watches() -> "weakref.WeakSet[StepWatch]":
+    """Return the watches that measure or wait for an update; the first call has all steps of optimizers tell them."""
+    watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+    def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for watch in list(watches):
+            watch.end()
+
+    def begin(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for watch in list(watches):
+            watch.updated()
+            if not watch.is_measuring:
+                watches.discard(watch)
+
+    before: Any = torch.compiler.disable(end)
+    after: Any = torch.compiler.disable(begin)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return watches
