@@ -257,7 +257,11 @@ def _compile_first(
 def _log_graph_break(gm: fx.GraphModule) -> None:
     found = compat.graph_break_of(gm)
     if found is not None:
-        log.info("graph break at %s:%d: what follows is planned as a graph of its own. %s", *found)
+        log.info(
+            "graph break at %s:%d: the code behind it runs op by op up to the next graph; under the option "
+            "`device_memory` its memory is measured in the first steps. %s",
+            *found,
+        )
 
 
 def _warn_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:

@@ -15,9 +15,11 @@ that the user chose is watched: one that is measured is all free memory, and a s
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +55,8 @@ class Place:
     """The graphs of the outstanding forwards, once per forward; empty for a graph, which knows its own."""
     is_outside: bool = False
     """Whether it is code between graphs."""
+    site: str = ""
+    """File and line before that code; empty before the first graph."""
 
 
 class WatchedGraph(Protocol):
@@ -139,7 +143,7 @@ def note_overrun(
             code = GraphRequest(problem=problem, beside=beside, outside_bytes=0)
             *_, held_bytes = needed_bytes_of([*requests, code], [*plans, None])
             outside.note(place, peak_bytes - held_bytes)
-            words = _where(place.graph)
+            words = _where(place.site)
         elif place.graph in graphs:
             number = graphs.index(place.graph)
             held_bytes = needed_bytes_of(requests, plans)[number]
@@ -155,14 +159,27 @@ def note_overrun(
     return tuple(f"{format_bytes(nbytes)} in {words}" for nbytes, words in sorted(causes, reverse=True)[:_NUM_NAMED])
 
 
-def _where(graph: Any) -> str:
-    """Return in words the code that runs after the forward of `graph`, or before all graphs if it is None."""
-    if graph is None:
-        return "code that runs op by op beside the graphs"
-    if graph.graph_break is None:
-        return f"code that runs op by op after {graph.name}"
-    file, line, _ = graph.graph_break
-    return f"code that runs op by op behind the graph break at {file}:{line}"
+def _where(site: str) -> str:
+    """Return in words the code that runs after `site`, or before the first graph if it is empty."""
+    return f"code that runs op by op after {site}" if site else "code that runs op by op before the first graph"
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders of files that are not the user's."""
+
+
+def call_site(graph: WatchedGraph) -> str:
+    """Return file and line behind the program of `graph`, which has just ended on this thread: the graph break at which
+    it ends, or the call of its function."""
+    if graph.graph_break is not None:
+        return "{}:{}".format(*graph.graph_break)
+    found: list[str] = []
+    frame = sys._getframe()
+    while frame is not None and len(found) < 2:
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found[-1] if found else graph.name  # the first of two is the function that runs as the graph
 
 
 class StepWatch:
@@ -183,6 +200,8 @@ class StepWatch:
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
         self._places: dict[Place, int] = {}
+        self._sites: dict[object, str] = {}
+        """File and line behind each graph."""
 
     @property
     def is_measuring(self) -> bool:
@@ -228,7 +247,7 @@ class StepWatch:
     def _start(self, inputs: Iterable[torch.Tensor]) -> None:
         own = [*self._own_tensors(), *inputs]
         params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
-        self._places, self._has_ended = {}, False
+        self._places, self._sites, self._has_ended = {}, {}, False
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
             _watches().add(self)
@@ -245,15 +264,19 @@ class StepWatch:
         if self._bytes is not None:
             self._mark(Place(graph=graph))
 
-    def ran(self, *, is_backward: bool) -> None:
-        """Note that the program has ended: what follows runs op by op."""
+    def ran(self, graph: WatchedGraph, *, is_backward: bool) -> None:
+        """Note that a program of `graph` has ended: what follows runs op by op."""
         if is_backward:
             self._at_begin = True
             if self._is_on or self._bytes is not None:
                 compat.after_backward(self.backward_ended)
         if self._bytes is not None:
             owners = self._executor.saved.outstanding_owners()
-            self._mark(Place(graph=owners[-1] if owners else None, beside=tuple(owners), is_outside=True))
+            last = owners[-1] if owners else None
+            if not is_backward:
+                self._sites[graph] = call_site(graph)
+            site = "" if last is None else self._sites.get(last, "")
+            self._mark(Place(graph=last, beside=tuple(owners), is_outside=True, site=site))
 
     def backward_ended(self) -> None:
         """Note the end of a backward pass: what follows is the user's."""

@@ -213,7 +213,7 @@ class PlannedGraph:
             raise
         if not self.is_inference:
             self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
-        self._outstanding.watch.ran(is_backward=False)
+        self._outstanding.watch.ran(self, is_backward=False)
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -228,7 +228,7 @@ class PlannedGraph:
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
             results = self._executor.run_backward(self._counted, ticket, name, program.forward, args)
-            watch.ran(is_backward=True)
+            watch.ran(self, is_backward=True)
             return results
         except BaseException as error:
             watch.drop()

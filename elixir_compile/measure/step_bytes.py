@@ -10,6 +10,7 @@ caller: memory of others does not count. On an accelerator the allocator keeps t
 allocated at the start beyond the named tensors.
 """
 
+import atexit
 import threading
 import time
 import weakref
@@ -63,6 +64,9 @@ def drop_running_step_bytes() -> None:
     """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it."""
     if _running is not None:
         _running.stop()
+
+
+atexit.register(drop_running_step_bytes)  # torch 2.13 crashes if its profiler is on when the interpreter ends
 
 
 def nbytes_at(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -1,0 +1,181 @@
+"""A step that takes more than its budget is planned again with what was measured, or refused with the bytes that are
+enough."""
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from tests.run.processes import apart
+
+WIDTH, NUM_STEPS = 64, 5
+OPTIONS: Mapping[str, Any] = {"inner": "aot_eager", "plan_cache": False, "report": False, "search_timeout": 1}
+
+
+class Block(nn.Module):
+    """A residual block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.nn.functional.gelu(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Disabled(Block):
+    """A block whose work Dynamo leaves out."""
+
+    @torch.compiler.disable
+    def left_out(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left_out(x)
+
+
+class Branching(Block):
+    """A block that branches on its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for _ in range(2):
+            if float(hidden.detach().abs().max()) > -1:
+                hidden = torch.nn.functional.gelu(hidden)
+        return x + self.second(hidden)
+
+
+class Routed(Block):
+    """Two blocks of which each takes the rows that a list of Python chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, WIDTH)
+        chosen = (rows.sum(1) > 0).long()
+        result = torch.zeros_like(rows)
+        for number, count in enumerate(torch.bincount(chosen, minlength=2).tolist()):
+            if count:
+                (own,) = torch.where(chosen == number)
+                result.index_add_(0, own, (self.other if number else self.inner)(rows[own]))
+        return x + result.view_as(x)
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, whose parameters no plan moves."""
+
+    def __init__(self, kind: type[nn.GRU | nn.LSTM] = nn.GRU) -> None:
+        super().__init__()
+        self.layers = kind(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0]
+
+
+class Around(nn.Module):
+    """Blocks around two other layers."""
+
+    def __init__(self, middle: Callable[[], nn.Module], *, is_first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [Block(), Block()]
+        self.layers = nn.ModuleList([*([] if is_first else blocks), middle(), middle(), Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+LINE_OF_CALL = Around.forward.__code__.co_firstlineno + 2
+"""Where `Around` calls a layer: Dynamo runs the loop op by op if a layer in it breaks the graph."""
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "disabled": lambda: Around(Disabled),
+    "disabled layers first": lambda: Around(Disabled, is_first=True),
+    "branches on values": lambda: Around(Branching),
+    "experts of a list": lambda: Around(Routed),
+    "GRU": lambda: Around(Recurrent),
+    "LSTM": lambda: Around(lambda: Recurrent(nn.LSTM)),
+}
+SHARES: Mapping[str, float] = {"GRU": 0.62, "LSTM": 0.68, "disabled layers first": 0.65}
+"""The budget as a share of the peak where everything stays; half for the others."""
+
+
+def trained(make: Callable[[], nn.Module], num_steps: int, **options: Any) -> elixir.Record:
+    """Return the record of a step after `num_steps` others."""
+    torch._dynamo.reset()
+    model = make()
+    compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **options})
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        compiled(torch.randn(4, 16, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(1)
+    for _ in range(num_steps):
+        step()
+    return elixir.measure_step(step)
+
+
+class Lines(logging.Handler):
+    """The warnings of the package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("elixir_compile").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def measured(names: Sequence[str]) -> Mapping[str, tuple[int, int, list[str]]]:
+    """Return the peak of a settled step, its budget and the warnings, by model; run in a process of its own."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        free = trained(MODELS[name], 2)
+        gc.collect()
+        budget_bytes = int(SHARES.get(name, 0.5) * free.device_peak_bytes)
+        lines = Lines()
+        record = trained(MODELS[name], NUM_STEPS, device_memory=budget_bytes)
+        logging.getLogger("elixir_compile").removeHandler(lines)
+        found[name] = record.device_peak_bytes, budget_bytes, lines.lines
+    return found
+
+
+QUICK = ("branches on values", "GRU")
+
+
+@pytest.fixture(scope="module")
+def settled() -> Mapping[str, tuple[int, int, list[str]]]:
+    return apart(measured, QUICK)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_code_between_graphs_is_in_the_budget(name: str, settled: Mapping[str, tuple[int, int, list[str]]]) -> None:
+    peak_bytes, budget_bytes, lines = settled[name]
+    assert peak_bytes <= budget_bytes + TOLERATED_BYTES
+    [line] = [line for line in lines if "a step of Around took" in line]
+    assert f"in code that runs op by op after {__file__}:{LINE_OF_CALL}" in line
+    assert "It is planned again with room for them" in line
+
+
+@pytest.mark.slow
+def test_all_kinds_of_code_between_graphs_are_in_the_budget() -> None:
+    for name, (peak_bytes, budget_bytes, _) in apart(measured, [*MODELS.keys() - QUICK]).items():
+        assert peak_bytes <= budget_bytes + TOLERATED_BYTES, name
