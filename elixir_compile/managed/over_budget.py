@@ -15,10 +15,11 @@ that the user chose is watched: one that is measured is all free memory, and a s
 """
 
 import functools
-import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,12 +174,12 @@ def call_site(graph: WatchedGraph) -> str:
     it ends, or the call of its function."""
     if graph.graph_break is not None:
         return "{}:{}".format(*graph.graph_break)
-    found: list[str] = []
-    frame = sys._getframe()
-    while frame is not None and len(found) < 2:
-        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
-            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back
+    users = (
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_stack(None)
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    )
+    found = list(islice(users, 2))
     return found[-1] if found else graph.name  # the first of two is the function that runs as the graph
 
 
