@@ -282,7 +282,10 @@ class StepWatch:
     def backward_ended(self) -> None:
         """Note the end of a backward pass: what follows is the user's."""
         executor = self._executor
-        executor.gradients.note_eager(slot for slot in executor.slots.values() if executor.buckets.of(slot) is None)
+        unread = [slot for slot in executor.slots.values() if executor.buckets.of(slot) is None]
+        with torch.DisableTorchFunctionSubclass():  # a parameter may be in update
+            # Eager code has read the parameter itself, and autograd has accumulated the gradient.
+            executor.gradients.trained_eagerly.update(slot.key for slot in unread if slot.param.grad is not None)
         if self._bytes is not None and not self._executor.saved.outstanding_owners():
             self._has_ended = True
             self._bytes.mark(None)

@@ -119,12 +119,6 @@ class GradientAccumulator:
             own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
             self._add(backward, slot, own)
 
-    def note_eager(self, slots: Iterable[Slot]) -> None:
-        """Note those of `slots`, which no graph reads, that have a gradient: eager code has read the parameter itself,
-        and autograd has accumulated its gradient."""
-        with torch.DisableTorchFunctionSubclass():  # a parameter may be in update
-            self.trained_eagerly.update(slot.key for slot in slots if slot.param.grad is not None)
-
     @torch.no_grad()
     def reduce(self, bucket: RunningBucket, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
         """Add gradients to the sums of `bucket`; `params` holds the position in the bucket of each gradient.
