@@ -6,8 +6,8 @@
 ```
 
 On a CPU the blocks come from the events of the allocator, and the tensors that are there at the start are named by the
-caller: memory of others does not count. On an accelerator the allocator keeps the peak, and memory of others is what is
-allocated at the start beyond the named tensors.
+caller: memory of others does not count. On an accelerator they come from the history of the allocator, and memory of
+others is what is allocated at the start beyond the named tensors.
 """
 
 import atexit
@@ -21,9 +21,10 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.ops.shards import own_part
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import BlockRecord, platform_of
 from elixir_compile.runtime.slab import is_slab_memory
 
+_Event = tuple[int, int | None, int]
 _running: "StepBytes | None" = None
 """What holds torch.profiler."""
 
@@ -45,7 +46,7 @@ class StepBytes(Protocol):
 
 
 def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_bytes: int) -> StepBytes | None:
-    """Begin to measure on `device`; None if that is not possible now, as torch.profiler is on.
+    """Begin to measure on `device`; None if that is not possible now, as torch.profiler is on, or if torch keeps no history.
 
     `own` are the tensors that count from the start. `more_bytes` are added to all figures, for tensors that are not
     among `own`.
@@ -53,7 +54,8 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
     global _running
     tensors = [tensor for tensor in map(own_part, own) if tensor.device == device]
     if platform_of(device).has_own_memory:
-        return _PeakBytes(device, tensors, more_bytes)
+        blocks = platform_of(device).record_blocks(device)
+        return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
     if compat.is_profiling():
         return None
     _running = made = _EventBytes(tensors, more_bytes)
@@ -88,7 +90,7 @@ class _EventBytes:
         self._thread = threading.get_ident()
         self._places: list[int | None] = []
         """The place of each mark."""
-        self._events: list[tuple[int, int | None, int]] = []
+        self._events: list[_Event] = []
         """(time, address, bytes) of each adopted block, and of each block that was freed, with 0 bytes."""
         self._known: set[int] = set()
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
@@ -130,56 +132,56 @@ class _EventBytes:
                 self._peaks = self._peaks_of(self._profile.events())
         return self._peaks
 
-    def _peaks_of(self, allocations: Sequence[tuple[int, int | None, int]]) -> Mapping[int, int]:
-        adopted = sorted(self._events, key=lambda event: event[0])
-        merged = sorted([*adopted, *allocations], key=lambda event: event[0])
-        nbytes_of: dict[int, int] = {}
-        live = self._more_bytes
-        place: int | None = None
-        peaks: dict[int, int] = {}
-        for _, address, nbytes in merged:
-            if address is None:
-                place = self._places[nbytes]
-            elif nbytes > 0:
-                live += nbytes - nbytes_of.get(address, 0)
-                nbytes_of[address] = nbytes
-            else:
-                live -= nbytes_of.pop(address, 0)
-            if place is not None:
-                peaks[place] = max(peaks.get(place, 0), live)
-        return peaks
+    def _peaks_of(self, allocations: Sequence[_Event]) -> Mapping[int, int]:
+        merged = sorted([*self._events, *allocations], key=lambda event: event[0])
+        return _peaks(merged, self._places, {}, self._more_bytes)
 
 
-class _PeakBytes:
+def _peaks(
+    events: Iterable[_Event], places: Sequence[int | None], nbytes_of: dict[int, int], live: int
+) -> Mapping[int, int]:
+    """Return the peak in bytes of each of `places`.
+
+    `events` are in order: (time, address, bytes) of each block that came, or of one that went if the bytes are not
+    positive, and (time, None, number) of each mark. `nbytes_of` has the blocks at the start, of which `live` bytes
+    count.
+    """
+    place: int | None = None
+    peaks: dict[int, int] = {}
+    for _, address, nbytes in events:
+        if address is None:
+            place = places[nbytes]
+        elif nbytes > 0:
+            live += nbytes - nbytes_of.get(address, 0)
+            nbytes_of[address] = nbytes
+        else:
+            live -= nbytes_of.pop(address, 0)
+        if place is not None:
+            peaks[place] = max(peaks.get(place, 0), live)
+    return peaks
+
+
+class _HistoryBytes:
     """A `StepBytes` of an accelerator."""
 
-    def __init__(self, device: torch.device, own: Sequence[torch.Tensor], more_bytes: int) -> None:
-        self._device = device
-        self._platform = platform_of(device)
-        self._user_peak_bytes = self._platform.user_peak_bytes(device)
-        own_bytes = sum(storage.nbytes() for storage in nbytes_at(own).values()) + more_bytes
-        self._foreign_bytes = max(0, self._platform.tensor_bytes(device) - own_bytes)
-        self._place: int | None = None
-        self._peaks: dict[int, int] = {}
-        self._is_running = True
-        self._platform.reset_peak(device)
+    def __init__(self, blocks: BlockRecord, own: Sequence[torch.Tensor], more_bytes: int) -> None:
+        self._blocks = blocks
+        self._own_bytes = sum(storage.nbytes() for storage in nbytes_at(own).values()) + more_bytes
+        self._marks: list[_Event] = []
+        self._places: list[int | None] = []
+        self._peaks: Mapping[int, int] | None = None
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: inputs are among the bytes allocated at the start if they were there, and in the peak if not."""
+        """Do nothing: inputs are in the history if they were made after the start."""
 
     def mark(self, place: int | None) -> None:
-        if not self._is_running:
-            return
-        peak_bytes = self._platform.peak_bytes(self._device)
-        self._user_peak_bytes = max(self._user_peak_bytes, self._platform.user_peak_bytes(self._device))
-        if self._place is not None:
-            self._peaks[self._place] = max(self._peaks.get(self._place, 0), peak_bytes - self._foreign_bytes)
-        self._place = place
-        self._platform.reset_peak(self._device)
+        self._marks.append((time.time_ns(), None, len(self._places)))
+        self._places.append(place)
 
     def stop(self) -> Mapping[int, int]:
-        if self._is_running:
-            self.mark(None)
-            self._is_running = False
-            self._platform.raise_peak(self._device, self._user_peak_bytes)
+        if self._peaks is None:
+            events = self._blocks.stop() or ()
+            live_bytes = min(self._own_bytes, sum(self._blocks.nbytes_at.values()))
+            merged = sorted([*self._marks, *events], key=lambda event: event[0])
+            self._peaks = _peaks(merged, self._places, dict(self._blocks.nbytes_at), live_bytes) if events else {}
         return self._peaks

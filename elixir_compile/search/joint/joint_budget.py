@@ -52,7 +52,7 @@ class GraphRequest:
         """Return the smallest extent, and the extent if nothing moves."""
         if self.outside_bytes is None:
             return extents(self.problem)
-        return (_fixed(self.outside_bytes),) * 2
+        return _fixed(self.outside_bytes), _fixed(self.outside_bytes)
 
 
 def _fixed(peak_bytes: int) -> Extent:
