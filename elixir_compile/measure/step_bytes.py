@@ -46,7 +46,7 @@ class StepBytes(Protocol):
 
 
 def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_bytes: int) -> StepBytes | None:
-    """Begin to measure on `device`; None if that is not possible now, as torch.profiler is on, or if torch keeps no history.
+    """Begin to measure on `device`; None if that is not possible: torch.profiler is on, or torch keeps no history.
 
     `own` are the tensors that count from the start. `more_bytes` are added to all figures, for tensors that are not
     among `own`.
