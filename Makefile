@@ -88,6 +88,7 @@ test-clients: $(CLIENTS_INSTALLED)
 	$(BIN)/python -m pytest -q -m 'slow or not slow' tests/run/clients
 
 # The pictures of README and docs, of the stored plan that trains GPT-2 124M in 2 GiB of a 24 GB card.
+# `elixir-compile plan gpt2-124m --hardware rtx4090-24g --device-memory 2GiB -o docs/img/gpt2-124m.json` makes the plan.
 PICTURE = $(BIN)/elixir-compile report docs/img/gpt2-124m.json
 
 pictures: venv

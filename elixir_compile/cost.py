@@ -200,24 +200,54 @@ def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     return len(bucket.params) * cluster.device.launch_s + nbytes / cluster.device.memory_bytes_per_s
 
 
-def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedCopies:
+    """Seconds of the copies of a streamed update, of which no other lane is in the way.
+
+    ```text
+      h2d   |-0-|-1-|-2-|-3-|             there_s: from the first copy there to the last
+      d2h       |-0--|-1--|-2--|-3--|     back_s: the copies back; first_s after `there_s` began, last_s of the last
+    ```
+    """
+
+    there_s: float
+    """The copies to the device. If those back are slower, a piece waits for a room on the device, and its lane too."""
+    first_s: float
+    """The copies to the device of the first piece."""
+    back_s: float
+    """The copies back."""
+    num_pieces: float
+    """1 if the copies back begin behind the update of the last element."""
+
+    @property
+    def last_s(self) -> float:
+        """The seconds of the last piece's way back, beside which there is no other copy of the update."""
+        return self.back_s / self.num_pieces
+
+    @property
+    def alone_s(self) -> float:
+        """The seconds of all copies, both ways at once where they can be."""
+        return self.there_s + self.last_s
+
+
+def streamed_copies(bucket: Bucket, param: Tier, cluster: Cluster) -> StreamedCopies:
+    """Return the seconds of the copies of a streamed update; `param` is the parameters' home.
 
     Each moment (two, as of Adam), parameter and gradient is a copy of its own. A bucket of several pieces passes both
-    links at once: the first result is the time until the last piece is on the device, the second that of the last
-    piece's way back.
+    links at once.
     """
     there_bytes, back_bytes = stream_bytes(bucket, param)
     num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
     there_s = copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params)
     back_s = copy_s(back_bytes, cluster.d2h, num_states + num_params)
     if not (cluster.h2d.overlaps_compute and cluster.d2h.overlaps_compute):
-        return there_s, back_s
+        return StreamedCopies(there_s=there_s, first_s=there_s, back_s=back_s, num_pieces=1.0)
     # Not the whole number of pieces that `streamed_rooms` gives: more bytes would take fewer seconds at some sizes.
     room_bytes = max(there_bytes / MOST_STREAMED_ROOMS, LEAST_STREAMED_ROOM_BYTES)
     num_pieces = max(there_bytes / min(room_bytes, MOST_STREAMED_ROOM_BYTES), 1.0)
-    last_s = back_s / num_pieces
-    return max(there_s, there_s / num_pieces + back_s - last_s), last_s
+    first_s, last_s = there_s / num_pieces, back_s / num_pieces
+    blocked_s = first_s + back_s - last_s
+    return StreamedCopies(there_s=max(there_s, blocked_s), first_s=first_s, back_s=back_s, num_pieces=num_pieces)
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:

@@ -269,7 +269,7 @@ def export(
 
 def main() -> None:
     """Run the command line. Only the result of a command goes to stdout; all other output goes to stderr."""
-    # HiGHS prints notes from C to file descriptor 1, which would break the output of `--json`.
+    # Libraries may print from C to file descriptor 1, which would break the output of `--json`.
     own = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)

@@ -1,9 +1,7 @@
 """`elixir-compile plan` and `verify`: search a plan for a model on any machine, or check a saved plan for a model."""
 
-import ctypes
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +29,7 @@ from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, p
 from elixir_compile.managed.saved import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
+from elixir_compile.report.answer import plan_answer
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks
@@ -152,7 +151,7 @@ def _search(
         return question(capture, options, cluster, state_bytes_per_element=state_bytes)
 
     def search(problem: Problem, options: Options) -> Plan:
-        with _status_line(notes, "planning"), nothing_on_stdout():
+        with _status_line(notes, "planning"):
             return plan_for(problem, options)
 
     def capture_with(chunks: Chunks | None) -> Capture:
@@ -167,29 +166,11 @@ def _search(
     def problem_at(size: int) -> Problem:
         return ask(capture.at_batch(size), options)[0]
 
-    with _status_line(notes, "looking for the largest batch"), nothing_on_stdout():
+    with _status_line(notes, "looking for the largest batch"):
         # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
     problem, own = ask(capture.at_batch(batch), options)
     return search(problem, own), question_of(problem, options), batch
-
-
-@contextmanager
-def nothing_on_stdout() -> Iterator[None]:
-    """Drop output to stdout during the block.
-
-    HiGHS prints a line in some searches, even if its output is switched off, and the JSON of the plan must be alone.
-    """
-    sys.stdout.flush()
-    stdout, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # the buffer of C's stdout
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nothing)
 
 
 @contextmanager
@@ -250,8 +231,9 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
         figures.append(("bound", f"{format_s(plan.bound_s)}: no plan is more than {plan.gap:.1%} faster"))
     if plan.binding:
         figures.append(("binding", ", ".join(plan.binding)))
-    if plan.gib_saves_s is not None:
-        figures.append(("1 GiB more", f"would save up to {format_s(plan.gib_saves_s)} per step"))
+    gib_saves = plan_answer(plan).gib_saves
+    if gib_saves:
+        figures.append(("1 GiB more", gib_saves))
     if plan.formula:
         figures.append(("peak(sizes)", plan.formula))
     return figures

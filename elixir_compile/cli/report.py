@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from elixir_compile.api.curve import budget_curve
-from elixir_compile.cli.plan import nothing_on_stdout
 from elixir_compile.cli.report_folders import FoundRun, read_folder
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption, QuestionFileError
@@ -149,8 +148,7 @@ def _with_curve(sheet: PlanSheet, asked: Question, curve: int | None) -> PlanShe
     """Return `sheet` with the steps under `curve` budgets, found by searches; they come when all files were read."""
     if curve is None:
         return sheet
-    with nothing_on_stdout():
-        points = budget_curve(asked, curve, lambda line: typer.echo(f"{line} ...", err=True))
+    points = budget_curve(asked, curve, lambda line: typer.echo(f"{line} ...", err=True))
     return replace(sheet, curve=points)
 
 

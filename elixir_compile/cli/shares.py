@@ -10,7 +10,7 @@ from rich.table import Table
 from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.api.share_plans import SharePlans, found_choice
 from elixir_compile.api.shares import budgets_of, search_of
-from elixir_compile.cli.plan import Request, nothing_on_stdout, run_plan
+from elixir_compile.cli.plan import Request, run_plan
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption
 from elixir_compile.hardware import Fleet
@@ -64,8 +64,7 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         budgets = budgets_of(fleet, capture, options)
         search = search_of(capture, fleet, budgets, request.batch, options)
         plans = SharePlans(capture, fleet, budgets, options)
-        with nothing_on_stdout():
-            choice, shares = _chosen(search, plans, rule)
+        choice, shares = _chosen(search, plans, rule)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -80,8 +79,7 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         return 0
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _LEAST_WIDTH)
-    with nothing_on_stdout():
-        rows = comparison(choice, search, plans)
+    rows = comparison(choice, search, plans)
     console.print(shares_table(choice, fleet, capture.graph.name, plans.of(choice.shares)))
     if isinstance(shares, Shares):
         rows.append(("found", str(shares.outcome)))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elixir_compile.api.stages import fleet_of_ranks, stage_search
-from elixir_compile.cli.plan import Request, nothing_on_stdout
+from elixir_compile.cli.plan import Request
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption
 from elixir_compile.ir.pipeline import SPLIT_BACKWARD, TorchSchedule, parse_schedule, pipeline_order
@@ -104,10 +104,9 @@ def _made(asked: StagesRequest) -> PipelinePlan:
         schedule, asked.stages, fleet.num_ranks, micro_batches
     )  # raises for numbers that torch refuses, before the capture
     capture = replace(rest, batch=rows // micro_batches).capture()
-    with nothing_on_stdout():
-        search = stage_search(capture, fleet, options, rows, micro_batches, asked.state_bytes)
-        made = search.best(schedule, asked.stages)
-        return replace(made, compared=search.compared(asked.stages))
+    search = stage_search(capture, fleet, options, rows, micro_batches, asked.state_bytes)
+    made = search.best(schedule, asked.stages)
+    return replace(made, compared=search.compared(asked.stages))
 
 
 def stages_table(made: PipelinePlan) -> Table:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from elixir_compile.api.tune import States, Tuning
-from elixir_compile.cli.plan import Request, nothing_on_stdout
+from elixir_compile.cli.plan import Request
 from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError, InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import plan_to_json
@@ -113,7 +113,7 @@ def _tuned(request: TuneRequest, notes: Console) -> tuple[Tuned, States]:
         cluster=cluster,
         seq=plan.seq,
     )
-    with _progress(notes) as report, nothing_on_stdout():
+    with _progress(notes) as report:
         return tuning.tuned(num_tokens, states.choices, rows=request.batch, report=report), states
 
 

@@ -18,7 +18,7 @@ from elixir_compile.ir.share import Share
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 6
+PLAN_FORMAT = 7
 _MOST_CHUNKS = 1024
 """The most chunks of a loss. Each chunk is traced and compiled; the planner asks for at most 64."""
 MOST_CALLS_WITH_LEAN = 4096
@@ -138,8 +138,9 @@ class Plan:
     """Proved lower bound on the step seconds of every plan for the problem; None if the planner proves none."""
     binding: tuple[str, ...] = ()
     """The memories and lanes that limit the bound: they are full at its optimum."""
-    gib_saves_s: float | None = None
-    """Seconds by which one more GiB of device memory lowers the bound."""
+    gib_bound_s: float | None = None
+    """Proved lower bound on the step seconds of every plan with one more GiB of device memory, and the loss in as many
+    chunks as here; None if none is proved."""
     formula: str = ""
     """Device peak in bytes as a sympy expression of the graph's symbols; empty if no size is symbolic."""
     symbols: tuple[tuple[str, int], ...] = ()
@@ -211,6 +212,11 @@ class Plan:
             return None
         return max(0.0, 1.0 - self.bound_s / self.prediction.step_s)
 
+    @property
+    def gib_saves_s(self) -> float | None:
+        """Seconds that one more GiB of device memory takes off the step at most; None if that is not proved."""
+        return None if self.gib_bound_s is None else max(0.0, self.prediction.step_s - self.gib_bound_s)
+
     def __str__(self) -> str:
         lines = self._head()
         lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
@@ -248,9 +254,9 @@ class Plan:
     def _certificate(self) -> list[str]:
         """Return the lines of the planner, its bound and gap, and the limits of the bound."""
         bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
-        gib = "" if self.gib_saves_s is None else f"  gib saves {real(self.gib_saves_s)}"
+        gib = "" if self.gib_bound_s is None else f"  gib bound {real(self.gib_bound_s)}"
         parts = [] if self.gap is None else [f"gap {self.gap:.2%}"]
-        parts += [] if self.gib_saves_s is None else [f"1 GiB more takes {format_s(self.gib_saves_s)} off"]
+        parts += [] if self.gib_saves_s is None else [f"1 GiB more takes at most {format_s(self.gib_saves_s)} off"]
         lines = [commented(f"  planner {word(self.planner)}{bound}{gib}", ", ".join(parts))]
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []

@@ -79,7 +79,7 @@ def _usable(cached: Plan, problem: Problem, options: Options) -> Plan | None:
         return None
     found = replace(cached, name=problem.name, budget_bytes=problem.budget_bytes)
     if problem.budget_bytes > cached.budget_bytes and not _has_all_on_device(cached):
-        found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # the bound was proved for less memory
+        found = replace(found, bound_s=None, binding=(), gib_bound_s=None)  # the bound was proved for less memory
     verify(problem.graph, found)
     return found
 

@@ -22,6 +22,7 @@ from elixir_compile.report.activations import (
 from elixir_compile.report.held import Survey
 from elixir_compile.report.recomputed import Again
 from elixir_compile.report.subject import Move, Subject, actions_of
+from elixir_compile.units import format_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,8 @@ class PlanAnswer:
     bound_s: float | None
     gap: float | None
     binding: tuple[str, ...]
-    gib_saves_s: float | None
+    gib_saves: str
+    """What one more GiB of device memory saves at most, in words; empty if no bound on it is proved."""
     formula: str
     rank: int
     classes: tuple[RankClass, ...]
@@ -123,6 +125,13 @@ class Answer:
     layers: tuple[LayerAnswer, ...] = ()
 
 
+def _gib_text(plan: Plan) -> str:
+    if plan.gib_saves_s is None:
+        return ""
+    form = f", with the loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""
+    return f"saves at most {format_s(plan.gib_saves_s)} per step{form}"
+
+
 def plan_answer(plan: Plan) -> PlanAnswer:
     """Return the figures of `plan`."""
     ids = {bucket.id for bucket in plan.buckets}
@@ -140,7 +149,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         bound_s=plan.bound_s,
         gap=plan.gap,
         binding=plan.binding,
-        gib_saves_s=plan.gib_saves_s,
+        gib_saves=_gib_text(plan),
         formula=plan.formula,
         rank=plan.rank,
         classes=plan.classes,

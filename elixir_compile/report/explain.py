@@ -117,7 +117,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
-            ("one more GiB", [] if found.gib_saves_s is None else [f"saves {format_s(found.gib_saves_s)} per step"]),
+            ("one more GiB", [found.gib_saves] if found.gib_saves else []),
             ("peak formula", [found.formula] if found.formula else []),
             ("buckets", [f"{count}: {home}" for home, count in sorted(found.num_buckets.items())]),
             (

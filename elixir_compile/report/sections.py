@@ -33,7 +33,7 @@ def certificate(plan: Plan) -> Iterator[str]:
         ("planner", found.planner),
         ("bound", bound + gap),
         ("binding", ", ".join(found.binding) or "nothing"),
-        ("one more GiB", "unknown" if found.gib_saves_s is None else f"saves {format_s(found.gib_saves_s)} per step"),
+        ("one more GiB", found.gib_saves or "unknown"),
         ("update", str(found.update)),
         ("actions", ", ".join(f"{verb} {count}" for verb, count in sorted(found.counts.items()))),
         *([("peak of the sizes", found.formula)] if found.formula else []),

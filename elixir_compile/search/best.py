@@ -24,12 +24,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from elixir_compile.ir import Plan
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
 from elixir_compile.search.formulation.counted import CountedMilp
 from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
 from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.limits import leanest
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.tries import Tries, bring_back, flip
@@ -80,7 +82,7 @@ def place_best(
     as they are read, and not at all if `first` moves nothing and no plan can be shorter by enough to move anything.
     """
     if not evaluator.facts.buckets:
-        certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
+        certificate = Certificate(bound_s=first.step_s, binding=(), gib_bound_s=first.step_s)
         return replace(first, certificate=certificate)
     # The profile of a machine is not so exact that a slightly faster update elsewhere is a reason to move a bucket.
     # The start levels meet a quota by the first buckets, and others may meet it in a shorter step.
@@ -135,16 +137,33 @@ def counted_draft(evaluator: Evaluator) -> DraftPlan | None:
     return None
 
 
-def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> float | None:
-    """Return the bound of the relaxed optimum, without a search; None if the deadline came first.
+def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline, more_bytes: int = 0) -> float | None:
+    """Return the bound of the relaxed optimum with `more_bytes` of device memory, without a search; None if the
+    deadline came first.
 
     `step_s` are the seconds of a known step, as a scale.
     """
     if not evaluator.facts.buckets:
         return evaluator.step_s(evaluator.facts.start_levels)
     milp = Milp(evaluator, max(step_s, 1e-12))
-    start = priced(milp, _seeds(milp, _uniform_candidates(evaluator)), deadline)
+    start = priced(milp, _seeds(milp, _uniform_candidates(evaluator)), deadline, more_bytes)
     return None if start is None else milp.seconds(start.bound)
+
+
+def with_gib_bound_of(made: Plan, others: Iterable[Evaluator], deadline: Deadline) -> Plan:
+    """Return `made` with a bound with one more GiB of device memory that holds for the problems of `others` too.
+
+    It is None if the bound of one of them is not known at the deadline. Problems whose smallest peak does not fit with
+    one more GiB have no plan.
+    """
+    bounds = [made.gib_bound_s]
+    for other in others:
+        if bounds[-1] is None:
+            break
+        if leanest(other).floor_bytes <= other.facts.problem.budget_bytes + GIB:
+            bounds.append(relaxed_bound_s(other, made.prediction.step_s, deadline, GIB))
+    known = [bound_s for bound_s in bounds if bound_s is not None]
+    return replace(made, gib_bound_s=min(known) if len(known) == len(bounds) else None)
 
 
 def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float, bound_s: float | None = None) -> bool:
@@ -341,9 +360,8 @@ def _certificate(milp: Milp, start: Priced) -> Certificate:
     It is made before the search adds rows to the MILP: they would raise the bound with one more GiB, not `start`'s.
     """
     more = priced(milp, [start.x], deadline_in(1.0), GIB, _MAX_STALE)
-    bound_s = milp.seconds(start.bound)
     return Certificate(
-        bound_s=bound_s,
+        bound_s=milp.seconds(start.bound),
         binding=binding(milp, start.x),
-        gib_saves_s=None if more is None else max(0.0, bound_s - milp.seconds(more.bound)),
+        gib_bound_s=None if more is None else milp.seconds(more.bound),
     )

@@ -33,8 +33,8 @@ class Certificate:
     """Every plan for the problem takes at least so many seconds."""
     binding: tuple[str, ...]
     """The full lanes and memories at the relaxed optimum, in words."""
-    gib_saves_s: float | None
-    """Seconds by which the bound falls with one more GiB of device memory; None if the time was too short to tell."""
+    gib_bound_s: float | None
+    """The bound with one more GiB of device memory; None if the time was too short to tell."""
 
 
 class Candidate(NamedTuple):
@@ -173,8 +173,10 @@ class Evaluator:
     def stream_s(self, bucket: int, level: Level) -> float:
         """Return the seconds of a streamed update of a bucket at `level`: copies both ways and the device's update."""
         placement = self._placements[bucket][level]
-        copies_s = sum(self.prices.stream_s[placement.bucket, placement.param])
-        return copies_s + self.prices.device_update_s[placement.bucket]
+        return (
+            self.prices.streams[placement.bucket, placement.param].alone_s
+            + self.prices.device_update_s[placement.bucket]
+        )
 
     def played(self, levels: Sequence[Level], moves: Moves) -> Played:
         """Return the simulation of a step at these levels with these moves."""

@@ -64,7 +64,12 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
         return with_disk
     log.debug("%s: state on disk makes no shorter step", problem.name)
     # Only the bound of the relaxation holds for plans with state on disk too.
-    return replace(without, bound_s=with_disk.bound_s, binding=with_disk.binding, gib_saves_s=with_disk.gib_saves_s)
+    return _with_bounds_of(with_disk, without)
+
+
+def _with_bounds_of(relaxed: Plan, found: Plan) -> Plan:
+    """Return `found` with the bounds of `relaxed`."""
+    return replace(found, bound_s=relaxed.bound_s, binding=relaxed.binding, gib_bound_s=relaxed.gib_bound_s)
 
 
 def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Problem], Plan]) -> Plan:
@@ -78,8 +83,7 @@ def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Pr
         host_budget_bytes=problem.host_budget_bytes - staging_bytes,
         host_base_bytes=problem.host_base_bytes + staging_bytes,
     )
-    found = search(less)
-    found = replace(found, bound_s=relaxed.bound_s, binding=relaxed.binding, gib_saves_s=relaxed.gib_saves_s)
+    found = _with_bounds_of(relaxed, search(less))
     return _moved(problem, found, going_to_disk(problem, found))
 
 

@@ -77,7 +77,7 @@ def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
     if num_full < problem.calls.outstanding:
         parts = {"activations": lean.activations, "regions": lean.regions, "schedules": lean.schedules}
         calls = LeanCalls(num_full=num_full, **parts)
-    plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_saves_s=None)
+    plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_bound_s=None)
     traffic = tensor_traffic(problem.graph, plan, problem.cluster)
     return replace(plan, prediction=predicted(problem, plan)[0], tensor=traffic)
 

@@ -18,7 +18,7 @@ from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
-from elixir_compile.search.best import counted_draft, place_best
+from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.clock import Clock, deadline_in
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.gemini import with_chunks
@@ -60,10 +60,12 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     def search(variant: Problem) -> Plan:
         clock = Clock()
         larger = with_larger_buckets(variant)
-        if larger is not None:
-            with contextlib.suppress(NoFeasiblePlan):
-                return place(larger, clock)
-        return place(variant, clock)
+        if larger is None:
+            return place(variant, clock)
+        with contextlib.suppress(NoFeasiblePlan):
+            return place(larger, clock)
+        # With more memory the larger buckets may fit, and have fewer launches.
+        return with_gib_bound_of(place(variant, clock), [Evaluator(gather_facts(larger))], deadline_in(1.0))
 
     def place(variant: Problem, clock: Clock) -> Plan:
         evaluator = Evaluator(gather_facts(variant))

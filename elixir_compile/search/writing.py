@@ -43,7 +43,7 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     unpredicted = written(facts, draft)
     if proved is not None:
         unpredicted = replace(
-            unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_saves_s=proved.gib_saves_s
+            unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_bound_s=proved.gib_bound_s
         )
     prediction, record = predicted(problem, unpredicted)
     return replace(

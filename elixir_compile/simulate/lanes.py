@@ -210,26 +210,26 @@ class Lanes:
     def stream(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket on the device with state from the host, and copy the state back.
 
-        Parameters and gradients are copied too if they are on the host. Compute waits for the last copy.
+        Parameters and gradients are copied too if they are on the host. The first piece leaves when it is updated, so
+        the copies back take their lane beside those to the device. Compute waits for the last copy.
         """
-        there_s, back_s = self.price.stream_s[bucket, placement.param]
+        copies, update_s = self.price.streams[bucket, placement.param], self.price.device_update_s[bucket]
         self.memory_s += self.price.memory.stream_s.get((bucket, placement.param), 0.0)
         begin_s = self.free_s[Lane.COMPUTE]
-        ends_s = self.occupy(Lane.H2D, Verb.GATHER, StateRef, bucket, begin_s, there_s, in_update=True)
-        ends_s = self._update(Lane.COMPUTE, bucket, ends_s, self.price.device_update_s[bucket])
-        self._hold_compute(self.occupy(Lane.D2H, Verb.OFFLOAD, StateRef, bucket, ends_s, back_s, in_update=True))
+        there_s = self.occupy(Lane.H2D, Verb.GATHER, StateRef, bucket, begin_s, copies.there_s, in_update=True)
+        updated_s = self._update(Lane.COMPUTE, bucket, there_s, update_s)
+        first_s = there_s - copies.there_s + copies.first_s + update_s / copies.num_pieces
+        since_s = max(first_s, self.free_s[self.price.lane_of[Lane.D2H]])
+        back_s = max(copies.back_s, updated_s + copies.last_s - since_s)
+        self._hold_compute(self.occupy(Lane.D2H, Verb.OFFLOAD, StateRef, bucket, since_s, back_s, in_update=True))
 
     def update_on_host(self, bucket: BucketId, placement: Placement, after_s: float) -> None:
-        """Update a bucket on the host from `after_s` on, after the copy of its gradient if parameters are on the
-        device."""
+        """Update a bucket on the host from `after_s` on, after the copies of its parameters and of its gradient if
+        parameters are on the device."""
         if self.is_staged(placement):
-            self._copy(bucket)
-            if self.drawing is not None:  # the parameters leave too; the price of the copy is that of the gradient
-                begin_s = max(after_s, self.free_s[self.price.lane_of[Lane.D2H]])
-                leave = label(Verb.OFFLOAD, BucketRef(bucket))
-                self.drawing.add(Lane.D2H, leave, begin_s, begin_s, in_update=True)
-            leave_s = self.price.d2h_s[bucket]
-            after_s = self.occupy(Lane.D2H, Verb.OFFLOAD, GradientRef, bucket, after_s, leave_s, in_update=True)
+            for of, leave_s in ((BucketRef, self.price.leave_s[bucket]), (GradientRef, self.price.d2h_s[bucket])):
+                self._copy(bucket)
+                after_s = self.occupy(Lane.D2H, Verb.OFFLOAD, of, bucket, after_s, leave_s, in_update=True)
         update_s = self.price.off_device_update_s(bucket, placement.optim)
         self.memory_s += self.price.memory.update_s.get(bucket, 0.0)
         ends_s = self._update(Lane.HOST, bucket, after_s, update_s)

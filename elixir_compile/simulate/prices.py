@@ -9,6 +9,7 @@ from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
 from elixir_compile.analysis.slices import WHOLE, Crossing, Crossings, crossings
 from elixir_compile.cost import (
     Measured,
+    StreamedCopies,
     add_bytes,
     add_s,
     average_s,
@@ -20,7 +21,7 @@ from elixir_compile.cost import (
     is_free,
     op_s,
     stream_bytes,
-    stream_s,
+    streamed_copies,
     update_bytes,
     update_s,
 )
@@ -67,6 +68,9 @@ class Prices:
     d2h_s: Mapping[str, float]
     """Copies from device to host: the flat shard of a bucket's gradient, or a group of activations without
     `lap_copies`."""
+    leave_s: Mapping[str, float]
+    """The copy of a bucket's parameters from device to host, where they live on the device and the host updates
+    them."""
     gather_s: Mapping[str, float]
     """The all-gather into a bucket's flat buffer; 0 if it is not sharded."""
     reduce_s: Mapping[str, float]
@@ -80,7 +84,7 @@ class Prices:
     memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """Reading a bucket's state from the disk and writing it back."""
-    stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
+    streams: Mapping[tuple[str, Tier], StreamedCopies] = field(default_factory=dict)
     """The copies of a streamed update to the device and back, by bucket and home of its parameters."""
     add_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
     """Adding a bucket's gradients to the sums of gradients at the end of the backward, by bucket and home of its
@@ -92,6 +96,10 @@ class Prices:
     def is_one_memory(self) -> bool:
         """True if device and host are the same cores and memory, so that updates need no copies."""
         return self.lane_of[Lane.HOST] is Lane.COMPUTE
+
+    def staged_s(self, bucket: str) -> float:
+        """Return the seconds of the copies to the host before it updates a bucket with its parameters on the device."""
+        return self.leave_s[bucket] + self.d2h_s[bucket]
 
     def off_device_update_s(self, bucket: str, optim: Tier) -> float:
         """Return the seconds of an update by the host, beside which state on disk is read and written."""
@@ -139,6 +147,7 @@ def prices(
         },
         lap_copies=_lap_copies(away, sliced, cluster),
         gather_s={b.id: collective_s(b.flat_nbytes, cluster, num_copies) if b.is_sharded else 0.0 for b in buckets},
+        leave_s={b.id: copy_s(b.shard_nbytes(), cluster.d2h) for b in buckets},
         reduce_s={b.id: _reduce_s(b, cluster, num_copies) for b in buckets},
         average_s={b.id: average_s(b.reduced_nbytes, cluster, num_copies) for b in buckets if num_copies > 1},
         device_update_s=device_update_s,
@@ -146,8 +155,8 @@ def prices(
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
         memory=HostMemory() if lane_of[Lane.HOST] is Lane.COMPUTE else _host_memory(buckets, away, cluster),
-        stream_s={
-            (bucket.id, home): stream_s(bucket, home, cluster)
+        streams={
+            (bucket.id, home): streamed_copies(bucket, home, cluster)
             for bucket in buckets
             if bucket.trainable
             for home in (Tier.DEVICE, Tier.HOST)

@@ -28,6 +28,7 @@ from elixir_compile.ir import Tier
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import Candidate
 from elixir_compile.search.formulation.milp import Milp, Vector
+from elixir_compile.search.formulation.quiet import without_notes
 from elixir_compile.search.formulation.solver import matrix_of, num_columns_of
 from elixir_compile.search.space.levels import Level
 
@@ -117,6 +118,7 @@ class CountedMilp:
                     break
         return None if found is None else self._spread(found)
 
+    @without_notes()
     def _solved(self, deadline: Deadline, more_bytes: int, *, integral: bool) -> Vector | None:
         """Return the counts with the shortest step by the MILP's rows so far; None if none fits.
 

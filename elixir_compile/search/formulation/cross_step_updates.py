@@ -1,7 +1,7 @@
 """The flow shops of a step with its updates, for each update mode; their work is linear in the decisions.
 
-`after_backward`: the update is a phase of its own, with one event per bucket: its gradients go to the host, the host
-updates, its parameters come back. Device updates are compute.
+`after_backward`: the update is a phase of its own, with one event per bucket: its parameters and gradients go to the
+host, the host updates, its parameters come back. Device updates are compute.
 
 `across_steps`: a step is device updates and streamed updates, forward, backward. The host updates beside all three
 phases, bucket by bucket. The copy of a bucket to the device waits for its update, even if its gather was issued early,
@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
+from elixir_compile.cost import StreamedCopies
 from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.search.formulation.flow_shop import Choice, Phase, Table
 from elixir_compile.search.formulation.phases import RunTable, RunTables, of_buckets
@@ -96,7 +97,7 @@ def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
 def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
     """Return the seconds of compute that a streamed update of bucket i takes, its parameters at `home`."""
     name = facts.buckets[i].id
-    return sum(prices.stream_s[name, home]) + prices.device_update_s[name]
+    return prices.streams[name, home].alone_s + prices.device_update_s[name]
 
 
 def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> list[Phase]:
@@ -119,7 +120,7 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> lis
         table = device if is_serial else host
         table.add(Lane.COMPUTE if is_serial else Lane.HOST, i, (i, level), prices.host_update_s[bucket.id])
         if not level.has_param_on_host and not is_serial:
-            for lane, seconds in ((Lane.D2H, prices.d2h_s[bucket.id]), (Lane.H2D, prices.h2d_s[bucket.id])):
+            for lane, seconds in ((Lane.D2H, prices.staged_s(bucket.id)), (Lane.H2D, prices.h2d_s[bucket.id])):
                 overlaps = prices.lane_of[lane] is not Lane.COMPUTE
                 (host if overlaps else device).add(lane if overlaps else Lane.COMPUTE, i, (i, level), seconds)
     return [device.phase()] if is_serial else [device.phase(), host.phase()]
@@ -151,7 +152,7 @@ def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) ->
 
     def host_s(i: int, home: Tier) -> float:
         name = facts.buckets[i].id
-        return memory.update_s[name] + (2 * memory.copy_s[name] if home is Tier.DEVICE else 0.0)
+        return memory.update_s[name] + (3 * memory.copy_s[name] if home is Tier.DEVICE else 0.0)
 
     for i, level in of_buckets(facts, columns):
         if level.has_state_on_host and facts.buckets[i].trainable:
@@ -185,10 +186,10 @@ class _CrossStepUpdates:
             self._by_bucket[i].append((home, choice, -1.0))
 
     def before_forward(self) -> list[Phase]:
-        """Return the flow shops of the phase before the forward: device updates and the copies of gradients to the
-        host behind them, for parameters on the device; device updates and streamed updates; and all three.
+        """Return the flow shops of the phase before the forward: device updates and the copies to the host behind
+        them, of parameters on the device and their gradients; device updates and streamed updates; and all three.
 
-        The state of the first streamed update leaves behind all of these gradients, so only its copy to the device and
+        The state of the first streamed update leaves behind all of these copies, so only its copy to the device and
         its update may run beside them. The other streamed updates run one after another behind it.
         """
         facts, prices, columns = self._facts, self._prices, self._columns
@@ -204,10 +205,10 @@ class _CrossStepUpdates:
         for i, choices in self._by_bucket.items():
             for home, choice, sign in choices:
                 if home is Tier.DEVICE:
-                    copy_s = sign * prices.d2h_s[facts.buckets[i].id]
+                    copy_s = sign * prices.staged_s(facts.buckets[i].id)
                     leaving.add(lane, int(lane is Lane.D2H), choice, copy_s)
                     behind.add(Lane.D2H, 0, choice, copy_s)
-        first_s = [there_s + update_s for there_s, update_s, _ in self._stream_parts_s()]
+        first_s = [copies.alone_s + update_s - copies.back_s for copies, update_s in self._streamed()]
         behind.constants_s[1, 0] = -max(first_s, default=0.0)
         return [leaving.phase(), streaming.phase(), *([behind.phase()] if first_s else [])]
 
@@ -222,16 +223,13 @@ class _CrossStepUpdates:
         for i, home, choice in self._streams:
             table.add(lane, 0, choice, _stream_s(facts, prices, i, home))
 
-    def _stream_parts_s(self) -> list[tuple[float, float, float]]:
-        """Return (copy to the device, update, copy back) in seconds of each update that is or may be streamed."""
+    def _streamed(self) -> list[tuple[StreamedCopies, float]]:
+        """Return the copies, and the seconds on the device, of each update that is or may be streamed."""
         facts, prices = self._facts, self._prices
         placed = [(i, home) for i, home, _ in self._streams]
         placed += [(i, home) for i in facts.streamed for home in (Tier.DEVICE, Tier.HOST)]
         names = [(facts.buckets[i].id, home) for i, home in placed]
-        return [
-            (prices.stream_s[name, home][0], prices.device_update_s[name], prices.stream_s[name, home][1])
-            for name, home in names
-        ]
+        return [(prices.streams[name, home], prices.device_update_s[name]) for name, home in names]
 
     def host_first(self) -> Phase:
         """Return the flow shop of all host updates and the work behind them, to the end of the forward.
@@ -249,14 +247,14 @@ class _CrossStepUpdates:
         return table.phase()
 
     def round_trips(self) -> Phase:
-        """Return the flow shop of gradients on their way to the host, host updates, copies back, and forward ops."""
+        """Return the flow shop of parameters and gradients to the host, host updates, copies back, and forward ops."""
         prices = self._prices
         table, events = self._table((*_ROUND_TRIP, Lane.COMPUTE), (Lane.COMPUTE,))
         for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
                 self._add_update(table, event, i, (choice, sign))
                 if home is Tier.DEVICE and prices.lane_of[Lane.D2H] is Lane.D2H:
-                    table.add(Lane.D2H, event, choice, sign * prices.d2h_s[self._facts.buckets[i].id])
+                    table.add(Lane.D2H, event, choice, sign * prices.staged_s(self._facts.buckets[i].id))
         return table.phase()
 
     def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
@@ -288,7 +286,7 @@ class _CrossStepUpdates:
         last state to be streamed to the device, whose update and copy back they need not wait for.
         """
         lanes = (Lane.H2D, Lane.COMPUTE)
-        last_s = [update_s + back_s for _, update_s, back_s in self._stream_parts_s()]
+        last_s = [update_s + copies.last_s for copies, update_s in self._streamed()]
         found: list[Phase] = []
         for is_behind in (False, True) if last_s else (False,):
             table, events = self._table(lanes, lanes)

@@ -29,6 +29,7 @@ from scipy.optimize import milp as solve_milp
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import Candidate
 from elixir_compile.search.formulation.milp import SCALE, Milp, Vector
+from elixir_compile.search.formulation.quiet import without_notes
 
 _MAX_NODES = 20_000
 """Nodes of a branch-and-bound search. Counted nodes, unlike seconds, give equal results on slow and fast machines."""
@@ -41,6 +42,7 @@ class Solution:
     """A proved lower limit on the scaled objective."""
 
 
+@without_notes()
 def solve_integral(
     milp: Milp,
     *,
@@ -263,6 +265,7 @@ def priced(
     return found
 
 
+@without_notes()
 def _solved(milp: Milp, columns: NDArray[np.bool_], deadline: Deadline, more_bytes: int) -> _Master | None:
     num_choices, num_columns = milp.num_choices, num_columns_of(milp)
     in_master = np.concatenate([np.flatnonzero(columns), np.arange(num_choices, num_columns)])

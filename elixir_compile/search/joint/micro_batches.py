@@ -17,7 +17,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Phase, Plan
 from elixir_compile.ir.rows import LEAST_ROWS
 from elixir_compile.options import Options
-from elixir_compile.search.best import relaxed_bound_s
+from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
 from elixir_compile.search.clock import Clock, Deadline
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.rules import RULES
@@ -124,7 +124,11 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
     if plans:
         unsearched = [evaluators[number] for number in fitting if number not in plans]
         bound_s = _bound_s(whole, plans, unsearched, clock.until(timeout_s + 1.0))
-        return _best(problem, whole, plans, floors, bound_s)
+        best = _best(problem, whole, plans, floors, bound_s)
+        # With more memory other numbers fit, and the whole batch at once.
+        others = [evaluator for number, evaluator in evaluators.items() if number not in plans]
+        others += [] if isinstance(whole, Plan) else [Evaluator(gather_facts(problem))]
+        return with_gib_bound_of(best, others, clock.until(timeout_s + 2.0))
     if isinstance(whole, Plan):
         return whole
     raise _leanest_error(problem, whole, floors, search)
@@ -165,14 +169,17 @@ def _best(
     """Return the plan with the shortest step, with the decision for it and the bound over all numbers, `bound_s`."""
     chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
     best = plans[chosen]
+    searched = [*plans.values(), *([whole] if isinstance(whole, Plan) else [])]
+    known = [plan.gib_bound_s for plan in searched if plan.gib_bound_s is not None]
+    gib_bound_s = min(known) if len(known) == len(searched) else None
     if isinstance(whole, Plan) and best.prediction.step_s >= whole.prediction.step_s * (1 - _GAIN):
-        return replace(whole, bound_s=bound_s if whole.bound_s is not None else None)
+        return replace(whole, bound_s=bound_s if whole.bound_s is not None else None, gib_bound_s=gib_bound_s)
     rejected = tuple(
         _rejected(number, plans.get(number), floor_bytes, best, problem.budget_bytes)
         for number, floor_bytes in floors.items()
         if number != chosen
     )
-    best = replace(best, bound_s=None if best.bound_s is None else bound_s)
+    best = replace(best, bound_s=None if best.bound_s is None else bound_s, gib_bound_s=gib_bound_s)
     return _with_decision(best, problem, _because(whole, best), rejected)
 
 

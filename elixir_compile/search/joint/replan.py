@@ -294,7 +294,7 @@ def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
         prediction=prediction,
         bound_s=None,
         binding=(),
-        gib_saves_s=None,
+        gib_bound_s=None,
         formula=f"{plan.formula} + {excess_bytes}" if plan.formula and excess_bytes else plan.formula,
     )
 

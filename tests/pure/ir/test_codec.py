@@ -158,9 +158,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 5, "format", "6"),
-        (["format"], True, "format", "6"),
-        (["format"], ..., "format", "6"),
+        (["format"], 5, "format", "7"),
+        (["format"], True, "format", "7"),
+        (["format"], ..., "format", "7"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),

@@ -75,7 +75,7 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: dataclasses.replace(PLAN.prediction, step_s=float("nan")), "step_s = nan"),
         (lambda: dataclasses.replace(PLAN.prediction, device_peak_bytes=-1), "a negative peak"),
         (lambda: dataclasses.replace(PLAN.decisions[0], cost_s=float("inf")), "costs inf s"),
-        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 6"),
+        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 7"),
         (
             lambda: Placement(
                 bucket=BucketId("b0"), param=Tier.DEVICE, optim=Tier.DEVICE, streamed=True, resident=True

@@ -126,14 +126,17 @@ def test_a_region_lists_actions_around_it_and_its_live_bytes() -> None:
 @pytest.mark.parametrize("planner", ["greedy", "exhaustive"])
 def test_the_plan_is_explained_in_figures(planner: str) -> None:
     problem = replace(TIGHT, savings=frozenset({Saving.KEEP}))
-    made = replace(plan(problem, planner), bound_s=1e-5, binding=("device memory at bwd.mm_14",), gib_saves_s=0.12)
+    made = plan(problem, planner)
+    gib_bound_s = made.prediction.step_s - 0.12
+    made = replace(made, bound_s=1e-5, binding=("device memory at bwd.mm_14",), gib_bound_s=gib_bound_s)
     text = explain(made)
     assert text.startswith(f"plan t on 1 x cuda, chosen by {made.planner}\n")
     assert format_bytes(made.budget_bytes) in text
     assert f"at {made.prediction.device_peak_at}" in text
     assert f"another plan saves {made.gap:.2%} at most" in text
     assert "device memory at bwd.mm_14" in text
-    assert "saves 120 ms per step" in text
+    assert "saves at most 120 ms per step\n" in text
+    assert "saves at most 120 ms per step, with the loss in 4 chunks" in explain(replace(made, loss_chunks=4))
     found = answer(made).plan
     assert found is not None
     assert sum(found.num_buckets.values()) == len(made.buckets)

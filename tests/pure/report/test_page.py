@@ -200,7 +200,7 @@ def test_a_second_plan_is_a_line_of_all_of_its_bytes(sheet: PlanSheet) -> None:
 
 def test_a_plan_without_a_bound_or_an_update_has_a_page() -> None:
     made, problem = tight()
-    bare = sheet_of(replace(made, bound_s=None, gib_saves_s=None), problem)
+    bare = sheet_of(replace(made, bound_s=None, gib_bound_s=None), problem)
     assert "not proved" in Reader(page(bare)).text
 
 

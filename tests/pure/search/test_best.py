@@ -204,7 +204,7 @@ def test_more_memory_or_bandwidth_is_never_slower(count: int) -> None:
         assert tried_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
 
 
-def test_the_plan_is_never_slower_than_a_rule_and_names_its_binding_limits() -> None:
+def test_the_plan_is_never_slower_than_a_rule_and_names_its_limits_and_the_most_that_a_gib_saves() -> None:
     num_rules = 0
     for _, problem in instances(8, num_layers=8):
         made = plan(problem, timeout_s=QUICK_S)
@@ -213,6 +213,8 @@ def test_the_plan_is_never_slower_than_a_rule_and_names_its_binding_limits() -> 
         assert made.gap is not None
         assert made.binding
         assert made.gib_saves_s is not None
+        more = plan(replace(problem, budget_bytes=problem.budget_bytes + GIB), timeout_s=QUICK_S)
+        assert made.prediction.step_s - more.prediction.step_s <= made.gib_saves_s * (1 + 1e-9)
         for rule in (*RULES, "greedy"):
             try:
                 other = plan(problem, rule)

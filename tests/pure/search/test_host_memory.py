@@ -54,12 +54,15 @@ def test_an_update_moves_each_byte_once_each_way() -> None:
 
 
 def test_a_step_is_no_shorter_than_its_bytes_take() -> None:
-    """ZeRO-Offload with nothing to compute: 28 bytes of updates and 2 + 2 of copies per parameter at 28 R bytes/s."""
+    """ZeRO-Offload with nothing to compute: 28 bytes of updates per parameter and 2 + 2 + 2 of copies, at 28 R bytes/s.
+
+    The parameter and its gradient go to the host, and the parameter comes back.
+    """
     problem = layers_of(8, 100_000_000, 8)
     free = replace(problem, cluster=on(A100, host_per_s=1e9, link_bytes_per_s=20e9))
     tight = replace(problem, cluster=scarce(free.cluster, 0.1))
     evaluator, levels, moves = split(tight)
-    bytes_per_element = ADAM_BYTES_PER_ELEMENT + 4
+    bytes_per_element = ADAM_BYTES_PER_ELEMENT + 6
     needed_s = 8 * 100_000_000 * bytes_per_element / (ADAM_BYTES_PER_ELEMENT * 1e9)
     played = evaluator.played(levels, moves)
     assert played.step_s == pytest.approx(needed_s, rel=1e-3)
@@ -116,7 +119,7 @@ def test_the_solver_equals_brute_force_where_memory_is_slow() -> None:
 
 def test_the_certificate_says_that_host_memory_is_busy() -> None:
     problem = layers_of(4, 100_000_000, 8)
-    cluster = scarce(on(A100, host_per_s=1e9, link_bytes_per_s=20e9, device_per_s=1e9), 0.05)
+    cluster = scarce(on(A100, host_per_s=1e9, link_bytes_per_s=20e9, device_per_s=5e8), 0.05)
     made = plan(replace(problem, cluster=cluster, budget_bytes=1_300_000_000))
     assert any(home.optim is Tier.HOST for home in made.placements)
     assert made.bound_s is not None

@@ -94,6 +94,13 @@ def test_the_bound_covers_every_number_that_fits():
     assert tight(272).bound_s <= min(alone) * (1 + 1e-9)  # pyright: ignore[reportOperatorIssue, reportArgumentType]
 
 
+@pytest.mark.parametrize("budget_mib", [400, 272, 232, 230])
+def test_one_gib_more_saves_at_most_what_is_named_though_the_whole_batch_fits_then(budget_mib: int):
+    made, more = tight(budget_mib), tight(budget_mib + 1024)
+    assert numbers(more) == {1}
+    assert made.gib_saves_s == pytest.approx(made.prediction.step_s - more.prediction.step_s, rel=0.01)
+
+
 def test_if_nothing_fits_the_error_names_the_number_that_needs_the_fewest_bytes():
     with pytest.raises(NoFeasiblePlan) as caught:
         tight(190)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_timeline
-from elixir_compile.hardware import profile_for
+from elixir_compile.cost import StreamedCopies
+from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, StepGraph, Tier, Update, Verb
 from elixir_compile.search import plan as search
 from elixir_compile.simulate import Cycle, Drawing, Prices, hidden_update_share, play, simulate
@@ -21,7 +22,8 @@ from tests.pure.simulate.test_engine import PRICES, SERIAL
 F0, F1, B1, B0 = RegionId("fwd.0"), RegionId("fwd.1"), RegionId("bwd.0"), RegionId("bwd.1")
 RUN_S = dict.fromkeys((F0, F1, B1, B0), 10.0)
 G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
-PRICE = replace(PRICES, stream_s={(name, home): (3.0, 2.0) for name in ("b0", "b1") for home in Tier})
+WHOLE = StreamedCopies(there_s=3.0, first_s=3.0, back_s=2.0, num_pieces=1.0)
+PRICE = replace(PRICES, streams={(name, home): WHOLE for name in ("b0", "b1") for home in Tier})
 READS = {F0: (BucketId("b0"),), F1: (BucketId("b1"),)}
 ON_HOST = [
     *[(G, "b0"), (W, "b0"), (R, F0), (L, "b0"), (G, "b1"), (W, "b1"), (R, F1), (L, "b1")],
@@ -119,6 +121,42 @@ def test_streamed_updates_occupy_compute_and_not_the_host() -> None:
     assert step_s(ON_HOST, (HOST, STREAMED), Cycle()) == 53 + 7 + 6
 
 
+def spans_of(drawn: Drawing, lane: Lane) -> dict[str, tuple[float, float]]:
+    return {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is lane}
+
+
+def test_pieces_of_a_streamed_update_leave_beside_those_that_arrive() -> None:
+    """Four pieces there 0-8, updated 8-9; back from 0 + 2 + 1/4 on for 6, and not before 9 + 6/4: 2.25-10.5. If they
+    take 12 back, the last leaves at 2.25 + 12."""
+    for back_s, ends_s in ((6.0, 10.5), (12.0, 14.25)):
+        copies = StreamedCopies(there_s=8.0, first_s=2.0, back_s=back_s, num_pieces=4.0)
+        drawn = Drawing()
+        price = replace(PRICE, streams={("b0", Tier.HOST): copies})
+        step_s(ON_HOST, (STREAMED, HOST), ACROSS, price, drawn)
+        assert spans_of(drawn, Lane.H2D)["gather b0.state"] == (0, 8)
+        assert spans_of(drawn, Lane.D2H)["offload b0.state"] == (2.25, ends_s)
+        assert spans_of(drawn, Lane.COMPUTE)["run fwd.0"][0] == ends_s + 4
+
+
+def test_pieces_of_a_streamed_update_leave_behind_gradients_on_the_busy_link() -> None:
+    """b1 leaves 0-5 for the host. b0 is there 0-8 and updated 8-9, its pieces leave 5-11, where the last alone would
+    take 9-10.5."""
+    copies = StreamedCopies(there_s=8.0, first_s=2.0, back_s=6.0, num_pieces=4.0)
+    price, drawn = replace(PRICE, streams={("b0", Tier.HOST): copies}), Drawing()
+    actions = [*ON_HOST[:4], (R, F1), (R, B1), (Verb.REDUCE, "b1"), (R, B0), *ON_HOST[13:15], *ON_HOST[15:]]
+    step_s(actions, (STREAMED, SPLIT), ACROSS, price, drawn)
+    assert spans_of(drawn, Lane.D2H)["offload b1.grad"] == (0, 5)
+    assert spans_of(drawn, Lane.D2H)["offload b0.state"] == (5, 11)
+
+
+def test_parameters_leave_the_device_before_their_gradient_does() -> None:
+    """b0: parameters 0-2, gradient 2-5, host 5-12, back 12-16: fwd.0 16-26. b1: 5-7, 7-12, host 12-20, back 20-26."""
+    price, drawn = replace(PRICE, leave_s={"b0": 2.0, "b1": 2.0}), Drawing()
+    assert step_s(ON_DEVICE, (SPLIT, SPLIT), ACROSS, price, drawn) == 56
+    leaving = {"offload b0": (0, 2), "offload b0.grad": (2, 5), "offload b1": (5, 7), "offload b1.grad": (7, 12)}
+    assert spans_of(drawn, Lane.D2H) == leaving
+
+
 def test_an_early_update_begins_when_its_gradient_is_complete() -> None:
     """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1
     27-37, bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
@@ -140,7 +178,7 @@ def test_on_shared_cores_update_seconds_add_to_the_step_at_any_time() -> None:
 
 @given(planned_graphs() | mixed_plans(), st.sampled_from(list(Update)), st.integers(0, 255))
 @settings(max_examples=40)
-def test_every_plan_reaches_a_steady_state_without_overlaps_on_lanes(
+def test_every_plan_reaches_a_steady_state_in_which_no_lane_does_two_works_or_exceeds_its_rate(
     planned: tuple[StepGraph, Plan], update: Update, streamed: int
 ) -> None:
     graph, plan = planned
@@ -151,7 +189,11 @@ def test_every_plan_reaches_a_steady_state_without_overlaps_on_lanes(
     plan = replace(plan, update=update, placements=placements)
     walk = walk_memory(graph, plan)
     assert walk.live_bytes == plan_timeline(graph, plan).live_bytes
-    made = simulate(graph, plan, profile_for("cuda", GIB, GIB, "cuda"))
+    node = profile_for("cuda", GIB, GIB, "cuda").nodes[0]
+    link = replace(node.h2d, latency_s=0.0)
+    made = simulate(graph, plan, Cluster(nodes=(replace(node, h2d=link, d2h=link),)))
+    copies = [span for span in made.spans if span.lane in (Lane.H2D, Lane.D2H)]
+    assert [s for s in copies if s.nbytes > link.bytes_per_s * (s.end_s - s.start_s) * (1 + 1e-6)] == []
     assert 0 <= hidden_update_share(made) <= 1
     for lane in Lane:
         own = [span for span in made.spans if span.lane is lane]

@@ -44,6 +44,7 @@ PRICES = Prices(
     before_s=(0.0,),
     h2d_s={B0: 4.0, B1: 6.0, "h.0.matmul": 7.0, "odd.grad": 1.0},
     d2h_s={B0: 3.0, B1: 5.0, "h.0.matmul": 8.0, "odd.grad": 2.0},
+    leave_s={B0: 0.0, B1: 0.0},
     gather_s={B0: 0.0, B1: 0.0},
     reduce_s={B0: 0.0, B1: 0.0},
     device_update_s={B0: 1.0, B1: 1.0},
