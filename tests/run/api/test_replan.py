@@ -12,6 +12,7 @@ from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
 
 import elixir_compile as elixir
 from elixir_compile import search
+from elixir_compile.analysis.recompute import as_run
 from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
@@ -46,8 +47,8 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
 
 def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes: int | None = None) -> StepStats:
     """Return what two steps of `plan` would show on `cluster`."""
-    price = prices(problem.graph, plan.buckets, cluster)
-    index = {op.id: i for i, op in enumerate(problem.graph.ops)}
+    price = prices(problem.graph, plan.buckets, cluster, activations=plan.activations)
+    index = {op.id: i for i, op in enumerate(as_run(problem.graph, plan.activations).ops)}
     seconds = {
         **{f"run {r.id}": (Lane.COMPUTE, price.run_s(index[r.first], index[r.last])) for r in plan.regions},
         **{f"gather {name}": (Lane.H2D, own_s) for name, own_s in price.h2d_s.items()},
