@@ -26,12 +26,17 @@ from elixir_compile.hardware import (
     parse_hardware,
     profile_for,
 )
-from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks
+from elixir_compile.measure.machine import (
+    available_host_bytes,
+    host_memory_bytes,
+    memory_sizes_bytes,
+    num_local_ranks,
+)
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.peers import Peers
-from elixir_compile.units import GIB
+from elixir_compile.units import GIB, format_bytes
 
 log = logging.getLogger("elixir_compile")
 
@@ -187,9 +192,11 @@ def device_budget_bytes(
     """Return the device budget: the option, or else the free bytes plus `held_bytes` less the reserve.
 
     `held_bytes` are the bytes of the model that are on the device already. Workspaces of libraries count as free,
-    because every plan has `library_bytes` for them.
+    because every plan has `library_bytes` for them. Warns ElixirWarning if the option names more than the device has.
     """
     if options.device_memory is not None:
+        total_bytes, _ = memory_sizes_bytes(device)
+        _warn_of_missing("device_memory", options.device_memory, total_bytes, platform_of(device).name(device))
         return options.device_memory
     platform = platform_of(device)
     platform.drop_workspaces()
@@ -246,8 +253,25 @@ def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
 
 
 def host_budget_bytes(options: Options, peers: Peers | None = None) -> int:
-    """Return the host budget of one rank: the option, or else its part of the free host memory."""
-    return options.host_memory if options.host_memory is not None else _free_host_bytes(peers)
+    """Return the host budget of one rank: the option, or else its part of the free host memory.
+
+    Warns ElixirWarning if the option names more than this process may use of the host.
+    """
+    if options.host_memory is None:
+        return _free_host_bytes(peers)
+    _warn_of_missing("host_memory", options.host_memory, host_memory_bytes(), "this host")
+    return options.host_memory
+
+
+def _warn_of_missing(option: str, asked_bytes: int, total_bytes: int, place: str) -> None:
+    """Warn if the budget in `option` is more than all memory of `place`, free or not."""
+    if asked_bytes > total_bytes:
+        warnings.warn(
+            f"the option {option} is {format_bytes(asked_bytes)}, and {place} has {format_bytes(total_bytes)}: a plan "
+            "may need memory that is not there. Leave the option out to plan for the free memory.",
+            ElixirWarning,
+            stacklevel=3,
+        )
 
 
 def num_sharing_host(peers: Peers | None) -> int:

@@ -10,12 +10,14 @@ cluster    the `Cluster` of all rates and limits, and of the reads and writes of
 from elixir_compile.measure.machine.cluster import measure_fleet, measure_machine, with_disk
 from elixir_compile.measure.machine.limits import (
     available_host_bytes,
+    host_memory_bytes,
     memory_sizes_bytes,
     num_local_ranks,
 )
 
 __all__ = [
     "available_host_bytes",
+    "host_memory_bytes",
     "measure_fleet",
     "measure_machine",
     "memory_sizes_bytes",

@@ -10,6 +10,8 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import is_swapped
+from elixir_compile.measure.machine import host_memory_bytes
+from elixir_compile.units import format_bytes
 from tests.run.models import Stack
 from tests.run.training import hybrid_adamw, plain_step
 
@@ -173,3 +175,34 @@ def test_compilations_of_a_model_that_never_ran_warn() -> None:
     model(torch.randn(4, 64)).backward()
     with pytest.warns(elixir.NoGraphCaptured, match="torch.compile"):
         optimizer.step()
+
+
+def plans(model: nn.Module, x: torch.Tensor, options: dict[str, object]) -> None:
+    elixir.plan(model, x, options=options)
+
+
+def trains(model: nn.Module, x: torch.Tensor, options: dict[str, object]) -> None:
+    compile_with(model, **options)(x).sum().backward()
+
+
+def trains_at_other_prices(model: nn.Module, x: torch.Tensor, options: dict[str, object]) -> None:
+    trains(model, x, {**options, "hardware": "a100-80g"})
+
+
+@pytest.mark.parametrize(("name", "place"), [("device_memory", "cpu"), ("host_memory", "this host")])
+@pytest.mark.parametrize("use", [plans, trains, trains_at_other_prices])
+def test_a_budget_of_more_than_the_machine_has_is_said_with_both_numbers(
+    name: str, place: str, use: Callable[..., None]
+) -> None:
+    total_bytes = host_memory_bytes()
+    options = {"plan_cache": False, name: total_bytes + (1 << 30)}
+    has = f"the option {name} is {format_bytes(total_bytes + (1 << 30))}, and {place} has {format_bytes(total_bytes)}"
+    with pytest.warns(elixir.ElixirWarning, match=has):
+        use(nn.Linear(8, 8), torch.ones(2, 8), options)
+
+
+def test_a_budget_of_all_that_the_machine_has_is_accepted_and_a_plan_for_another_machine_may_have_more() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    total_bytes = host_memory_bytes()
+    elixir.plan(model, x, options={"device_memory": total_bytes, "host_memory": total_bytes})
+    elixir.plan(model, x, options={"device_memory": "400TiB", "host_memory": "400TiB"}, hardware="a100-80g")
