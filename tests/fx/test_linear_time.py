@@ -1,7 +1,7 @@
 """What the capture of a step costs grows as its ops do, and nothing else runs in between."""
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -157,18 +157,34 @@ def test_an_op_has_the_source_line_of_its_innermost_frame(trace: str, line: str)
     assert source_line(node) == line
 
 
-def test_guards_of_dynamo_are_not_read_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+class Tabled(nn.Module):
+    """A block whose forward reads a table of its class, which Dynamo guards."""
+
+    table = {"factor": 2.0}  # noqa: RUF012  (a constant of the class, as users write it)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.unread = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.table["factor"]
+
+
+@pytest.mark.parametrize("name", ["_arguments_of_type", "_is_meant"])
+def test_guards_of_dynamo_are_not_read_for_each_parameter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    names_class_of = dynamo._names_class_of
+    own = getattr(dynamo, name)
 
-    def count(name: str, modules: Collection[str]) -> bool:
+    def count(*args: object) -> object:
         counts[-1] += 1
-        return names_class_of(name, modules)
+        return own(*args)
 
-    monkeypatch.setattr(dynamo, "_names_class_of", count)
+    monkeypatch.setattr(dynamo, name, count)
     for num_blocks in (2, 8):
         counts.append(0)
         torch._dynamo.reset()
         options = {"inner": "aot_eager", "report": False}
-        torch.compile(Stack(num_blocks=num_blocks), backend="elixir", options=options)(vectors(1)[0])
+        model = nn.Sequential(*(Tabled() for _ in range(num_blocks)))
+        torch.compile(lambda x, model=model: model(x).sum(), backend="elixir", options=options)(vectors(1)[0])
     assert 0 < counts[1] <= 4 * counts[0]
