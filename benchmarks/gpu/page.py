@@ -8,6 +8,7 @@ Tracebacks, logs and paths of the machine are left out.
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def exactness(folder: Path) -> Iterator[str]:
                         f"{fact['losses_apart']:.1e}",
                     )
                 )
-    yield "## Ten steps of a GPT-2 of four layers, beside torch with the same compiler"
-    yield ""
+    if rows:
+        yield from ("## Ten steps of a GPT-2 of four layers, beside torch with the same compiler", "")
     head = ("compiler, budget", "budget MiB", "planned", "measured", "held", "gradients that differ", "losses apart")
     yield from table(head, rows)
 
@@ -73,7 +74,8 @@ def exactness(folder: Path) -> Iterator[str]:
 def late_compute(folder: Path) -> Iterator[str]:
     """Yield whether late compute changed a weight, by update mode."""
     rows = [(f["mode"], f["dtype"], f["same"]) for f in facts_of(folder / "late.jsonl") if "same" in f]
-    yield from ("## Weights under late compute are those of a run that waits after every copy", "")
+    if rows:
+        yield from ("## Weights under late compute are those of a run that waits after every copy", "")
     yield from table(("update", "parameters", "same bits"), rows)
 
 
@@ -93,6 +95,16 @@ def machine(folder: Path) -> Iterator[str]:
             yield f"- {fact['after']} allocates {fact['more_bytes']} B more"
         elif "attention" in fact:
             yield f"- attention in {fact['attention']}: {fact['node']}"
+    for fact in facts_of(folder / "measure.jsonl"):
+        if "measured" in fact:
+            node = fact["measured"]["nodes"][0]
+            rates = {name: f"{rate / 1e12:.1f}" for name, rate in node["device"]["flops_per_s"].items()}
+            yield f"- measured TFLOP/s: {rates}; memory {node['device']['memory_bytes_per_s'] / 1e12:.2f} TB/s"
+            host = node["host"]
+            rates_g = [
+                f"{(host[key] or 0) / 1e9:.1f}" for key in ("update_elements_per_s", "busy_update_elements_per_s")
+            ]
+            yield f"- AdamW on {host['cores']} cores: {rates_g[0]} G elements per second, {rates_g[1]} beside copies"
     for fact in facts_of(folder / "sanitizer.jsonl"):
         if fact.get("case") == "three steps":
             yield f"- torch's sanitizer of streams over three steps: {'nothing found' if fact['ok'] else fact['error']}"
@@ -100,42 +112,34 @@ def machine(folder: Path) -> Iterator[str]:
 
 
 def figures(folder: Path) -> Iterator[str]:
-    """Yield seconds and bytes of the Llama, a row for each training."""
+    """Yield seconds and bytes of the Llama, a row for each training; one that was cut off has its last steps there."""
     rows = []
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         facts = facts_of(path)
-        median = next((fact for fact in facts if "median_s" in fact), None)
-        if median is None:
+        steps = [fact for fact in facts if "step_s" in fact]
+        if not steps:
             continue
+        built = next(fact for fact in facts if "params" in fact)
         plan: Mapping[str, Any] = ([fact for fact in facts if "planned_s" in fact] or [{}])[-1]
         planned_s = plan.get("planned_s")
         rows.append(
             (
                 path.stem,
-                median["backend"],
-                mib(median["budget_bytes"]),
+                mib(built["budget_bytes"]),
                 mib(plan.get("planned_bytes")),
-                mib(median.get("requested_bytes")),
-                mib(median.get("reserved_bytes")),
-                f"{median['median_s'] * 1e3:.1f}",
+                mib(steps[-1].get("requested_bytes")),
+                mib(steps[-1].get("reserved_bytes")),
+                f"{statistics.median(step['step_s'] for step in steps[-4:]) * 1e3:.1f}",
                 "-" if planned_s is None else f"{planned_s * 1e3:.1f}",
-                median.get("retries", "-"),
+                f"{steps[0]['step_s']:.0f}",
+                len(steps),
+                f"{steps[-1]['loss']:.4f}",
             )
         )
     if rows:
         yield from ("## A Llama of 1.1 B parameters, 8 sequences of 1024 tokens", "")
-        head = (
-            "training",
-            "backend",
-            "budget MiB",
-            "planned",
-            "requested",
-            "reserved",
-            "step ms",
-            "planned ms",
-            "retries",
-        )
-        yield from table(head, rows)
+        head = ("training", "budget MiB", "planned", "requested", "reserved", "step ms", "planned ms", "first step s")
+        yield from table((*head, "steps", "last loss"), rows)
 
 
 def tests(folder: Path) -> Iterator[str]:

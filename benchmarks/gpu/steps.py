@@ -388,26 +388,33 @@ def train() -> None:
         settle()
         seconds.append(time.perf_counter() - began_s)
         note(step=number, step_s=round(seconds[-1], 4), loss=float(loss), **allocator())
+        if backend == "elixir" and number in (0, 8):  # 8: after a new plan
+            note_plan(own)
     note(backend=ARGUMENTS.backend, budget_bytes=budget, median_s=statistics.median(seconds[-4:]), **allocator())
     if IS_CUDA:
         (ARGUMENTS.out / f"{NAME}.peak").write_text(str(allocator()["requested_bytes"]))
     if backend == "elixir":
-        note_plan(own, lambda: own.step(shape, autocast=autocast))
+        note_record(lambda: own.step(shape, autocast=autocast))
     if ARGUMENTS.trace:
         note_trace(lambda: own.step(shape, autocast=autocast))
 
 
-def note_plan(own: Training, step: Callable[[], object]) -> None:
-    """Note the plans of a training by Elixir beside a measured step."""
+def note_plan(own: Training) -> None:
+    """Note the plans in force of a training by Elixir."""
     import elixir_compile as elixir
 
-    with case("plan"):
-        for number, made in enumerate(elixir.compilations(own.compiled)):
-            elixir.save_plan(made, ARGUMENTS.out / f"{NAME}.{number}.plan.json")
-            predicted = made.plan.prediction
-            note(planned_bytes=predicted.device_peak_bytes, planned_s=predicted.step_s, bound_s=made.plan.bound_s)
-            explained = str(elixir.explain(made.plan))
-            (ARGUMENTS.out / f"{NAME}.{number}.explain.txt").write_text(explained, encoding="utf-8")
+    for number, made in enumerate(elixir.compilations(own.compiled)):
+        elixir.save_plan(made, ARGUMENTS.out / f"{NAME}.{number}.plan.json")
+        predicted = made.plan.prediction
+        note(planned_bytes=predicted.device_peak_bytes, planned_s=predicted.step_s, bound_s=made.plan.bound_s)
+        explained = str(elixir.explain(made.plan))
+        (ARGUMENTS.out / f"{NAME}.{number}.explain.txt").write_text(explained, encoding="utf-8")
+
+
+def note_record(step: Callable[[], object]) -> None:
+    """Note the record of a measured step: its seconds by lane, its peaks and its actions."""
+    import elixir_compile as elixir
+
     with case("record"):
         record = elixir.measure_step(step, device=DEVICE.type)
         lanes_s: dict[str, float] = {}
