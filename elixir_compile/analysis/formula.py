@@ -22,7 +22,7 @@ from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
 from elixir_compile.analysis.timeline import with_peaks
-from elixir_compile.ir import Activations, Plan, StepGraph, sizes
+from elixir_compile.ir import Activations, Plan, StepGraph, kernels_digest, sizes
 
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
@@ -58,11 +58,12 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
 
 
 def plan_at(graph: StepGraph, plan: Plan) -> Plan:
-    """Return `plan` with bytes at the sizes of `graph`, which has the same fingerprint.
+    """Return `plan` with bytes at the sizes of `graph`, which has the same fingerprint, and as its kernels allocate.
 
     The predicted seconds stay those at the planned sizes.
     """
-    return plan if plan.symbols == graph.symbols else resized(graph, plan)
+    is_same = plan.symbols == graph.symbols and plan.kernels == kernels_digest(graph)
+    return plan if is_same else resized(graph, plan)
 
 
 def resized(graph: StepGraph, plan: Plan) -> Plan:
@@ -77,7 +78,8 @@ def resized(graph: StepGraph, plan: Plan) -> Plan:
         check_activations(graph, own)
         check_regions(as_run(graph, own.activations, laps_of(own)), own)
     plan = with_peaks(graph, plan)
-    return replace(plan, formula=peak_formula(graph, plan), symbols=graph.symbols)
+    formula = peak_formula(graph, plan)
+    return replace(plan, formula=formula, symbols=graph.symbols, kernels=kernels_digest(graph))
 
 
 def _resized_groups(graph: StepGraph, groups: Iterable[Activations]) -> tuple[Activations, ...]:

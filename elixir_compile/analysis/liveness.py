@@ -4,7 +4,8 @@
   op        0    1    2    3    4    5 (update)
   param     ------------------------------      the whole step; input, buffer and optimizer state too
   saved          ----------------               first write to last use
-  temp           -----                          an output of the forward: at least to the forward's last op
+  temp           -----                          an output of the forward: at least to the forward's last op. A loss
+                                                with the storage of its inputs: to the backward's last op
   grad                     ---------------      first write to the end of the step
 ```
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from elixir_compile.ir import Kind, OpId, Phase, StepGraph, StorageId
 
-_WHILE_NEEDED = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+_WHILE_NEEDED = (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED, Kind.GRAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def liveness(graph: StepGraph) -> Liveness:
     firsts, lasts = _touches(graph)
     end = len(graph.ops) - 1
     forward_end = max((index for index, op in enumerate(graph.ops) if op.phase is Phase.FORWARD), default=-1)
+    run_end = max((index for index, op in enumerate(graph.ops) if op.phase is not Phase.UPDATE), default=-1)
     outputs = frozenset(graph.outputs)
     lives: dict[StorageId, Life] = {}
     for storage in graph.storages:
@@ -50,7 +52,10 @@ def liveness(graph: StepGraph) -> Liveness:
             lives[name] = Life(first=0, last=end)
         elif name in firsts:
             last = end if storage.kind is Kind.GRAD else lasts[name]
-            lives[name] = Life(first=firsts[name], last=max(last, forward_end) if name in outputs else last)
+            if name in outputs:
+                # The caller of `backward` holds the loss. No plan counts its 4 bytes, but kernels may give it more.
+                last = max(last, run_end if storage.traced else forward_end)
+            lives[name] = Life(first=firsts[name], last=last)
     return Liveness(ops=tuple(op.id for op in graph.ops), lives=lives)
 
 

@@ -37,7 +37,7 @@ from elixir_compile.ir.rows import rows_of_micro_batches
 PART, TOTAL = ".part", ".total"
 """Suffixes of the storages that a lap adds: the part of one micro-batch, and the fp32 sum of 16-bit parts."""
 _SHORT = ("bfloat16", "float16")
-_MADE = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+_MADE = (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED, Kind.GRAD)
 
 
 def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activations] = ()) -> StepGraph:

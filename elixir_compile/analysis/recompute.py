@@ -21,7 +21,7 @@ from elixir_compile.analysis.micro_batches import divided
 from elixir_compile.analysis.parts import parts_of, tangents_of
 from elixir_compile.analysis.slices import slices_of
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, StorageId
+from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
 
 AGAIN = "re_"
 """The prefix of the name of a repeated op, after its phase: `bwd.re_mm`."""
@@ -308,8 +308,13 @@ def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph
     ops += graph.ops[done:]
     kinds = {**dict.fromkeys(dropped, Kind.TEMP), **dict.fromkeys(extra, Kind.SAVED)}
     kept = (replace(own, kind=kinds[own.id]) if own.id in kinds else own for own in graph.storages)
-    copies = (replace(storages[name], id=new, kind=Kind.TEMP) for name, new in renamed.items())
+    copies = (_copied(storages[name], new) for name, new in renamed.items())
     return replace(graph, ops=tuple(ops), storages=(*kept, *copies))
+
+
+def _copied(storage: Storage, name: StorageId) -> Storage:
+    """Return `storage` as the repeated op allocates it, under `name`."""
+    return replace(storage, id=name, kind=Kind.WORKSPACE if storage.kind is Kind.WORKSPACE else Kind.TEMP)
 
 
 @functools.lru_cache(maxsize=_NUM_GRAPHS)

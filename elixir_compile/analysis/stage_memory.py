@@ -37,7 +37,7 @@ def stage_memory(step: StepGraph) -> StageMemory:
     sent = set(step.outputs)
     for storage in step.storages:
         life = lives.get(storage.id)
-        if life is None or storage.kind not in (Kind.TEMP, Kind.SAVED):
+        if life is None or storage.kind not in (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED):
             continue
         last = len(step.ops) - 1 if storage.id in sent else life.last
         if life.first < num_forward and (last >= num_forward or storage.id in sent):

@@ -3,7 +3,10 @@
 Each call except markers becomes an `Op`, in node order. Storages are found through the fake tensors that tracing left
 in `node.meta["val"]`: if two values share a storage, they are views of each other. Storages of the two graphs are kept
 apart, because a recomputed node carries the fake tensor of the node it repeats; only the placeholders of the backward
-are joined with the values that the forward saved. Workspaces inside kernels are not modelled.
+are joined with the values that the forward saved.
+
+A kernel that was seen to allocate other bytes than tracing stated counts with its own: its results have them, and its
+workspace is a storage that no other op touches.
 """
 
 import inspect
@@ -19,7 +22,9 @@ from torch.fx.node import Argument
 
 from elixir_compile import compat
 from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
+from elixir_compile.capture.batch_call import SAME, State
 from elixir_compile.capture.consecutive import scattered
+from elixir_compile.capture.kernel_bytes import KernelBytes, KernelCall, Kernels, as_traced, may_differ
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
     dense_tensors_of,
@@ -63,6 +68,8 @@ class Captured:
     param_names: Mapping[int, str]
     fused: bool
     """If True, Inductor compiles the regions and fuses kernels."""
+    kernels: Kernels = as_traced
+    """Knows the bytes of kernels that may take others than tracing stated."""
 
     @property
     def backward_module(self) -> fx.GraphModule:
@@ -87,7 +94,7 @@ def step_graph(captured: Captured, values: Mapping[str, int]) -> StepGraph:
 
     A symbol outside of `values` has its value at the capture.
     """
-    return _Builder(captured, values, step_states(captured)).build()
+    return _Builder(captured, values, step_states(captured), captured.kernels).build()
 
 
 def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
@@ -120,6 +127,7 @@ class _Draft:
     of: StorageId | None = None
     size: str = ""
     batched: Batched = Batched.SAME
+    traced: str = ""
 
     def freeze(self, scattered: Collection[StorageId]) -> Storage:
         """Return the storage; the slices of those in `scattered` do not follow each other in memory."""
@@ -132,6 +140,7 @@ class _Builder:
     captured: Captured
     values: Mapping[str, int]
     batch: StepStates = UNDIVIDED
+    kernels: Kernels = as_traced
     symbols: dict[str, int] = field(default_factory=dict)
     """The values of the sizes among the inputs, by symbol, in the order of the inputs."""
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
@@ -150,7 +159,8 @@ class _Builder:
         if self.captured.backward is not None:
             self._join_backward(self.captured.backward.graph, forward)
         flat = dict.fromkeys(s for storages in outputs for s in storages)
-        texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
+        drafts = self.drafts.values()
+        texts = {text for draft in drafts for text in (draft.size, draft.traced)} | {op.flops_size for op in self.ops}
         used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
         batch, batch_size = self._count(self.batch.batch)
         used.add(batch_size)
@@ -271,10 +281,17 @@ class _Builder:
             self.drafts[storage] = _Draft(storage, nbytes, Kind.PARAM, _dtype(value))
         return (storage,)
 
-    def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
+    def _enter(
+        self,
+        node: fx.Node,
+        kind: Kind,
+        by_key: dict[int, StorageId],
+        phase: Phase,
+        seen: KernelBytes | None = None,
+    ) -> tuple[StorageId, ...]:
         """Return the storages of the tensors of `node`: those in `by_key`, by the keys of fake storages, or new ones.
 
-        New storages are added to `by_key` too.
+        New storages are added to `by_key` too, with the bytes that the kernel was `seen` to allocate.
         """
         found: list[StorageId] = []
         for index, value in enumerate(dense_tensors_of(node)):
@@ -285,6 +302,11 @@ class _Builder:
                 nbytes, size = self._count(value.untyped_storage().nbytes())
                 batched = self.batch.half(phase).batched(node, index)
                 self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value), size=size, batched=batched)
+                own_bytes = None if seen is None else seen.results_bytes[index]
+                if own_bytes is not None and own_bytes != nbytes:
+                    self.drafts[storage].traced = size or str(nbytes)
+                    self.drafts[storage].nbytes = own_bytes
+                    self.drafts[storage].size = self._scaled(node, own_bytes)
                 by_key[key] = storage
             else:
                 self.aliases.append((op_id(phase, node), by_key[key]))
@@ -308,7 +330,9 @@ class _Builder:
             # By structure, not by fake storage: several gathers of one parameter have different fake storages.
             shared.update((key, storages[base][0]) for key in storage_keys_of(node))
         num_before = len(self.drafts)
-        storages[node] = self._enter(node, Kind.TEMP, shared, phase)
+        call = self._kernel_call(node, phase, storages) if may_differ(node, fused=self.captured.fused) else None
+        seen = None if call is None else self.kernels(call)
+        storages[node] = self._enter(node, Kind.TEMP, shared, phase, seen)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
         mutated = [*_mutated(node, storages), *(() if overwritten is None else storages[overwritten])]
         for storage in () if overwritten is None else storages[overwritten]:
@@ -317,6 +341,8 @@ class _Builder:
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops, flops_size = self._count(flops_of(node))
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
+        if call is not None and seen is not None and seen.workspace_bytes:
+            writes = (*writes, *self._enter_workspaces(call, phase, seen.workspace_bytes, (*inputs, *writes)))
         return Op(
             id=op_id(phase, node),
             target=_target(node),
@@ -333,6 +359,68 @@ class _Builder:
             mixes=walked.mixes.get(node, ""),
             ring=ring_of(node, self._count),
         )
+
+    def _kernel_call(self, node: fx.Node, phase: Phase, storages: Mapping[fx.Node, Sequence[StorageId]]) -> KernelCall:
+        """Return the call of `node` on the whole batch; `storages` are those of its inputs."""
+        walked = self.batch.half(phase)
+        behind = {source: [self.drafts[name] for name in storages.get(source, ())] for source in node.all_input_nodes}
+        states = {source: walked.states.get(source, SAME) for source in (*behind, node)}
+        dims = {source: own.dim for source, own in states.items() if isinstance(own, State) and own.is_each}
+        dims |= {source: dim for (reader, source), dim in walked.narrowed.items() if reader is node}
+        return KernelCall(
+            node=node,
+            sizes=self.values,
+            unlike={source: own[0].nbytes for source, own in behind.items() if len(own) == 1 and own[0].traced},
+            slices={source: dim for source, dim in dims.items() if source is not node},
+            result_dim=dims.get(node),
+        )
+
+    def _enter_workspaces(
+        self, call: KernelCall, phase: Phase, nbytes: int, touched: Sequence[StorageId]
+    ) -> list[StorageId]:
+        """Add the workspace of the op of `call`, `nbytes` on the whole batch, and return it.
+
+        `touched` are the storages that the op reads and writes. If it can run once for each micro-batch, the bytes that
+        follow the rows are a storage of their own: a kernel may copy its weights, and its slices.
+        """
+        is_in_slices = any(self.drafts[name].batched is not Batched.SAME for name in touched)
+        fixed_bytes = self._fixed_bytes(call, nbytes) if is_in_slices else nbytes
+        parts = {Batched.SAME: fixed_bytes, Batched.EACH: nbytes - fixed_bytes}
+        found: list[StorageId] = []
+        for batched, own_bytes in parts.items():
+            if own_bytes:
+                suffix = "" if batched is Batched.SAME else ".rows"
+                storage, size = (
+                    StorageId(f"{op_id(phase, call.node)}.workspace{suffix}"),
+                    self._scaled(call.node, own_bytes),
+                )
+                self.drafts[storage] = _Draft(storage, own_bytes, Kind.WORKSPACE, "uint8", size=size, batched=batched)
+                self.scattered.add(storage)
+                found.append(storage)
+        return found
+
+    def _fixed_bytes(self, call: KernelCall, nbytes: int) -> int:
+        """Return how many of `nbytes`, the workspace of `call`, do not depend on the rows of the batch: a call on one
+        row shows it. Returns 0 if it does not run."""
+        rows = self.batch.batch
+        if not isinstance(rows, int) or rows == 1:
+            return 0
+        one = self.kernels(replace(call, parts=rows))
+        if one is None:
+            return 0
+        row_bytes = max(0, nbytes - one.workspace_bytes) // (rows - 1)
+        return min(nbytes, max(0, one.workspace_bytes - row_bytes))
+
+    def _scaled(self, node: fx.Node, nbytes: int) -> str:
+        """Return `nbytes`, seen at the present sizes, as an expression that is proportional to the largest tensor that
+        the op of `node` reads or writes; empty if none is of dynamic size."""
+        found = [tensor for source in (node, *node.all_input_nodes) for tensor in dense_tensors_of(source)]
+        counted = [self._count(tensor.numel()) for tensor in found]
+        largest, text = max((own for own in counted if own[1]), default=(0, ""))
+        if not text or not largest:
+            return ""
+        factor, rest = divmod(nbytes, largest)
+        return sizes.canonical(f"FloorDiv({nbytes}*({text}), {largest})" if rest else f"{factor}*({text})")
 
 
 def _by_key(nodes: Iterable[fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> dict[int, StorageId]:

@@ -95,3 +95,4 @@ from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
 from elixir_compile.compat.tensors import schema_of as schema_of
 from elixir_compile.compat.tensors import storage_key as storage_key
+from elixir_compile.compat.tensors import with_cpu_blocks as with_cpu_blocks

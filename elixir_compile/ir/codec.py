@@ -85,18 +85,21 @@ _NUM_DIGITS = 12
 def fingerprint(graph: StepGraph) -> str:
     """Return 12 hex digits of the SHA-256 of `graph`, without the names of its ops, activations and symbols.
 
-    Of the reason why an op mixes the batch, only its existence counts.
+    Of the reason why an op mixes the batch, only its existence counts. Bytes count as tracing stated them, so the same
+    step has the same fingerprint on machines whose kernels allocate other bytes.
     """
+    workspaces = {storage.id for storage in graph.storages if storage.kind is Kind.WORKSPACE}
     numbers: dict[StorageId, int] = {}
     for op in graph.ops:
         for name in (*op.reads, *op.writes):
-            numbers.setdefault(name, len(numbers))
+            if name not in workspaces:
+                numbers.setdefault(name, len(numbers))
     ops = [
         [
             op.target,
             op.phase,
             [numbers[name] for name in op.reads],
-            [numbers[name] for name in op.writes],
+            [numbers[name] for name in op.writes if name not in workspaces],
             op.module,
             op.kernel,
             op.once,
@@ -106,14 +109,17 @@ def fingerprint(graph: StepGraph) -> str:
         for op in graph.ops
     ]
     symbols = {name: f"v{number}" for number, (name, _) in enumerate(graph.symbols)}
-    texts = {storage.size for storage in graph.storages if storage.size}
-    expressions = {text: sizes.canonical(text, symbols) for text in texts}
+    texts = {storage.traced or storage.size for storage in graph.storages} - {""}
+    expressions = {text: int(text) if text.isdecimal() else sizes.canonical(text, symbols) for text in texts}
     touched: list[tuple[int, list[object]]] = []
     untouched: list[list[object]] = []
     for storage in graph.storages:
+        if storage.id in workspaces:
+            continue
         name = storage.id if storage.kind is Kind.PARAM else ""
         of = "" if storage.of is None else storage.of
-        line: list[object] = [storage.kind, expressions.get(storage.size, storage.nbytes), storage.dtype, name, of]
+        size = expressions.get(storage.traced or storage.size, storage.nbytes)
+        line: list[object] = [storage.kind, size, storage.dtype, name, of]
         line += [] if storage.batched is Batched.SAME else [storage.batched]
         line += ["consecutive"] if storage.consecutive else []
         if storage.id in numbers:
@@ -128,4 +134,15 @@ def fingerprint(graph: StepGraph) -> str:
         outputs,
         *([symbols.get(graph.batch_size, graph.batch)] if graph.batch_size or graph.batch > 1 else []),
     ]
-    return hashlib.sha256(json.dumps(canonical).encode()).hexdigest()[:_NUM_DIGITS]
+    return _digest(canonical)
+
+
+def kernels_digest(graph: StepGraph) -> str:
+    """Return 12 hex digits of the SHA-256 of the bytes that the kernels of `graph` allocate beyond its fingerprint:
+    workspaces, and results of other bytes than tracing stated. Empty if there are none."""
+    seen = [(own.id, own.nbytes) for own in graph.storages if own.traced or own.kind is Kind.WORKSPACE]
+    return _digest(seen) if seen else ""
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_NUM_DIGITS]

@@ -46,6 +46,9 @@ class Storage:
     consecutive: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the slices of the micro-batches are consecutive pieces of the storage, of equal size, in all its views.
     Only then can a slice be alone in memory."""
+    traced: str = field(default="", metadata=LEFT_OUT)
+    """The bytes that tracing stated, a number or an expression of the graph's symbols, if the kernel was seen to
+    allocate others; else empty. `nbytes` are those of the kernel."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -58,7 +61,8 @@ class Storage:
         of = "" if self.of is None else f"  of {word(self.of)}"
         batched = "" if self.batched is Batched.SAME else f"  batched {self.batched}"
         batched += "  slices consecutive" if self.consecutive else ""
-        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}{batched}"
+        traced = f"  traced {word(self.traced)}" if self.traced else ""
+        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}{batched}{traced}"
         return commented(line, format_bytes(self.nbytes), column=44)
 
 

@@ -27,6 +27,8 @@ class Kind(StrEnum):
     """Written by the forward, read by the backward."""
     TEMP = "temp"
     """Written and read within one phase."""
+    WORKSPACE = "workspace"
+    """Allocated by one op for itself, and freed before it returns. No captured graph shows it: it is measured."""
     INPUT = "input"
     """A tensor from the caller: a batch, or a tangent."""
     BUFFER = "buffer"

@@ -145,6 +145,8 @@ class Plan:
     """Device peak in bytes as a sympy expression of the graph's symbols; empty if no size is symbolic."""
     symbols: tuple[tuple[str, int], ...] = ()
     """Each symbol of the graph with the value for which the plan was made."""
+    kernels: str = field(default="", metadata=LEFT_OUT)
+    """The `kernels_digest` of the graph: the measured bytes of its kernels that the peaks of the plan include."""
     format: int = PLAN_FORMAT
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
 from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
+from elixir_compile.problem.known_kernels import KnownKernels
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
 from elixir_compile.problem.workspaces import workspace_bytes
@@ -42,6 +43,7 @@ class GraphPlanner:
         self._regions = regions
         self._options = options
         self._progress = progress
+        self._kernels = KnownKernels(executor.device)
         self.sizes = PlannedSizes()
         self.step: StepGraph | None = None
         """The graph's own step at the sizes of its capture, without the other parameters of its buckets; None if it was
@@ -114,9 +116,15 @@ class GraphPlanner:
             self.sizes.values, self.correction = sizes, correction
             raise
 
+    def as_it_runs(self, captured: Captured) -> Captured:
+        """Return `captured` with the bytes that kernels allocate on the device of this graph."""
+        return replace(captured, kernels=self._kernels)
+
     def graph(self, captured: Captured) -> StepGraph:
         """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
-        return graph_of(captured, self._executor, self.sizes.values, self.step)
+        graph = graph_of(captured, self._executor, self.sizes.values, self.step)
+        self._kernels.keep()
+        return graph
 
     def problem(self, captured: Captured, graph: StepGraph, external: ExternalUsage, *, is_new: bool) -> Problem:
         """Return the problem of `graph`, the step of `captured`.

@@ -70,8 +70,18 @@ def random_input(example: Any, sizes: Mapping[str, int]) -> Any:
         return compat.evaluate_size(example, sizes) if isinstance(example, torch.SymInt) else example
     shape = [compat.evaluate_size(size, sizes) for size in example.shape]
     strides = [compat.evaluate_size(stride, sizes) for stride in example.stride()]
-    made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
-    return made.normal_() if made.is_floating_point() or made.is_complex() else made.zero_()
+    return random_tensor(shape, strides, dtype=example.dtype, device=example.device)
+
+
+def random_tensor(
+    shape: Sequence[int], strides: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor of random floats, or of zeros in another dtype."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    # Filled before it gets its strides: the elements of an expanded tensor share memory, and cannot be written.
+    made = torch.empty(extent, dtype=dtype, device=device)
+    made = made.normal_() if made.is_floating_point() or made.is_complex() else made.zero_()
+    return made.as_strided(shape, strides)
 
 
 def _host_runs_s(compiled: CompiledRegion, inputs: Sequence[Any]) -> list[float]:

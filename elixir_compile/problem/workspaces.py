@@ -1,4 +1,4 @@
-"""Bytes that kernels allocate for themselves, which no graph shows.
+"""Bytes that the kernels of attention allocate for themselves, by a formula.
 
 The backward of flash attention adds up the gradient of the queries in fp32, and keeps a sum for each row:
 
@@ -7,10 +7,10 @@ The backward of flash attention adds up the gradient of the queries in fp32, and
 FlashAttention-2, `mha_bwd`: `dq_accum` and `softmax_d`. If keys have fewer heads than queries, their gradients are made
 for each head of the queries first (`dk_expanded`, `dv_expanded`).
 
-Attention by cuDNN has no formula: the library chooses the workspace. One run of the op measures it, if no region was.
+Kernels without a formula, whose library chooses the workspace, are run once: see `known_kernels`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -18,7 +18,6 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.node_facts import tensor_of
-from elixir_compile.measure.op_workspace import op_workspace_bytes
 from elixir_compile.problem.profile import RegionProfile
 
 _FP32_BYTES = 4
@@ -29,41 +28,19 @@ _BACKWARDS = {
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
 }
 """Queries and keys are their second and third arguments, [batch, heads, rows, head size]."""
-_WITHOUT_FORMULA = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
-}
 
 
 def workspace_bytes(captured: Captured, sizes: Mapping[str, int], profile: RegionProfile | None) -> int:
     """Return the most bytes that one region of `captured` allocates beside its tensors.
 
-    They are the largest measured difference of `profile`, or the formula for attention if that is more. Without a
-    profile, ops without a formula run once. `sizes` are the values of the symbols of `captured`.
+    They are the largest measured difference of `profile`, or the formula for attention if that is more. `sizes` are the
+    values of the symbols of `captured`.
     """
-    graphs = [half.graph for half in (captured.forward, captured.backward) if half is not None]
-    measured_bytes = _measured_bytes(graphs, sizes) if profile is None else profile.workspace_bytes
+    measured_bytes = 0 if profile is None else profile.workspace_bytes
     if captured.backward is None:
         return measured_bytes
     nodes = captured.backward.graph.nodes
     return max([measured_bytes, *(attention_bytes(node, sizes) for node in nodes if node.target in _BACKWARDS)])
-
-
-def _measured_bytes(graphs: Iterable[fx.Graph], sizes: Mapping[str, int]) -> int:
-    """Return the most bytes that an op without a formula allocates beside its results; equal ops run once."""
-    nodes = [node for graph in graphs for node in graph.nodes if node.target in _WITHOUT_FORMULA]
-    distinct = {(node.target, _signature(node)): node for node in nodes}
-    return max((op_workspace_bytes(node, sizes) for node in distinct.values()), default=0)
-
-
-def _signature(node: fx.Node) -> str:
-    """Return a text that is equal for equal ops: numbers, and the dtype and shape of each tensor."""
-
-    def words(source: fx.Node) -> str:
-        value = source.meta.get("val")
-        return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
-
-    return str(fx.map_arg((node.args, dict(node.kwargs)), words))
 
 
 def attention_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:

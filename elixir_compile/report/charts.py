@@ -23,7 +23,7 @@ EXTRA = "pip install 'elixir-compile[report]'"
 """The command that installs the libraries of the charts."""
 _COLOURS = {
     "param": "#0072B2", "master": "#56B4E9", "moment": "#009E73", "grad": "#D55E00", "gathered": "#CC79A7",
-    "saved": "#E69F00", "temp": "#F0E442", "input": "#8C8C8C", "buffer": "#B8B8B8",
+    "saved": "#E69F00", "temp": "#F0E442", "workspace": "#999933", "input": "#8C8C8C", "buffer": "#B8B8B8",
     "run": "#56B4E9", "update": "#009E73", "gather": "#CC79A7", "prefetch": "#E69F00", "offload": "#0072B2",
     "reduce": "#D55E00", "average": "#D55E00", "add": "#D55E00", "release": "#8C8C8C", "wait": "#B8B8B8",
     "read": "#E69F00", "write": "#0072B2", "step": "#0072B2", "bound": "#8C8C8C",

@@ -12,7 +12,8 @@
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -23,7 +24,7 @@ from elixir_compile.analysis.fusion import absorbed_storages
 from elixir_compile.analysis.recompute import AGAIN, repeats, stored, with_repeats
 from elixir_compile.capture.convert import Captured, op_id, storages_behind
 from elixir_compile.capture.markers import key_of, marker_node, merge_markers, parameter, ticket
-from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, set_outputs
+from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, set_outputs, source_of
 from elixir_compile.capture.views import by_owner, fresh_value, is_view, ops_of, path_to, undo, view_chain
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
@@ -120,6 +121,7 @@ class _Repeater:
                     self.there[node.name].replace_all_uses_with(self._value(node))
         merge_markers(backward)
         _sort(backward)
+        _take_apart(self.copies.values())
         self._stamp()
 
     def _value(self, node: fx.Node) -> fx.Node:
@@ -206,6 +208,13 @@ def _sort(graph: fx.Graph) -> None:
                 missing[reader].discard(made)
                 if not missing[reader]:
                     ready.append(reader)
+
+
+def _take_apart(recomputed: Iterable[fx.Node]) -> None:
+    """Move each result of an op with several to the place directly behind the op. A tuple holds the memory of all of
+    its tensors until the last of them is taken."""
+    for node in reversed([node for node in recomputed if node.target is operator.getitem]):
+        source_of(node).append(node)
 
 
 def _drop_unread_views(graph: fx.Graph) -> None:

@@ -19,6 +19,7 @@ from elixir_compile.ir import (
     Region,
     Schedule,
     fingerprint,
+    kernels_digest,
 )
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
@@ -128,6 +129,7 @@ def unpredicted_plan(
         prediction=_NOTHING,
         planner=planner,
         symbols=problem.graph.symbols,
+        kernels=kernels_digest(problem.graph),
     )
     return replace(made, tensor=tensor_traffic(problem.graph, made, problem.cluster))
 

@@ -10,15 +10,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from elixir_compile import compat
+from elixir_compile.capture.kernel_bytes import KernelBytes, KernelCall, may_differ
 from elixir_compile.errors import UnsupportedDevice
 from elixir_compile.hardware import preset
 from elixir_compile.measure import regions
-from elixir_compile.measure.op_workspace import op_workspace_bytes
+from elixir_compile.measure.kernel_bytes import measured_bytes
 from elixir_compile.options import parse_options
 from elixir_compile.platforms import blocks, lane_stream
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.problem import machine as machine_module
-from elixir_compile.problem import workspaces
 from elixir_compile.problem.machine import device_budget_bytes, library_bytes
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lanes.accelerator import Accelerator
@@ -172,31 +172,28 @@ def _(values: torch.Tensor, times: int) -> torch.Tensor:
     return torch.empty_like(values)
 
 
-def test_an_op_without_a_formula_is_run_once_for_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, op = torch.fx.Graph(), torch.ops.elixir_tests.wasteful.default
+def called(op: Any, *shape: int, more: tuple[object, ...] = ()) -> KernelCall:
+    """Return a call of `op` on a tensor of `shape` on the device, with a result of the same shape."""
+    graph = torch.fx.Graph()
     given = graph.placeholder("values")
-    nodes = [graph.call_function(op, (given, 2)) for _ in range(3)]
+    node = graph.call_function(op, (given, *more))
+    with FakeTensorMode():
+        given.meta["val"], node.meta["val"] = torch.empty(shape, device=DEVICE), torch.empty(shape, device=DEVICE)
+    return KernelCall(node=node, sizes={})
+
+
+def test_an_op_is_run_for_its_workspace_and_its_result() -> None:
     before = torch.accelerator.memory_allocated(DEVICE)
     with FakeTensorMode():
-        given.meta["val"] = torch.empty(64, 32, device=DEVICE)
-        assert op_workspace_bytes(nodes[0], {}) == WORKSPACE_BYTES
+        seen = measured_bytes(called(torch.ops.elixir_tests.wasteful.default, 64, 32, more=(2,)))
+    assert seen == KernelBytes(results_bytes=(64 * 32 * 4,), workspace_bytes=WORKSPACE_BYTES)
     assert torch.accelerator.memory_allocated(DEVICE) == before
-    measured: list[Any] = []
-    monkeypatch.setattr(workspaces, "_WITHOUT_FORMULA", {op})
-    monkeypatch.setattr(workspaces, "op_workspace_bytes", lambda node, sizes: measured.append(node) or 7)
-    captured: Any = SimpleNamespace(forward=SimpleNamespace(graph=graph), backward=None)
-    assert workspaces.workspace_bytes(captured, {}, None) == 7
-    assert len(measured) == 1, "equal ops run once"
 
 
 def test_an_op_that_does_not_fit_has_no_known_workspace() -> None:
-    graph = torch.fx.Graph()
-    given = graph.placeholder("values")
-    node = graph.call_function(torch.ops.aten.mul.Tensor, (given, 2))
-    with FakeTensorMode():
-        given.meta["val"] = torch.empty(1 << 20, device=DEVICE)
+    call = called(torch.ops.aten.mul.Tensor, 1 << 20, more=(2,))
     with fakegpu.capacity(torch.accelerator.memory_allocated(DEVICE) + (1 << 20)):
-        assert op_workspace_bytes(node, {}) == 0
+        assert measured_bytes(call) is None
 
 
 class LibraryError(Exception):
@@ -208,13 +205,8 @@ def test_an_op_that_fails_has_no_known_workspace(error: type[Exception], caplog:
     def fails(values: torch.Tensor) -> torch.Tensor:
         raise error("no kernel for this shape\nsecond line")
 
-    graph = torch.fx.Graph()
-    given = graph.placeholder("values")
-    node = graph.call_function(fails, (given,))
-    with FakeTensorMode():
-        given.meta["val"] = torch.empty(4, device=DEVICE)
     caplog.set_level("INFO", logger="elixir_compile")
-    assert op_workspace_bytes(node, {}) == 0
+    assert measured_bytes(called(fails, 4)) is None
     (line,) = caplog.messages
     assert "no kernel for this shape" in line
     assert not blocks._running[fakegpu.NAME]
@@ -225,11 +217,21 @@ def test_a_workspace_is_not_known_while_somebody_else_reads_the_history(
 ) -> None:
     torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
     monkeypatch.setattr(compat, "start_allocator_history", lambda device_type, most_entries: False)
-    graph = torch.fx.Graph()
-    given = graph.placeholder("values")
-    node = graph.call_function(torch.ops.elixir_tests.wasteful.default, (given, 2))
-    with FakeTensorMode():
-        given.meta["val"] = torch.empty(4, device=DEVICE)
     caplog.set_level("INFO", logger="elixir_compile")
-    assert op_workspace_bytes(node, {}) == 0
+    assert measured_bytes(called(torch.ops.elixir_tests.wasteful.default, 4, more=(2,))) is None
     assert "somebody else reads the history" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (torch.ops.aten.convolution.default, True),
+        (torch.ops.aten._fft_c2c.default, True),
+        (torch.ops.aten._cudnn_rnn.default, True),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, True),
+        (torch.ops.aten.embedding.default, False),
+        (torch.ops.elixir_tests.wasteful.default, False),
+    ],
+)
+def test_ops_whose_library_chooses_are_run_on_a_device_and_no_others(op: Any, expected: bool) -> None:
+    assert may_differ(called(op, 4).node, fused=True) is expected

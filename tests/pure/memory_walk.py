@@ -18,7 +18,7 @@ from elixir_compile.ir.kinds import Kind, Phase, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 
-_PASSING = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+_PASSING = (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED, Kind.GRAD)
 """Kinds that are allocated during the step."""
 
 
@@ -78,6 +78,7 @@ class _Walk:
         self.opening: dict[str, int] = {}
         """Bytes that each bucket needs only until the next op."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
+        self.num_run = sum(op.phase is not Phase.UPDATE for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
         self.take("base", "", self.plan.base_bytes)
@@ -116,11 +117,14 @@ class _Walk:
         self.seen.append(self.total_bytes + sum(self.opening.values()))
         self.opening.clear()
         self.uses_left.subtract(touched)
-        done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
+        done = touched if i + 1 not in (self.num_forward, self.num_run) else {*touched, *self.graph.outputs}
         for name in done:
-            is_kept = i < self.num_forward - 1 and name in self.graph.outputs
+            # The caller of `backward` holds a loss to which the kernel gave more than its own bytes.
+            held_until = self.num_run if self.storages[name].traced else self.num_forward
+            is_kept = i + 1 < held_until and name in self.graph.outputs
             is_kept = is_kept or name in self.leaving
-            if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
+            passes = self.storages[name].kind in (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED)
+            if self.uses_left[name] == 0 and passes and not is_kept:
                 self.drop("storage", name)
 
     def note(self, more_bytes: int = 0) -> None:

@@ -47,7 +47,7 @@ count takes 0.1 s for 3,000 ops."""
 _CLOSE = 3
 """Layers whose places in the model differ by no more than this may change the seconds that the other adds: one layer
 makes the input of the next, and an op between two layers may fuse with either."""
-_MOVABLE = (Kind.TEMP, Kind.SAVED)
+_MOVABLE = (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
