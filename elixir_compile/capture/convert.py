@@ -24,7 +24,14 @@ from elixir_compile import compat
 from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.batch_call import SAME, State
 from elixir_compile.capture.consecutive import scattered
-from elixir_compile.capture.kernel_bytes import KernelBytes, KernelCall, Kernels, as_traced, may_differ
+from elixir_compile.capture.kernel_bytes import (
+    NEGLIGIBLE_BYTES,
+    KernelBytes,
+    KernelCall,
+    Kernels,
+    as_traced,
+    may_differ,
+)
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
     dense_tensors_of,
@@ -341,7 +348,7 @@ class _Builder:
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops, flops_size = self._count(flops_of(node))
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
-        if call is not None and seen is not None and seen.workspace_bytes:
+        if call is not None and seen is not None and seen.workspace_bytes > NEGLIGIBLE_BYTES:
             writes = (*writes, *self._enter_workspaces(call, phase, seen.workspace_bytes, (*inputs, *writes)))
         return Op(
             id=op_id(phase, node),

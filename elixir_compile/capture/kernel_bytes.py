@@ -22,6 +22,9 @@ from elixir_compile.capture.node_facts import kernel_of, leaves_of, value_of
 from elixir_compile.capture.views import is_view
 from elixir_compile.ir import Kernel
 
+NEGLIGIBLE_BYTES = 4096
+"""Smaller workspaces are left out of graphs: half of all ops turn a scalar into a tensor, in 12 bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBytes:

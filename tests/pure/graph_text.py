@@ -40,6 +40,7 @@ def _storage(row: list[str]) -> Storage:
         of=StorageId(named["of"]) if "of" in named else None,
         batched=Batched(named.get("batched", Batched.SAME)),
         consecutive="slices" in named,
+        traced=named.get("traced", ""),
     )
 
 

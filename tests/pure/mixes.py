@@ -5,7 +5,8 @@
   bwd   each op reads a few of: tangent, forward values, parameters, earlier temporaries; writes one, or a gradient
 ```
 
-Some ops fuse, some must run once, some overwrite what they read. What the backward reads of the forward is saved.
+Some ops fuse, some must run once, some overwrite what they read, some have a workspace. What the backward reads of the
+forward is saved.
 """
 
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Mix:
         name = (
             f"{draw(st.sampled_from(['mm', 'mm', 'attention']))}{number}" if kernel is Kernel.OPAQUE else f"f{number}"
         )
+        if kernel is Kernel.OPAQUE and draw(st.integers(0, 3)) == 0:
+            writes = [*writes, self.storage(f"{name}.workspace", Kind.WORKSPACE)]
         self.ops.append(
             Op(
                 id=OpId(f"{'fwd' if phase is Phase.FORWARD else 'bwd'}.{name}"),
@@ -97,6 +100,8 @@ def mixed_graphs(draw: st.DrawFn) -> StepGraph:
     read = {name for op in mix.ops if op.phase is Phase.BACKWARD for name in op.reads}
     saved = [name for name in values if name in read]
     storages = {**mix.storages, **{name: replace(mix.storages[name], kind=Kind.SAVED) for name in saved}}
+    if draw(st.integers(0, 3)) == 0:  # a loss with the storage of its inputs
+        storages[outputs[0]] = replace(storages[outputs[0]], traced="4")
     return StepGraph(name="mix", ops=tuple(mix.ops), storages=tuple(storages.values()), outputs=outputs)
 
 
@@ -142,7 +147,8 @@ def group(graph: StepGraph, name: str, saving: Saving, *storages: str) -> Activa
 def activations_of(draw: st.DrawFn, graph: StepGraph) -> tuple[Activations, ...]:
     """Random groups of what `graph` saves, and of what it could; recomputed only where that is possible."""
     made = {name for op in graph.ops if op.phase is Phase.FORWARD for name in op.writes}
-    free = [s for s in graph.storages if s.id in made and s.id not in graph.outputs and s.kind is not Kind.BUFFER]
+    kept = (Kind.BUFFER, Kind.WORKSPACE)
+    free = [s for s in graph.storages if s.id in made and s.id not in graph.outputs and s.kind not in kept]
     found: tuple[Activations, ...] = ()
     while free:
         size = draw(st.integers(1, 2))
