@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import Argument
 
 from elixir_compile import compat
-from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
+from elixir_compile.capture.batch import OF_MODULE, UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.batch_call import SAME, State
 from elixir_compile.capture.consecutive import scattered
 from elixir_compile.capture.kernel_bytes import (
@@ -216,7 +216,8 @@ class _Builder:
         self._mark_gradients(graph, backward)
         gradients = [draft for draft in self.drafts.values() if draft.kind is Kind.GRAD]
         trained = [draft.of for draft in gradients if draft.of is not None]
-        reads = tuple(dict.fromkeys([*trained, *(draft.id for draft in gradients)]))
+        unmanaged = self._unmanaged_gradients(graph, backward)
+        reads = tuple(dict.fromkeys([*trained, *(draft.id for draft in gradients), *unmanaged]))
         if reads:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
 
@@ -257,6 +258,16 @@ class _Builder:
                 raise UnsupportedModel(name, _no_writer(source_of(node), drafts))
             for draft in drafts:
                 draft.kind, draft.of = Kind.GRAD, StorageId(name)
+
+    def _unmanaged_gradients(
+        self, graph: fx.Graph, storages: Mapping[fx.Node, tuple[StorageId, ...]]
+    ) -> list[StorageId]:
+        """Return the gradients that the backward `graph` returns for parameters among its inputs, as those of an RNN:
+        they stay until the update. `storages` are those of its nodes."""
+        given = self.captured.forward.graph.find_nodes(op="placeholder")
+        pairs = zip(given, outputs_of(graph), strict=False)
+        made = [own for source, own in pairs if isinstance(own, fx.Node) and source.meta.get(OF_MODULE, False)]
+        return [name for own in made for name in storages.get(own, ()) if self.drafts[name].kind is Kind.TEMP]
 
     def _walk(
         self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]

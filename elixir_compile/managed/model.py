@@ -87,7 +87,7 @@ class ManagedModel:
         """Note that no plan can move `param`, for the given `reason`."""
         self.unmanaged_because[name] = reason
         if param.requires_grad:
-            self.executor.gradients.unmanaged_nbytes[name] = param.nbytes
+            self.executor.gradients.unmanaged[name] = param
 
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is

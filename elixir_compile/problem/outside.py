@@ -106,6 +106,16 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
     return held_bytes + max(outstanding_bytes, grads_bytes) + eager_bytes
 
 
+def unmanaged_state_bytes(executor: Executor) -> int:
+    """Return the bytes of optimizer state of trained parameters that no plan can move, as those of an RNN.
+
+    The parameters themselves are inputs of the graphs that read them, and their gradients are results.
+    """
+    params = list(executor.gradients.unmanaged.values())
+    known = planned_states(params)
+    return sum((known.get(id(param)) or state_of_hybrid_adamw(param)).nbytes for param in params)
+
+
 def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) -> int:
     """Return the bytes of state and gradients of trained parameters that neither `captured`, which reads the parameters
     `read`, nor an earlier graph reads."""

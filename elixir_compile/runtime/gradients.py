@@ -15,6 +15,7 @@ gradients.
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -59,8 +60,8 @@ class GradientAccumulator:
         self.stay = False
         """Whether gradients of an earlier backward stay through the next forward: a user said so, or a forward or a
         backward found some. Plans count them from then on."""
-        self.unmanaged_nbytes: dict[str, int] = {}
-        """Bytes of the gradient of each trained parameter that is unmanaged, by its name."""
+        self.unmanaged: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+        """The trained parameters that no plan can move, by name. Their gradients and state are where they are."""
         self.sums_in_fp32 = False
         """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
         self.sentinel = torch.zeros(1, device="cpu", requires_grad=True)

@@ -35,7 +35,7 @@ from elixir_compile.ops.shards import DTensor
 from elixir_compile.options import Options
 from elixir_compile.platforms import accelerator
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
-from elixir_compile.problem.outside import state_of_hybrid_adamw
+from elixir_compile.problem.outside import state_of_hybrid_adamw, unmanaged_state_bytes
 from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -198,6 +198,7 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
         masters={name: param.numel() for name, param in trained.items() if has_master(param)},
         held_bytes=held_bytes,
         base_bytes=unread_bytes
+        + unmanaged_state_bytes(executor)
         + library_bytes(executor.device)
         + scalar_bytes(executor.slots.values(), executor.device),
         batch_symbol=batches[0] if len(batches) == 1 else None,

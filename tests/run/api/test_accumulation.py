@@ -74,6 +74,18 @@ def test_random_runs_keep_their_budget_and_their_prediction(seeds: Sequence[int]
     assert apart(wrong_of, seeds) == []
 
 
+def wrong_of_others(seeds: Iterable[int]) -> list[str]:
+    return [str(outcome) for outcome in outcomes(seeds, Draw.of_others) if outcome.faults]
+
+
+@pytest.mark.parametrize(
+    "seeds", [(105, 107), pytest.param((106, 109, 110), marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_random_runs_of_kernels_that_take_more_keep_their_budget(seeds: Sequence[int]) -> None:
+    """Convolutions and RNNs captured whole, with losses of all kinds."""
+    assert apart(wrong_of_others, seeds) == []
+
+
 def test_random_runs_find_faults() -> None:
     draw = Draw.of(0)
     good = Outcome(draw=draw, budget_bytes=10**6, planned_bytes=10**6, peak_bytes=10**6, is_same=True, seconds=1.0)

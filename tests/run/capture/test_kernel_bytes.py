@@ -173,6 +173,39 @@ def test_further_steps_are_counted_as_kernels_allocate(kind: str) -> None:
     check_kind(kind, excess=0.1)
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, pytest.param(nn.RNN, marks=pytest.mark.slow)])
+def test_the_gradients_and_the_state_of_an_rnn_that_is_captured_whole_are_counted(kind: type[nn.RNNBase]) -> None:
+    """An RNN reads a list of its weights, so no plan moves them."""
+    with Resident() as resident:
+        foreign_bytes = resident.nbytes
+    rnn, out = kind(64, 64, batch_first=True), nn.Linear(64, 64)
+    model = nn.ModuleList([rnn, out])
+    optimizer = hybrid_adamw(model.parameters())
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = rnn, out
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.rnn(x)[0]).square().mean()
+
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = torch.compile(Whole(), backend="elixir", options=OPTIONS)
+
+        def step() -> None:
+            compiled(torch.randn(4, 4, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        peak_bytes = elixir.measure_step(step, device="cpu").device_peak_bytes - foreign_bytes
+    (record,) = elixir.compilations(compiled)
+    assert record.plan is not None
+    assert abs(record.plan.prediction.device_peak_bytes - peak_bytes) <= 0.01 * peak_bytes + SLACK_BYTES
+
+
 def call_of(op: Any, *examples: Any, more: tuple[object, ...] = (), unlike: int | None = None) -> KernelCall:
     """Return a call of `op` on fake tensors of the shapes `examples`, or on what they return; the kernel that made the
     last of them made it of `unlike` bytes."""
