@@ -53,8 +53,6 @@ ALLOWED = {
     "_scaled_dot_product_flash_attention_for_cpu": "an op of captured graphs",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "an op of captured graphs",
     "_scaled_dot_product_efficient_attention_backward": "an op of captured graphs",
-    "_scaled_dot_product_cudnn_attention": "an op of captured graphs",
-    "_scaled_dot_product_cudnn_attention_backward": "an op of captured graphs",
     "_efficient_attention_backward": "an op of captured graphs",
     # Not of torch.
     "_init_weights": "the method of transformers' models that their authors write",
