@@ -72,8 +72,9 @@ class KernelCall:
     def _text(self, source: fx.Node, value: object) -> str:
         if isinstance(value, torch.Tensor):
             return f"{value.dtype} {self.layout_of(source, value)}"
-        is_number = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-        return str(compat.evaluate_size(value, self.sizes)) if is_number else str(value)
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return str(compat.evaluate_size(value, self.sizes))
+        return str(value)
 
 
 Kernels = Callable[[KernelCall], KernelBytes | None]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -116,6 +117,6 @@ def _read(path: Path) -> Mapping[str, KernelBytes]:
     return {}
 
 
-def _is_row(row: object) -> bool:
+def _is_row(row: Any) -> bool:
     is_list = isinstance(row, list) and bool(row) and row[0] is not None
     return is_list and all(own is None or (type(own) is int and 0 <= own < _MOST_BYTES) for own in row)
