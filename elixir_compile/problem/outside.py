@@ -102,7 +102,7 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
             grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement))
         elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
-    held_bytes = device_bytes(executor, leaving_out=read) + sums_bytes
+    held_bytes = device_bytes(executor, leaving_out=read) + sums_bytes + unmanaged_state_bytes(executor)
     return held_bytes + max(outstanding_bytes, grads_bytes) + eager_bytes
 
 
@@ -111,9 +111,7 @@ def unmanaged_state_bytes(executor: Executor) -> int:
 
     The parameters themselves are inputs of the graphs that read them, and their gradients are results.
     """
-    params = list(executor.gradients.unmanaged.values())
-    known = planned_states(params)
-    return sum((known.get(id(param)) or state_of_hybrid_adamw(param)).nbytes for param in params)
+    return sum(map(_state_bytes, executor.gradients.unmanaged.values()))
 
 
 def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) -> int:

@@ -33,7 +33,6 @@ from elixir_compile.problem.outside import (
     outside_bytes,
     outside_host_bytes,
     state_of_hybrid_adamw,
-    unmanaged_state_bytes,
 )
 from elixir_compile.problem.planned_calls import calls_of
 from elixir_compile.runtime.distributed.peers import Peers
@@ -215,7 +214,6 @@ def problem_of(
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
-        held_bytes += unmanaged_state_bytes(executor)
         held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
