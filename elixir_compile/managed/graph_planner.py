@@ -43,7 +43,8 @@ class GraphPlanner:
         self._regions = regions
         self._options = options
         self._progress = progress
-        self._kernels = KnownKernels(executor.device)
+        self.kernels = KnownKernels(executor.device)
+        """The bytes that kernels allocate on the device of this graph."""
         self.sizes = PlannedSizes()
         self.step: StepGraph | None = None
         """The graph's own step at the sizes of its capture, without the other parameters of its buckets; None if it was
@@ -116,14 +117,10 @@ class GraphPlanner:
             self.sizes.values, self.correction = sizes, correction
             raise
 
-    def as_it_runs(self, captured: Captured) -> Captured:
-        """Return `captured` with the bytes that kernels allocate on the device of this graph."""
-        return replace(captured, kernels=self._kernels)
-
     def graph(self, captured: Captured) -> StepGraph:
         """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
         graph = graph_of(captured, self._executor, self.sizes.values, self.step)
-        self._kernels.keep()
+        self.kernels.keep()
         return graph
 
     def problem(self, captured: Captured, graph: StepGraph, external: ExternalUsage, *, is_new: bool) -> Problem:

@@ -128,7 +128,7 @@ class PlannedGraph:
         The review of the attempt is called with the first plan and returns the plan to use.
         """
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
-        own = self.planner.as_it_runs(own)
+        own = replace(own, kernels=self.planner.kernels)
         self._own_capture = own
         if backward is not None:
             self.planner.step = add_extra_saved(own)
