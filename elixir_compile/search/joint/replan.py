@@ -88,6 +88,10 @@ class Correction:
     gap_bytes: int = 0
     """Those of gaps."""
 
+    def without_gaps(self) -> "Correction":
+        """Return the correction that counts no gaps between tensors."""
+        return replace(self, excess_bytes=self.excess_bytes - self.gap_bytes, gap_bytes=0)
+
     def applied_to(self, problem: Problem) -> Problem:
         """Return `problem` at the corrected rates; its graph must be the graph whose steps were measured."""
         base_bytes = problem.base_bytes + self.excess_bytes
