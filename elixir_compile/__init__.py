@@ -100,6 +100,7 @@ _ERRORS = (
     "ProfileFileError",
     "QuestionFileError",
     "Race",
+    "RanksApart",
     "StaleParameters",
     "StateNotApart",
     "TooManyForwards",
@@ -113,6 +114,7 @@ _ERRORS = (
     "UnsupportedBackward",
     "UnsupportedDevice",
     "UnsupportedModel",
+    "UnsupportedWrapper",
     "WrongDtype",
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")

@@ -37,6 +37,7 @@ Exception
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
     ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
+    │   └── UnsupportedWrapper              a model that a wrapper of another library trains on several devices
     ├── UnsupportedDevice  (RuntimeError)   a device for which torch has no streams, or no figures of its memory
     ├── _DiskError         (OSError)        a failed write or read of optimizer state on disk
     │   ├── DiskFull                        too little free space; nothing was written
@@ -48,7 +49,8 @@ Exception
 
 UserWarning
 └── ElixirWarning
-    └── NoGraphCaptured                     the model runs, but not compiled
+    ├── NoGraphCaptured                     the model runs, but not compiled
+    └── RanksApart                          several ranks train, and nothing averages their gradients
 ```
 
 Each error keeps its facts as fields and as `args`, so it survives pickling between processes. Its text is made of them.
@@ -337,8 +339,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
     by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
-    `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
-    come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
+    `disk_bytes` is the optimizer state on the host that could be on disk. `beyond` is a clause with a way for models
+    that no budget suits. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
     equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
     passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static` says that the user
     fixed fractions of the placement.
@@ -358,11 +360,11 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         staying_bytes: int = 0,
         micro_batches: int = 1,
         is_static: bool = False,
-        is_prepared: bool = True,
+        beyond: str = "",
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
         found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, micro_batches, is_static, is_prepared)
+        super().__init__(*found, micro_batches, is_static, beyond)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -374,7 +376,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.returned = returned
         self.staying_bytes = staying_bytes
         self.micro_batches = micro_batches
-        self.is_prepared = is_prepared
+        self.beyond = beyond
         self.is_static = is_static
 
     def __str__(self) -> str:
@@ -388,8 +390,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
         if self.is_static:
             other = f'other fractions or placement_policy="auto", or {other}'
-        if not self.is_prepared:
-            other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
+        if self.beyond:
+            other += f"; {self.beyond}"
         short = (
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}"
             + (f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
@@ -697,6 +699,29 @@ class UnsupportedModel(ElixirError, ValueError):
         return f"{self.what} is not supported: {self.because}"
 
 
+_SHARE = """
+    mesh = init_device_mesh(device_type, (world_size,))  # of torch.distributed.device_mesh
+    model = elixir_compile.prepare(model, mesh=mesh)     # before the optimizer is made
+    model = torch.compile(model, backend="elixir")"""
+_SHARE_INSTEAD = "Leave the wrapper out, and share the model among the ranks:" + _SHARE
+
+
+class UnsupportedWrapper(UnsupportedModel):
+    """The model `what` inside a `wrapper` that trains it on several devices in a way that is not supported.
+
+    `because` says why, and `instead` what to do.
+    """
+
+    def __init__(self, what: str, wrapper: str, because: str, instead: str = _SHARE_INSTEAD) -> None:
+        super().__init__(what, because)
+        self.args = (what, wrapper, because, instead)
+        self.wrapper = wrapper
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return f"{self.what} inside {self.wrapper} is not supported: {self.because}. {self.instead}"
+
+
 class UnsupportedDevice(ElixirError, RuntimeError):
     """A device of type `device_type`, for which torch has nothing under the names `missing`."""
 
@@ -829,3 +854,21 @@ class ElixirWarning(UserWarning):
 
 class NoGraphCaptured(ElixirWarning):
     """The model ran, but no graph of it was captured, so nothing is compiled or planned."""
+
+
+class RanksApart(ElixirWarning):
+    """Several ranks train `model`, and as far as Elixir can see, nothing averages their gradients."""
+
+    def __init__(self, model: str, num_ranks: int) -> None:
+        super().__init__(model, num_ranks)
+        self.model = model
+        self.num_ranks = num_ranks
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_ranks} ranks run, but {self.model} is neither prepared with a mesh nor inside "
+            "DistributedDataParallel: unless your code averages gradients or weights, each rank trains a model of its "
+            f"own. Share the model among the ranks:{_SHARE}\nor train whole copies of it:\n"
+            '    model.compile(backend="elixir")\n'
+            "    model = torch.nn.parallel.DistributedDataParallel(model)"
+        )

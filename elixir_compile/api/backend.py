@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -33,6 +33,7 @@ from elixir_compile.errors import (
     NoFeasiblePlan,
     NotPrepared,
     ParameterReplaced,
+    UnsupportedWrapper,
 )
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
@@ -40,9 +41,12 @@ from elixir_compile.managed.model import ManagedModel, managed_model, managed_mo
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
+from elixir_compile.managed.wrappers import refuse_wrappers
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.ops.shards import is_dtensor
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.unplanned import watch_plain_optimizers
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
@@ -76,7 +80,12 @@ def elixir(
     return _or_raiser(compile_it)
 
 
+watch_plain_optimizers(elixir, Hybrid)
+
+
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if compat.is_cut_by_ddp(gm):
+        _capture_whole()
     _log_graph_break(gm)
     inline_regions(gm)
     functional = read_functionally(gm)
@@ -94,13 +103,35 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     return _compile_graph(gm, inputs, options, written)
 
 
+def _capture_whole() -> NoReturn:
+    """Have Dynamo capture its graph again in one piece, which it has cut at the buckets of a DistributedDataParallel.
+
+    A plan is made for the whole step, and the inputs of a part are fake. Dynamo counts the bytes of the parameters that
+    the graph reads to find the places, so the models of the parameters are prepared: handles have few bytes.
+
+    Raises UnsupportedWrapper if the models are prepared already, as parameters that no gather reads are too large.
+    """
+    ddp = compat.active_ddp()
+    roots = [] if ddp is None else find_roots(compat.reduced_by(ddp))
+    params = [param for root in roots for param in root.parameters()]
+    if not roots or any(managed_model(root) is not None for root in roots):
+        because = "Dynamo cuts the captured graph at the buckets of gradients, where no plan can see the whole step"
+        instead = "Set `torch._dynamo.config.optimize_ddp = False` before the first step"
+        raise UnsupportedWrapper("the model", "DistributedDataParallel", because, instead)
+    ManagedModel(roots, params[0].device).swap_modules()
+    compat.before_each_capture(follow_all_thaws)
+    compat.trace_again("the graph was cut at the buckets of a DistributedDataParallel, and is planned as a whole")
+
+
 def _compile_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, unmanaged: Sequence[tuple[nn.Parameter, str]] = ()
 ) -> Callable[..., Any]:
     """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
     keys = split_gathers(gm)
     if keys:
-        return _compile_gathers(gm, inputs, options, _models_of(keys[:1])[0])
+        model = _models_of(keys[:1])[0]
+        refuse_wrappers(gm, model.roots)
+        return _compile_gathers(gm, inputs, options, model)
     params = _parameters(inputs)
     if any(map(is_dtensor, params)):
         raise NotPrepared(
@@ -109,6 +140,7 @@ def _compile_graph(
             "is compiled."
         )
     roots = find_roots(params)
+    refuse_wrappers(gm, roots)
     prepared = [model for root in roots if (model := managed_model(root)) is not None]
     if prepared:
         _follow_changes(prepared, inputs)
@@ -235,7 +267,8 @@ def _compile_first(
     try:
         compiled = _compile_gathers(gm, rewired.example_inputs, options, model)
     except NoFeasiblePlan as error:
-        raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
+        through = "a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
+        raise NoFeasiblePlan(*error.args[:-1], beyond=error.beyond or through) from None
     model.swap_modules()
     if compat.checks_class_of(lambda found: isinstance(found, nn.Module) and is_swapped_for(found, model)):
         # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new. So is

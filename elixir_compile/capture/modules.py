@@ -2,12 +2,13 @@
 
 import copyreg
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from elixir_compile import compat
@@ -19,7 +20,10 @@ from elixir_compile.ops.shards import DTensor, is_dtensor, own_part, rehome
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules in the process with any of `params`."""
+    """Return the outermost modules in the process with any of `params`.
+
+    A DistributedDataParallel counts as its module, so that parameters have the same names inside of it.
+    """
     modules = [
         thing
         for thing in gc.get_objects()
@@ -27,7 +31,8 @@ def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     ]
     children = {id(child) for module in modules for child in module.children()}
     wanted = {id(param) for param in params}
-    roots = [module for module in modules if id(module) not in children]
+    outermost = [module for module in modules if id(module) not in children]
+    roots = [module.module if isinstance(module, DistributedDataParallel) else module for module in outermost]
     return [root for root in roots if wanted & {id(param) for param in root.parameters()}]
 
 
@@ -86,6 +91,8 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], model: OwningModel) -> No
     namespace["__reduce_ex__"] = _reduce_as(base)
     namespace["register_parameter"] = _register_as(base)
     namespace["__delattr__"] = _delete_as(base)
+    if any(slot.is_dtensor for slot in slots.values()):
+        namespace["_apply"] = _move_as(base)
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
     namespace[_SWAPPED] = True
@@ -248,6 +255,27 @@ def _register_as(base: type[nn.Module]):
         base.register_parameter(module, name, param)
 
     return register_parameter
+
+
+def _move_as(base: type[nn.Module]):
+    def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a part of a parameter whose dtype it
+        keeps.
+
+        The part has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
+        """
+        kept: dict[str, nn.Parameter] = {}
+        slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
+        for name, slot in slots.items():
+            is_own = slot.is_dtensor and module._parameters.get(name) is slot.param
+            if is_own and fn(slot.own.new_empty(0)).dtype == slot.param.dtype:
+                kept[name], module._parameters[name] = slot.param, None
+        try:
+            return compat.apply_to_tensors(base, module, fn, recurse)
+        finally:
+            module._parameters.update(kept)
+
+    return move
 
 
 def _delete_as(base: type[nn.Module]):

@@ -33,6 +33,14 @@ from elixir_compile.compat.compilers import lower_plainly_with_inductor as lower
 from elixir_compile.compat.compilers import lower_with_inductor as lower_with_inductor
 from elixir_compile.compat.compilers import min_cut_partition as min_cut_partition
 from elixir_compile.compat.compilers import report_forward as report_forward
+from elixir_compile.compat.data_parallel import active_ddp as active_ddp
+from elixir_compile.compat.data_parallel import has_communication_hook as has_communication_hook
+from elixir_compile.compat.data_parallel import is_cut_by_ddp as is_cut_by_ddp
+from elixir_compile.compat.data_parallel import is_fully_sharded as is_fully_sharded
+from elixir_compile.compat.data_parallel import is_in_data_parallel as is_in_data_parallel
+from elixir_compile.compat.data_parallel import is_in_pipeline as is_in_pipeline
+from elixir_compile.compat.data_parallel import reads_fully_sharded as reads_fully_sharded
+from elixir_compile.compat.data_parallel import reduced_by as reduced_by
 from elixir_compile.compat.distributed import awaited_local_tensor as awaited_local_tensor
 from elixir_compile.compat.distributed import default_timeout as default_timeout
 from elixir_compile.compat.distributed import dtensor_like as dtensor_like
@@ -45,6 +53,7 @@ from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
 from elixir_compile.compat.distributed import storage_info as storage_info
 from elixir_compile.compat.distributed import strided_shard as strided_shard
+from elixir_compile.compat.dynamo import backend_of as backend_of
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import belongs_to_module as belongs_to_module
 from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
@@ -83,6 +92,7 @@ from elixir_compile.compat.symbols import stand_in as stand_in
 from elixir_compile.compat.symbols import symbol_of as symbol_of
 from elixir_compile.compat.symbols import symbols_in as symbols_in
 from elixir_compile.compat.symbols import unknown_number as unknown_number
+from elixir_compile.compat.tensors import apply_to_tensors as apply_to_tensors
 from elixir_compile.compat.tensors import cpu_allocations as cpu_allocations
 from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import drop_cublas_workspaces as drop_cublas_workspaces

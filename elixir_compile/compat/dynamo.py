@@ -384,3 +384,23 @@ def trace_each_region() -> None:
 
     caches = getattr(TracingContext.try_get(), "hop_dispatch_set_cache", None)
     getattr(caches, "hop_cache_map", {}).pop(torch.ops.higher_order.invoke_subgraph, None)
+
+
+def backend_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return the backend by which `module` is compiled: if `torch.compile` made it around another module, or it is
+    compiled in place, by `module.compile`. None if it is not compiled.
+
+    `torch._dynamo.eval_frame.innermost_backend`, `OptimizedModule.dynamo_ctx`, `_TorchCompileWrapper.compiler_fn`,
+    `nn.Module._compiled_call_impl`, whose closure has a `_TorchDynamoContext`: checked on torch 2.11 and 2.13. Gone:
+    ImportError or AttributeError after the first step of an optimizer of torch.
+    """
+    from torch._dynamo import OptimizedModule
+    from torch._dynamo.eval_frame import _TorchDynamoContext, innermost_backend
+
+    if issubclass(type(module), OptimizedModule):
+        contexts = [cast(Any, module).dynamo_ctx]
+    else:
+        cells = getattr(module.__dict__.get("_compiled_call_impl"), "__closure__", None) or ()
+        contexts = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _TorchDynamoContext)]
+    callbacks: list[Any] = [context.callback for context in contexts if callable(context.callback)]
+    return getattr(innermost_backend(callbacks[0]), "compiler_fn", None) if callbacks else None

@@ -172,3 +172,17 @@ def drop_cublas_workspaces() -> None:
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None:
         drop()
+
+
+def apply_to_tensors(
+    kind: type[torch.nn.Module],
+    module: torch.nn.Module,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool,
+) -> torch.nn.Module:
+    """Replace each parameter and buffer of `module` by `fn` of it, as a `kind` of module does.
+
+    `nn.Module._apply`, through which `to`, `half` and the like work: torch 2.11 to 2.13. Gone: those refuse a model of
+    several ranks that has an optimizer.
+    """
+    return kind._apply(module, fn, recurse)

@@ -32,6 +32,7 @@ from elixir_compile.managed.outstanding import OutstandingForwards
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.saved import disk_of, load_plan
 from elixir_compile.managed.stages import StagesOfRank
+from elixir_compile.managed.wrappers import check_for_ddp, follow_ddp, warn_if_apart
 from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import Slot
@@ -164,9 +165,12 @@ class ManagedModel:
         """Apply the `options` that hold for all graphs of the model.
 
         Raises WrongDtype if a parameter was prepared without the master that the options ask for, PlanMismatch if the
-        user's plan reduces gradients in another dtype, and InvalidOption if a schedule changes gradients after updates.
+        user's plan reduces gradients in another dtype, and InvalidOption if a schedule changes gradients after updates,
+        or a DistributedDataParallel does. Raises UnsupportedWrapper for one that cannot train the model.
         """
         executor = self.executor
+        follow_ddp(executor)
+        check_for_ddp(executor, options)
         if options.update == "in_backward" and executor.calls.spec.is_scaled:
             expected = '"across_steps" or "after_backward", or a schedule made with `scale_grads=False`'
             raise InvalidOption("update", options.update, expected)
@@ -206,6 +210,8 @@ class ManagedModel:
 
         `loss_chunks` is the number of chunks of its loss; None if no loss that could be chunked was found.
         """
+        if not (self.graphs or graph.is_inference):
+            warn_if_apart(self.executor)
         self.graphs.append(graph)
         self.compilations.append(Compilation(graph, loss_chunks, self._outstanding))
         self._gates.append(gate)
@@ -224,8 +230,10 @@ class ManagedModel:
         """Before each forward of `graph`: adopt replaced parameters, plan again if it is due, and move parameters to
         the homes of the plan.
 
-        Raises ParameterReplaced if the graphs cannot read a new parameter.
+        Raises ParameterReplaced if the graphs cannot read a new parameter, and UnsupportedWrapper if a
+        DistributedDataParallel that came after the capture cannot train the model.
         """
+        follow_ddp(self.executor)
         self._adopt_replaced()
         watch = self._outstanding.watch
         watch.step_may_begin()

@@ -333,6 +333,7 @@ class PlannedGraph:
         is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
         has_grown = self.planner.has_grown(active, args)
+        is_back |= bool(executor.reducers) and not active.problem.params_stay  # a wrapper came after the plan
         return has_grown or is_crowded or is_short or is_back or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:

@@ -170,7 +170,7 @@ class Gate:
                 slot.find_node()
             if trained:
                 params = [slot.param for slot in trained]
-                outputs = _GateNode.apply(trained, owner.gradients, owner.gradients.sentinel, *params)
+                outputs = _GateNode.apply(trained, owner.gradients, *params, owner.gradients.sentinel)
                 made = {slot.key: handle for slot, handle in zip(trained, outputs, strict=True)}
         self._frozen = tuple(slot for slot in self.slots if slot.key not in made)
         self._handles = tuple(made.get(slot.key) for slot in self.slots)
@@ -185,7 +185,7 @@ class _GateNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, slots: Sequence[Slot], gradients: GradientSink, sentinel: torch.Tensor, *params: torch.Tensor
+        ctx: Any, slots: Sequence[Slot], gradients: GradientSink, *params_and_sentinel: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.slots = [weakref.ref(slot) for slot in slots]
@@ -201,7 +201,7 @@ class _GateNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         slots, gradients = [slot() for slot in ctx.slots], ctx.gradients()
         given = [None] * len(slots) if gradients is None else gradients.hand_over(slots)
-        return (None, None, None, *given)
+        return (None, None, *given, None)
 
 
 class _MovedError(Exception):

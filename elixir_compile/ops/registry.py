@@ -78,7 +78,19 @@ class SlotOwner(Protocol):
 class Slot:
     """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "part", "sink")
+    __slots__ = (
+        "__weakref__",
+        "_handles",
+        "_made_as",
+        "_node",
+        "device",
+        "is_reduced",
+        "key",
+        "name",
+        "param",
+        "part",
+        "sink",
+    )
 
     def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
@@ -91,6 +103,8 @@ class Slot:
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
         self._node: compat.AccumulateNode | None = None
+        self.is_reduced = False
+        """Whether a DistributedDataParallel reduces the gradient: its hook on the autograd node is unseen by Python."""
 
     def check_form(self) -> None:
         """Raise UnsupportedModel if dtype, shape or strides of the parameter changed, as by `model.half()`."""
@@ -194,7 +208,7 @@ class Slot:
     @property
     def has_node_holders(self) -> bool:
         """Whether other code holds the autograd node of the parameter, which a hook on the node requires."""
-        return self._node is not None and self._node.is_held_by_others
+        return self.is_reduced or (self._node is not None and self._node.is_held_by_others)
 
     @property
     def handles(self) -> Sequence[torch.Tensor]:

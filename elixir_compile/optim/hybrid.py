@@ -19,9 +19,9 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from elixir_compile.errors import ElixirWarning, NoGraphCaptured
+from elixir_compile.errors import ElixirWarning
 from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
-from elixir_compile.ops.registry import gathered_numel, slot_of
+from elixir_compile.ops.registry import gathered_numel
 from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, Overflow
 from elixir_compile.optim.rule import UpdateRule, scaled
@@ -33,6 +33,7 @@ from elixir_compile.optim.state import (
     unwrap_statistics,
     wrap_statistics,
 )
+from elixir_compile.optim.unplanned import warn_if_unplanned
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.lanes import Event
 
@@ -203,7 +204,7 @@ class Hybrid(torch.optim.Optimizer):
                 loss = closure()
         self._updater.line.check()
         if not self._has_stepped:
-            _warn_if_unplanned(self)
+            warn_if_unplanned(self)
         factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
             if factor is not None:
@@ -278,18 +279,3 @@ class Hybrid(torch.optim.Optimizer):
     def _take_factor(self) -> float | None:
         """Return the factor by which this update multiplies gradients; None if a gradient overflowed."""
         return 1.0
-
-
-def _warn_if_unplanned(optimizer: Hybrid) -> None:
-    """Warn if no parameter of `optimizer` belongs to a compiled or prepared model; called by its first `step()`."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any(slot_of(param) is not None for param in params):
-        warnings.warn(
-            NoGraphCaptured(
-                f"no parameter of this {type(optimizer).__name__} belongs to a model that Elixir compiled or prepared, "
-                "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
-                "not `model`. If torch has logged that `recompile_limit` was reached, call `torch.compiler.reset()` "
-                "before compiling another model of the same class."
-            ),
-            stacklevel=4,
-        )

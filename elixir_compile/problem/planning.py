@@ -154,6 +154,7 @@ def build_problem(
     shares: tuple[Share, ...] = (),
     rank: int = 0,
     num_copies: int = 1,
+    params_stay: bool = False,
     in_force: Collection[tuple[Bucket, Placement]] = (),
     calls: Calls = ONCE,
 ) -> Problem:
@@ -170,6 +171,7 @@ def build_problem(
         graph=graph,
         cluster=cluster,
         num_copies=num_copies,
+        params_stay=params_stay,
         shards=shards or {},
         shares=shares,
         rank=rank,
@@ -215,6 +217,8 @@ def problem_of(
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
         held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
+    if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
+        held_bytes += executor.reducers.bucket_bytes(executor.device)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
@@ -235,6 +239,7 @@ def problem_of(
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
+        params_stay=bool(executor.reducers),
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
         calls=calls_of(executor, captured, stay=accumulates) if is_training else ONCE,

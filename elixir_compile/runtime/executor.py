@@ -22,6 +22,7 @@ from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.backward_pass import BackwardPass, refuse_hooks
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.reducers import Reducers
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
@@ -67,6 +68,8 @@ class Executor:
             peers = Peers(tensor_axis.ranks)
         self.peers = peers if ranks is None else ranks.peers
         """All ranks of the model, which must run the same collectives; None if this process runs it alone."""
+        self.reducers = Reducers()
+        """The DistributedDataParallel modules that reduce gradients of the parameters."""
         self.lanes = lanes_for(device)
         self.ledger = ledger_for(self.lanes)
         self.slots: dict[str, Slot] = {}

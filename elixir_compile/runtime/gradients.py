@@ -2,7 +2,8 @@
 
     the backward asks for            the gradient of p is
     every gradient                   added to p.grad when the backward ends, or before an early update of its bucket
-    every gradient, p has hooks      handed to autograd, which calls the hooks and accumulates
+    every gradient, p has hooks      handed to autograd, which calls the hooks and accumulates; the reducer of a
+                                     DistributedDataParallel has a hook on each of its parameters
     inputs=[p, ...]                  added or handed over, as in the two rows above
     inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
@@ -272,6 +273,9 @@ class GradientAccumulator:
         leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
             self._wait_for_copies()
+        if any(slot is not None and slot.is_reduced for slot in leaving):
+            for bucket in self._buckets:  # the reducer writes gradients of parameters too that no graph has read
+                bucket.queued.wait()
         with torch.no_grad():
             return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
@@ -320,8 +324,9 @@ class GradientAccumulator:
         slots += backward.handed
         for bucket in dict.fromkeys(self._buckets.of(slot) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
-                own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
-                let_update(own, None)
+                own = [slot for slot in slots if slot in bucket.slots and slot.param.requires_grad]
+                # The callback in which a reducer waits for other ranks comes after this one.
+                let_update([slot.param for slot in own if not slot.is_reduced], None)
 
     def abandon(self) -> None:
         """Drop all unpublished gradients; called after an exception."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir_compile.capture.modules import retire
-from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel
+from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel, UnsupportedWrapper
 from elixir_compile.ir import Bucket, BucketId, BucketRef, Placement, Plan, Tier, Verb, label
 from elixir_compile.ops.aliases import aliases, held_by_others
 from elixir_compile.ops.optimizers import let_state_follow
@@ -137,6 +137,9 @@ class PlacedBuckets:
             self._lanes.d2h.synchronize()
         self.drop(moved)
         self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
+        for _, placement, slots in new:
+            if placement.param is Tier.DEVICE:
+                refuse_lost_hooks(slots, self._lanes.device.type)
         for spec, placement, slots in new:
             self._place(spec, placement, slots)
         if moved:
@@ -222,14 +225,25 @@ def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> N
         if slot.name in found:
             retire(sites)
             raise ParameterReplaced(slot.name, f"it shares memory with {found[slot.name]}")
-        if slot.own.device.type != "cpu" and slot.has_node_holders:
-            raise UnsupportedModel(
-                slot.name,
-                "it moves to the host and gets another autograd node there, but other code holds its present node, "
-                "whose hooks would not be called. Use `param.register_post_accumulate_grad_hook`, which moves along",
-            )
+    refuse_lost_hooks(moving, "cpu")
     names = {slot.name for slot in moving}
     _warn_of_holders([name for name in held_by_others(named) if name in names])
+
+
+def refuse_lost_hooks(moving: Iterable[Slot], device_type: str) -> None:
+    """Raise UnsupportedModel if a parameter of `moving` changes to another type of device, `device_type`, and its
+    autograd node may have hooks: the parameter gets another node there. Raises UnsupportedWrapper if they are those of
+    DistributedDataParallel."""
+    for slot in moving:
+        if slot.own.device.type == device_type or not slot.has_node_holders:
+            continue
+        because = f"it moves to {device_type} and gets another autograd node there, but"
+        if slot.is_reduced:
+            because += " the hooks that reduce its gradient are on its present node"
+            raise UnsupportedWrapper(slot.name, "DistributedDataParallel", because)
+        because += " other code holds its present node, whose hooks would not be called"
+        instead = "Use `param.register_post_accumulate_grad_hook`, which moves along"
+        raise UnsupportedModel(slot.name, f"{because}. {instead}")
 
 
 def _warn_of_holders(names: Sequence[str]) -> None:

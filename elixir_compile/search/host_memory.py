@@ -227,6 +227,7 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
         staying_bytes=error.staying_bytes,
         micro_batches=problem.micro_batches,
         is_static=problem.fractions is not None,
+        beyond=error.beyond,
     )
 
 

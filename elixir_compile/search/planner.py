@@ -242,6 +242,12 @@ def _require_minimum(evaluator: Evaluator) -> None:
         raise _no_plan(smallest, _at_use(smallest, smallest.min_memory_levels))
 
 
+_BEYOND_DDP = (
+    "inside DistributedDataParallel parameters and gradients stay on the device, and its buckets are as large again: "
+    "elixir_compile.prepare(model, mesh=...) instead of it shares them among the ranks"
+)
+
+
 def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     """Return the error that names the bytes of `smallest`: its device bytes if they are over the budget, else its host
     bytes. `smallest` is the draft plan with the fewest bytes."""
@@ -254,6 +260,7 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(smallest.levels, ahead=0))
     homes = (Tier.DEVICE, Tier.HOST) if problem.accumulates else ()
     staying_bytes = {home: made.staying_gradient_bytes(home) for home in homes}
+    beyond = _BEYOND_DDP if problem.params_stay else ""
     if device_bytes > problem.budget_bytes:
         staying, where = staying_bytes.get(Tier.DEVICE, 0), op.source or op.module
         returned = _returned(evaluator, made, op)
@@ -267,6 +274,7 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
             staying_bytes=staying,
             micro_batches=problem.micro_batches,
             is_static=problem.fractions is not None,
+            beyond=beyond,
         )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
@@ -281,6 +289,7 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
         staying_bytes=sum(staying_bytes.values()),
         micro_batches=problem.micro_batches,
         is_static=problem.fractions is not None,
+        beyond=beyond,
     )
 
 

@@ -114,6 +114,8 @@ class Problem:
     released: frozenset[BucketId] | None = field(default=None, metadata=LEFT_OUT)
     """The sharded buckets that all ranks gather for each window and release after it, where the plans of ranks differ:
     every other sharded bucket stays gathered. None if the planner may choose."""
+    params_stay: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether parameters stay in the memory where they are, because a DistributedDataParallel reduces gradients."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
     calls: Calls = field(default=ONCE, metadata=LEFT_OUT)

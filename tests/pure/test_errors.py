@@ -29,6 +29,7 @@ SAMPLES: list[ElixirError] = [
     errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),
     errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
+    errors.UnsupportedWrapper("Net", "DataParallel", "it runs copies"),
     errors.UnsupportedDevice("npu", ["streams", "torch.npu.memory_allocated"]),
     errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),
     errors.ProfileFileError("nodes[0].h2d.bytes_per_s", "a positive number", -1.0),
@@ -144,4 +145,5 @@ def test_the_error_of_different_ranks_lists_some_differences() -> None:
 
 def test_no_graph_captured_is_a_warning() -> None:
     assert issubclass(errors.NoGraphCaptured, errors.ElixirWarning)
+    assert issubclass(errors.RanksApart, errors.ElixirWarning)
     assert issubclass(errors.ElixirWarning, UserWarning)

@@ -24,7 +24,7 @@ from elixir_compile.search.space.layers import (
     layers_alike,
     windows_by_layer,
 )
-from elixir_compile.search.space.levels import Level, gathered_as, level_of, levels_from
+from elixir_compile.search.space.levels import Level, gathered_as, level_of, levels_from, staying
 from elixir_compile.search.space.modes import (
     Layer,
     OffloadInterval,
@@ -219,6 +219,8 @@ def _choices(
     if problem.calls.alternate:
         # What a forward would release, the backward of an earlier call still reads.
         choices = [gathered_as(levels, is_released=False) for levels in choices]
+    if problem.params_stay:
+        choices = [staying(levels) for levels in choices]
     released = problem.released
     if released is not None:
         choices = [

@@ -89,6 +89,11 @@ def gathered_as(levels: Sequence[Level], *, is_released: bool) -> tuple[Level, .
     return found if found and has_choice else tuple(levels)
 
 
+def staying(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Return those of the `levels` of a bucket that have its parameters in the same memory as the first."""
+    return tuple(level for level in levels if level.home is levels[0].home)
+
+
 def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:
     """Return the host bytes of `bucket` on one rank; `on_disk` if its state is or may be on disk instead."""
     placement = placement_of(bucket, level)

@@ -1,8 +1,10 @@
 """Bad input: a clear error or warning, and the user's model and optimizer as they were."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +167,24 @@ def test_prepare_raises_without_parameters_and_leaves_integer_models_plain(model
     else:
         elixir.prepare(model)
         assert not is_swapped(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("is_called", [False, True], ids=["raw model", "compiled model"])
+def test_an_optimizer_of_torch_warns_once_if_nothing_of_its_model_was_captured(kind: Any, is_called: bool) -> None:
+    model, other = Stack(), Stack()
+    compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
+    optimizer, elsewhere = kind(model.parameters(), lr=1e-3), kind(other.parameters(), lr=1e-3)
+    own = compiled if is_called else model
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (own(torch.randn(4, 64)).sum() + other(torch.randn(4, 64)).sum()).backward()
+            optimizer.step()
+            elsewhere.step()  # of a model that nobody compiled
+    texts = [str(one.message) for one in seen if isinstance(one.message, elixir.NoGraphCaptured)]
+    assert len(texts) == (0 if is_called else 1)
+    assert all(f"this {kind.__name__}" in text and "compile" in text for text in texts)
 
 
 def test_compilations_of_a_model_that_never_ran_warn() -> None:
