@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: venv demo test test-slow test-clients races mutants fuzz lint docs pictures format bench clean
+.PHONY: venv demo test test-slow test-clients races mutants fuzz lint docs docs-blocks pictures format bench clean
 
 venv: $(INSTALLED)
 
@@ -76,6 +76,10 @@ $(DOCS_INSTALLED): $(INSTALLED)
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+
+# What the commands in README and docs print today, in two minutes. Blocks of one machine, "console machine", stay.
+docs-blocks: venv
+	$(BIN)/python -m tests.house.console_blocks README.md docs/quickstart.md docs/checkpoints.md
 
 # Training by other libraries, TRL and Lightning among them, compared with eager training bit for bit: three minutes.
 CLIENTS_INSTALLED := $(VENV)/.clients-installed

@@ -1,4 +1,5 @@
-"""Every Python block of the README and the docs runs, and every link inside the repository leads somewhere."""
+"""Every Python block and every command of the README and the docs runs, and links inside the repository lead
+somewhere."""
 
 import re
 import runpy
@@ -10,25 +11,11 @@ import pytest
 import torch
 
 import elixir_compile as elixir
+from tests.house.console_blocks import blocks_of, is_shown, run_page, scope_of_pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
-
-
-def blocks(page: Path) -> list[str]:
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
-
-
-def names_in_scope() -> dict[str, Any]:
-    """What every page may assume: `model`, a small GPT-2 with random weights, and `loader`, three batches for it."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=96, n_positions=64)
-    tokens = [torch.randint(0, 96, (2, 16)) for _ in range(3)]
-    model = transformers.GPT2LMHeadModel(config)
-    return {"model": model, "loader": [{"input_ids": batch, "labels": batch} for batch in tokens]}
 
 
 @pytest.fixture
@@ -48,25 +35,54 @@ SLOW = {
 }
 """Seconds of the pages that run with the slow tests: the README makes the calls of the first, and tests of plans, of
 optimizers, of masters and of `explain` those of the others."""
+SLOW_COMMANDS = {"README.md": 17, "quickstart.md": 60, "tuning.md": 250}
+"""Seconds of the commands of the pages whose commands run with the slow tests alone."""
 
 
 def pages_with_code() -> Iterator[Any]:
-    """Yield each page with blocks; pages of many seconds are marked slow."""
+    """Yield each page with blocks, and whether its commands run too; pages of many seconds are marked slow."""
     for page in PAGES:
-        if blocks(page):
-            yield pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW else [])
+        kinds = {kind for kind, _ in blocks_of(page)}
+        has_commands = bool(kinds - {"python"})
+        is_apart = page.name in SLOW_COMMANDS
+        if "python" in kinds or (has_commands and not is_apart):
+            marks = [pytest.mark.slow] if page.name in SLOW else []
+            yield pytest.param(page, has_commands and not is_apart, id=page.name, marks=marks)
+        if has_commands and is_apart:
+            yield pytest.param(page, True, id=f"{page.name}-commands", marks=[pytest.mark.slow])
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("page", list(pages_with_code()))
-def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
-    scope = {"__name__": "__main__", **names_in_scope()}
-    for number, block in enumerate(blocks(page), start=1):
-        exec(compile(block, f"{page.name} block {number}", "exec"), scope)
+@pytest.mark.parametrize(("page", "with_commands"), list(pages_with_code()))
+def test_the_blocks_of_a_page_run_in_order_and_commands_print_what_it_shows(page: Path, with_commands: bool) -> None:
+    """`make docs-blocks` writes what the commands print."""
+    pytest.importorskip("transformers")
+    run_page(page, scope_of_pages(), with_commands=with_commands)
 
 
-def test_the_readme_shows_code() -> None:
-    assert blocks(ROOT / "README.md")
+def test_the_readme_shows_code_and_every_console_block_has_a_command() -> None:
+    assert "python" in dict(blocks_of(ROOT / "README.md"))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(re.findall(r"^```console", text, re.MULTILINE)) == sum(
+            kind != "python" and body.startswith("$ ") for kind, body in blocks_of(page)
+        ), page.name
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_right"),
+    [
+        (["one", "two", "three"], True),
+        (["one", "...", "three"], True),
+        (["...", "three"], True),
+        (["one", "..."], True),
+        (["one", "two"], False),
+        (["one", "...", "two", "four"], False),
+        (["...", "1"], False),
+    ],
+)
+def test_three_dots_stand_for_any_lines(shown: list[str], is_right: bool) -> None:
+    assert is_shown(shown, ["one", "two", "three"]) is is_right
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

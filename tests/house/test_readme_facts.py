@@ -1,0 +1,101 @@
+"""What the README says of commands, machines and limits is what the package does."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch import nn
+
+from elixir_compile.capture.modules import unmanaged_reason
+from elixir_compile.cli.main import app
+from elixir_compile.errors import InvalidOption
+from elixir_compile.hardware import preset
+from elixir_compile.hardware.presets import MACHINES
+from elixir_compile.ir import Tier
+from elixir_compile.options import Options, parse_options
+from elixir_compile.search.space.levels import Level
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LIMITS = README.partition("## What it cannot do yet")[2].partition("\n## ")[0]
+COMMANDS = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]  a group has them
+
+
+def test_the_commands_of_the_table_take_json_and_the_others_are_named_below_it() -> None:
+    listed = set(re.findall(r"^\| `elixir-compile (\w+)", README, re.MULTILINE))
+    with_json = {name for name, command in COMMANDS.items() if any("--json" in param.opts for param in command.params)}
+    assert listed == with_json
+    assert COMMANDS.keys() - with_json == {"demo", "trace"}
+    assert "`elixir-compile trace`" in README
+    assert "`demo` is the run above" in README
+
+
+def test_all_machines_with_names_are_listed() -> None:
+    (names,) = re.findall(r"These machines have names:\s+`([^`]+)`", README)
+    assert names.split() == sorted(MACHINES)
+
+
+def quantised() -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    return module
+
+
+def is_refused(options: dict[str, object]) -> bool:
+    with pytest.raises(InvalidOption):
+        parse_options(options)
+    return True
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def has_no_option(*words: str) -> bool:
+    return not any(word in name for name in Options.__dataclass_fields__ for word in words)
+
+
+HOLDS: dict[str, Callable[[], bool]] = {
+    "GPUs other than one H200": lambda: "## What a GPU has shown" in page("accelerators.md"),
+    "Sequence and context parallelism": lambda: has_no_option("sequence", "context"),
+    "Experts over ranks": lambda: has_no_option("expert"),
+    "Quantised weights": lambda: unmanaged_reason(quantised(), "weight") is not None,
+    "fp8 compute": lambda: is_refused({"param_dtype": "float8"}),
+    "CUDA graphs": lambda: has_no_option("graph"),
+    "Planned generation": lambda: has_no_option("generat", "cache_len"),
+    "Windows and macOS": lambda: "Operating System :: Microsoft" not in (ROOT / "pyproject.toml").read_text(),
+    "Single activations": lambda: has_no_option("tensor"),
+    "Parameters on disk": lambda: all(level.home is not Tier.DISK for level in Level),
+    "Gradients of gradients": lambda: (
+        '| refused, `UnsupportedBackward`: "... create_graph=True' in page("compatibility.md")
+    ),
+    "`GradScaler` on CUDA with fp32 gradients on the host": lambda: "GradScaler" in page("mixed-precision.md"),
+    "Machines that were not measured": lambda: "data sheet" in preset("a100-40g").device.source,
+}
+"""The subjects of the list, each with what shows that it is a limit still. A limit that is gone fails here."""
+
+
+def test_the_list_of_limits_has_the_subjects_that_are_limits() -> None:
+    assert re.findall(r"^- \*\*(.+?)\.?\*\*", LIMITS, re.MULTILINE) == list(HOLDS)
+
+
+@pytest.mark.parametrize("subject", HOLDS)
+def test_each_limit_is_one_still(subject: str) -> None:
+    assert HOLDS[subject]()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_no_limit_is_the_subject_of_a_page(name: str) -> None:
+    """A page says how something is done, so its title is no limit."""
+    title = page(name).partition("\n")[0].removeprefix("# ").lower()
+    said = {"ranks that differ": "unequal ranks"}
+    assert all(said.get(title, title) != subject.lower() for subject in HOLDS)
+
+
+def test_the_modes_of_torch_compile_are_refused() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="elixir", mode="reduce-overhead")
+    with pytest.raises((InvalidOption, RuntimeError), match="mode"):
+        compiled(torch.ones(1, 2))
