@@ -195,8 +195,11 @@ class StepWatch:
         self.num_plans = 0
         """Times that the graphs were planned again because steps exceeded the budget."""
         self._is_on = False
-        self._at_begin = True
-        """Whether the next forward begins a step: a backward has ended since the last."""
+        self._at_begin = False
+        """Whether the next forward begins a step: a backward has begun since the last. The first step is none, as it
+        compiles, and optimizers have no state in it."""
+        self._is_waiting = False
+        """Whether the measurement begins behind the next update, because code before the first graph holds memory."""
         self._bytes: StepBytes | None = None
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
@@ -234,7 +237,8 @@ class StepWatch:
             self._bytes.adopt(inputs)
         elif self._at_begin and not self._executor.saved.outstanding_owners():
             if any(value.grad_fn is not None for value in inputs):
-                _watches().add(self)  # code before the first graph holds memory already: see `updated`
+                self._is_waiting = True
+                _watches().add(self)
             else:
                 self._start(inputs)
         self._at_begin = False
@@ -242,7 +246,8 @@ class StepWatch:
     def updated(self) -> None:
         """Note that an optimizer step has ended: begin to measure the next step, with the code before its first
         graph."""
-        if self._is_on and self._bytes is None and self._at_begin:
+        if self._is_waiting and self._is_on and self._bytes is None and self._at_begin:
+            self._is_waiting = False
             self._start(())
 
     def _start(self, inputs: Iterable[torch.Tensor]) -> None:
