@@ -36,7 +36,10 @@ def _mixing(why: str) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    **_entries(shapes.pointwise, "alias detach copy _to_copy lift_fresh_copy expand native_dropout where.self"),
+    **_entries(
+        shapes.pointwise,
+        "alias detach copy _to_copy lift_fresh_copy expand native_dropout where.self _conj _neg_view complex",
+    ),
     **_entries(
         shapes.pointwise,
         "native_dropout_backward softplus_backward hardtanh_backward leaky_relu_backward elu_backward "
@@ -52,6 +55,7 @@ RULES: dict[str, Rule] = {
     **_entries(shapes.reshaped, "view _unsafe_view reshape"),
     **_entries(shapes.moved(shapes.permuted), "permute"),
     **_entries(shapes.moved(shapes.transposed), "transpose.int"),
+    **_entries(shapes.moved(lambda _, dim: dim), "view_as_real view_as_complex"),
     **_entries(shapes.moved(lambda call, dim: 1 - dim), "t"),
     **_entries(shapes.moved(shapes.squeezed), "squeeze squeeze.dim squeeze.dims"),
     **_entries(shapes.moved(shapes.unsqueezed), "unsqueeze"),

@@ -45,6 +45,8 @@ class Walked:
     narrowed: Mapping[tuple[fx.Node, fx.Node], int]
     """Pairs of a node and a SAME value that it reads in slices, with the dimension of the slices."""
 
+    apart: frozenset[fx.Node] = frozenset()
+    """The views of inputs that do not keep the slices together, so that they are taken of the whole inputs."""
     num_conflicts: int = 0
     """How many ops mix the batch because slices of two values do not match."""
 
@@ -90,6 +92,7 @@ class _Walk:
     """The symbol of the number of rows; empty if it is constant."""
     states: dict[fx.Node, States] = field(default_factory=dict)
     mixes: dict[fx.Node, str] = field(default_factory=dict)
+    apart: set[fx.Node] = field(default_factory=set)
     narrowed: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
     num_conflicts: int = 0
     lap: int = 0
@@ -104,7 +107,13 @@ class _Walk:
             elif node.op != "output" and node.target is not gradient:
                 self.states[node] = self.given.get(node, SAME)
         self._divide_shared(graph)
-        return Walked(states=self.states, mixes=self.mixes, narrowed=self.narrowed, num_conflicts=self.num_conflicts)
+        return Walked(
+            states=self.states,
+            mixes=self.mixes,
+            narrowed=self.narrowed,
+            apart=frozenset(self.apart),
+            num_conflicts=self.num_conflicts,
+        )
 
     def _pass(self, node: fx.Node) -> None:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -187,6 +196,8 @@ class _Walk:
         owner = view_chain(node)[-1]
         if owner.op == "call_function" and owner.target not in MARKERS:
             self.mixes.setdefault(owner, why)
+        else:
+            self.apart.add(node)
         self.lap += owner is node
 
     def _divide_shared(self, graph: fx.Graph) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from elixir_compile.capture.batch import Walked
-from elixir_compile.capture.batch_call import State
+from elixir_compile.capture.batch_call import State, States
 from elixir_compile.capture.markers import gradient
 from elixir_compile.capture.node_facts import outputs_of, source_of, value_of
-from elixir_compile.capture.views import is_view
 from elixir_compile.ir import Phase, StorageId
 
 
@@ -33,10 +32,8 @@ def scattered(
         value, state = value_of(node), walked.states.get(node)
         if isinstance(value, (tuple, list)):
             continue  # its results are nodes of their own
-        if isinstance(value, torch.Tensor) and isinstance(state, State) and len(names) == 1:
-            is_taken_apart = node in walked.mixes and is_view(node)
-            if not is_taken_apart and _is_consecutive(value, state):
-                continue
+        if len(names) == 1 and node not in walked.apart and _is_consecutive(value, state):
+            continue
         found.update(names)
     if phase is Phase.BACKWARD:
         returned = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
@@ -45,8 +42,8 @@ def scattered(
     return found
 
 
-def _is_consecutive(value: torch.Tensor, state: State) -> bool:
-    if not state.is_each:
+def _is_consecutive(value: object, state: States | None) -> bool:
+    if not (isinstance(value, torch.Tensor) and isinstance(state, State) and state.is_each):
         return False
     layout = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     if not all(isinstance(number, int) for number in layout):

@@ -275,7 +275,8 @@ def _rebuild_view(
 def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
     """Put a marker behind each gradient.
 
-    The marker gets a contiguous copy if the gradient shares its storage, or if its strides are not the parameter's.
+    The marker gets a contiguous copy if the gradient shares its storage, if its strides are not the parameter's, or if
+    it has a lazy bit, as its bytes go to the host and to other ranks.
     """
     given = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
     claimed = {compat.storage_key(tensor_of(node)) for node in given if has_tensor(node)}
@@ -287,7 +288,7 @@ def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidd
         owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
         before = first_op(graph) if grad.op == "placeholder" else grad.next
         with graph.inserting_before(before):
-            if storage in claimed or not owns or value.stride() != hidden.strides[key]:
+            if storage in claimed or not owns or compat.is_lazy(value) or value.stride() != hidden.strides[key]:
                 grad = _own_copy(graph, grad)
             marker_node(graph, gradient, (grad, key), {"val": None})
         claimed.add(storage)

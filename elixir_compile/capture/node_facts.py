@@ -157,8 +157,8 @@ def tensor_example_of(node: fx.Node) -> torch.Tensor:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the dense tensors in the value of `node`."""
-    leaves = leaves_of(example_of(node))
+    """Return the dense tensors in the value of `node`; within a function transform, those inside of its wrappers."""
+    leaves = map(compat.unwrapped, leaves_of(example_of(node)))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 

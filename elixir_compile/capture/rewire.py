@@ -97,7 +97,7 @@ def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.
     """Return a fake tensor like `param` on `device` for an input of `gm`, with separate memory."""
     examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     with compat.fake_mode_of(examples):
-        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+        empty = compat.like_in_strides(param, param.stride(), device)
         return torch.nn.Parameter(empty, requires_grad=param.requires_grad)
 
 

@@ -169,16 +169,19 @@ def renewed(value: object, memory: dict[int, torch.Tensor]) -> object:
         if key not in memory:
             return memory.setdefault(key, _memory_like(value))
         source = memory[key]
-        flat = source if source.dtype is value.dtype else source.view(value.dtype)
-        return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
+        flat = compat.with_bits(source, compat.LazyBits())
+        flat = flat if flat.dtype is value.dtype else flat.view(value.dtype)
+        made = torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
+        return compat.with_bits(made, compat.lazy_bits(value))
 
 
 def _memory_like(value: torch.Tensor) -> torch.Tensor:
     if not isinstance(value.storage_offset(), int) or value.storage_offset() == 0:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return compat.like_in_strides(value, value.stride())
     numel = value.untyped_storage().nbytes() // value.element_size()
     flat = torch.empty(numel, dtype=value.dtype, device=value.device)
-    return flat.as_strided(value.shape, value.stride(), value.storage_offset())
+    made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+    return compat.with_bits(made, compat.lazy_bits(value))
 
 
 def _can_undo(view: fx.Node) -> bool:

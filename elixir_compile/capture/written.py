@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
 from elixir_compile.capture.markers import key_of
@@ -158,7 +159,7 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         num_returns = len(compat.schema_of(op).returns)
         return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
 
-    args, kwargs = values_of_arguments(node, example_of)
+    args, kwargs = values_of_arguments(node, _inner_example)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
     fakes = compat.own_fake_mode(next(iter(tensors_of(taken[0]))))
     try:
@@ -171,6 +172,11 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         # function of torch writes first; another function may write later, so all its parameters are marked.
         if not str(getattr(function, "__module__", "")).startswith("torch"):
             found.mark(frozenset().union(*by_object.values()), _reason(node))
+
+
+def _inner_example(node: fx.Node) -> object:
+    """Return Dynamo's example value of `node` without the wrappers of function transforms, whose levels are gone."""
+    return map_aggregate(example_of(node), compat.unwrapped)  # pyright: ignore[reportArgumentType]  it maps any value
 
 
 def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:

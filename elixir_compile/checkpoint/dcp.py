@@ -148,7 +148,7 @@ class _SavePlanner(DefaultSavePlanner):
             self._copy.untyped_storage().resize_(0)
         source = self._sources.pop(index.fqn) if self._is_spent else self._sources[index.fqn]
         given = source.read() if isinstance(source, Deferred) else source.detach()
-        tensor = given.cpu().contiguous()
+        tensor = compat.settled(given.cpu().contiguous())
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # the writer would clone it, and keep the clone
             tensor = tensor.clone()
         is_own = self._is_spent or isinstance(source, Deferred) or tensor.data_ptr() != given.data_ptr()

@@ -156,7 +156,7 @@ def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:
         with temporary.open("wb") as file:
             file.write(header)
             for tensor in tensors:
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(compat.settled(tensor.reshape(-1)).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
             nbytes = file.tell()

@@ -120,11 +120,11 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """Return a key of memory, dtype, shape and strides: two tensors are tied if their keys are equal."""
+    """Return a key of memory, dtype, shape, strides and bits: two tensors are tied if their keys are equal."""
     own = own_part(tensor)
     # Not the address: parts without elements all have the address 0, and are not tied.
     place = compat.storage_key(own), own.storage_offset()
-    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), compat.lazy_bits(own)
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -82,6 +82,14 @@ from elixir_compile.compat.history import allocator_snapshot as allocator_snapsh
 from elixir_compile.compat.history import start_allocator_history as start_allocator_history
 from elixir_compile.compat.history import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.kernels import Kernels as Kernels
+from elixir_compile.compat.memory import LazyBits as LazyBits
+from elixir_compile.compat.memory import MemoryView as MemoryView
+from elixir_compile.compat.memory import bytes_of as bytes_of
+from elixir_compile.compat.memory import is_lazy as is_lazy
+from elixir_compile.compat.memory import lazy_bits as lazy_bits
+from elixir_compile.compat.memory import like_in_strides as like_in_strides
+from elixir_compile.compat.memory import settled as settled
+from elixir_compile.compat.memory import with_bits as with_bits
 from elixir_compile.compat.pipelining import ScheduledStage as ScheduledStage
 from elixir_compile.compat.pipelining import scheduled_runs as scheduled_runs
 from elixir_compile.compat.pipelining import scheduled_stages as scheduled_stages
@@ -100,9 +108,11 @@ from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import is_profiling as is_profiling
+from elixir_compile.compat.tensors import memory_address as memory_address
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
 from elixir_compile.compat.tensors import schema_of as schema_of
 from elixir_compile.compat.tensors import storage_key as storage_key
+from elixir_compile.compat.tensors import unwrapped as unwrapped
 from elixir_compile.compat.tensors import with_cpu_blocks as with_cpu_blocks

@@ -15,6 +15,34 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def unwrapped(value: Any) -> Any:
+    """Return the tensor inside of `value`, a tensor within `vmap`, `func.grad` or `jvp`; any other value as it is.
+
+    A function transform wraps a tensor once for each level; only the innermost has a storage. A batched tensor inside
+    has the dimension of the batch among its own.
+
+    `torch._C._functorch.is_functorch_wrapped_tensor`, `get_unwrapped`: torch 2.11 to 2.13. Gone: AttributeError at the
+    first capture.
+    """
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  a module without stubs
+    while isinstance(value, torch.Tensor) and functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def memory_address(storage: torch.UntypedStorage) -> int | None:
+    """Return the address of the memory of `storage`; None if it stands for memory that is not there.
+
+    The storages of tensors that only trace an op say a device and a size, and have no memory: those that
+    `functionalize` makes are such, and tensor subclasses that hold other tensors. While torch captures a graph it makes
+    many, and an exception keeps them alive, as a notebook keeps the last one.
+    """
+    try:
+        return storage.data_ptr() or None
+    except RuntimeError:  # "Attempted to access the data pointer on an invalid python storage."
+        return None
+
+
 def num_holders(storage: torch.UntypedStorage) -> int:
     """Return how many tensors or other objects hold the memory of `storage`, the caller's `storage` not counted.
 

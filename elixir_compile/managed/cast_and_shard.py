@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from elixir_compile import compat
 from elixir_compile.capture.modules import unmanaged_reason
 from elixir_compile.errors import PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.ir import Plan
@@ -109,6 +110,7 @@ def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> t
 
     The rest is the low half for bfloat16 and `master` itself for float16; None unless `keeps_rest`.
     """
+    master = compat.settled(master)
     if not torch.ops.aten.is_non_overlapping_and_dense(master):
         master = master.contiguous()
     is_in_slab = master.device.type == "cpu" and is_slab_memory(master.data_ptr())
@@ -252,7 +254,7 @@ def _noted(now: nn.Parameter, original: nn.Parameter, axis: TensorAxis | None) -
 
 def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None) -> torch.Tensor:
     """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
-    whole = param.detach().contiguous() if axis is None else part_along(axis, param, original)
+    whole = compat.settled(param.detach().contiguous()) if axis is None else part_along(axis, param, original)
     if ranks is None:
         assert axis is not None
         assert isinstance(original, DTensor)
@@ -292,7 +294,7 @@ def _from_first(tensor: torch.Tensor, ranks: Ranks | None, axis: TensorAxis | No
     """Fill `tensor` with the values of the first rank."""
     for mesh in (None if axis is None else axis.mesh, None if ranks is None else ranks.mesh):
         if mesh is not None:
-            tensor.copy_(distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim).to_local())
+            tensor.copy_(distribute_tensor(compat.settled(tensor), mesh, [Replicate()] * mesh.ndim).to_local())
 
 
 def materialize(model: nn.Module) -> None:

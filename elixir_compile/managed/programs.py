@@ -149,7 +149,7 @@ class Programs:
             stride, value = chosen.get(str(node.target)), node.meta.get("val")
             if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(stride):
                 with compat.own_fake_mode(value):
-                    node.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+                    node.meta["val"] = compat.like_in_strides(value, stride)
 
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._partition.captured.param_names.items()}

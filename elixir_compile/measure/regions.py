@@ -70,7 +70,8 @@ def random_input(example: Any, sizes: Mapping[str, int]) -> Any:
         return compat.evaluate_size(example, sizes) if isinstance(example, torch.SymInt) else example
     shape = [compat.evaluate_size(size, sizes) for size in example.shape]
     strides = [compat.evaluate_size(stride, sizes) for stride in example.stride()]
-    return random_tensor(shape, strides, dtype=example.dtype, device=example.device)
+    made = random_tensor(shape, strides, dtype=example.dtype, device=example.device)
+    return compat.with_bits(made, compat.lazy_bits(example))
 
 
 def random_tensor(

@@ -17,6 +17,7 @@ from typing import Self
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from elixir_compile import compat
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.record import Origin, Record, Span
@@ -181,8 +182,13 @@ class Resident:
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         gc.collect()
         for storage in _cpu_storages():
-            address = storage.data_ptr()
-            if storage.nbytes() and address not in self.nbytes_at and not is_slab_memory(address):
+            address = compat.memory_address(storage)
+            if (
+                address is not None
+                and storage.nbytes()
+                and address not in self.nbytes_at
+                and not is_slab_memory(address)
+            ):
                 self.nbytes_at[address] = storage.nbytes()
                 self._watches.append(weakref.ref(storage, self._on_death(address)))
 
@@ -209,7 +215,7 @@ class Resident:
 def _cpu_storages() -> Iterator[torch.UntypedStorage]:
     for tensor in _tensors():
         # The memory of a DTensor is the memory of its local tensor.
-        own = own_part(tensor)
+        own = compat.unwrapped(own_part(tensor))
         try:
             storage = own.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have no storage

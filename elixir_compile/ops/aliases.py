@@ -111,8 +111,5 @@ def moved_together(tensors: Iterable[torch.Tensor], device: torch.device) -> Non
             continue
         key = compat.storage_key(tensor)
         if key not in storages:
-            before = tensor.untyped_storage()
-            storages[key] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(before).to(device)
-        after = torch.empty(0, dtype=tensor.dtype, device=device)
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        tensor.data = after.set_(storages[key].untyped_storage(), *place)
+            storages[key] = compat.bytes_of(tensor.untyped_storage()).to(device)
+        tensor.data = compat.MemoryView.of(tensor).over(storages[key].untyped_storage())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.shards import own_grad, own_part
 from elixir_compile.optim.layout import StatisticLayout
@@ -225,7 +226,7 @@ def group_slice_of(
     return GroupSlice(
         params=tuple(params),
         weights=tuple(own_part(param).detach() for param in params),
-        grads=tuple(own_grad(param) for param in params),
+        grads=tuple(compat.settled(own_grad(param)) for param in params),
         states=tuple(states[param] for param in params),
         buffers=tuple(buffers),
         group=snapshot(group),

@@ -1,11 +1,12 @@
 """How the results of the body of a divided region become values of the whole batch: filled, in parts, or added up."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
+from elixir_compile import compat
 from elixir_compile.capture.batch_call import State, States, known_shape
 from elixir_compile.capture.node_facts import tensor_of, value_of
 from elixir_compile.capture.views import view_chain
@@ -53,6 +54,7 @@ class BodyResults:
             shape=tuple(map(size_of, value.shape)),
             stride=tuple(map(size_of, value.stride())),
             offset=size_of(value.storage_offset()),
+            bits=compat.lazy_bits(value),
             is_copied=not is_in_owner,
         )
 
@@ -61,11 +63,8 @@ def layout_of(value: torch.Tensor, state: State, micro_batches: int, memory: int
     """Return the layout of the parts of `value`, which are views of the memory with the number `memory`."""
     return Layout(
         memory=memory,
-        dtype=value.dtype,
         dim=state.dim,
-        shape=local_shape(value, state, micro_batches),
-        stride=tuple(map(int, value.stride())),
-        offset=int(value.storage_offset()),
+        view=replace(compat.MemoryView.of(value), shape=local_shape(value, state, micro_batches)),
         nbytes=value.untyped_storage().nbytes() // micro_batches,
     )
 

@@ -45,6 +45,7 @@ class Filled:
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
     offset: Size
+    bits: compat.LazyBits
     is_copied: bool
     """False if another result of the body has all elements of the memory."""
 
@@ -55,12 +56,9 @@ class Layout:
 
     memory: int
     """A number that the results have in common that are views of one memory."""
-    dtype: torch.dtype
     dim: int
     """The dimension of the slices."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    view: compat.MemoryView
     nbytes: int
     """The bytes of the memory of a part."""
 

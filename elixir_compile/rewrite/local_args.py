@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from elixir_compile.capture.batch_sizes import rows_place, shape_place
 from elixir_compile.capture.node_facts import as_node, tensor_of
@@ -19,6 +20,30 @@ _CREATED = (_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.s
 def is_created(node: fx.Node) -> bool:
     """Return whether `node` makes a tensor of one value, which any part of a region can make for itself."""
     return node.target in _CREATED
+
+
+_NEW: dict[Any, Any] = {
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.new_ones.default: _aten.ones.default,
+    _aten.new_full.default: _aten.full.default,
+    _aten.new_empty.default: _aten.empty.memory_format,
+}
+
+
+def copied(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Return a copy of `node`, an op on the whole batch, in `graph`, where `read(source)` stands for a node `source`.
+
+    A tensor of a stated size that takes only dtype and device from another, as `x.new_zeros(...)` does, is made without
+    it: `x` may exist in slices alone.
+    """
+    target = _NEW.get(node.target)
+    if target is None:
+        return graph.node_copy(node, read)
+    value = tensor_of(node)
+    form = {"dtype": value.dtype, "device": value.device}
+    made = graph.call_function(target, map_arg(node.args[1:], read), form)
+    made.meta = dict(node.meta)
+    return made
 
 
 def local_args(

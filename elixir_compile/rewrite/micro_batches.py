@@ -39,7 +39,7 @@ from elixir_compile.capture.views import view_chain
 from elixir_compile.ir import Batched
 from elixir_compile.rewrite.body_results import BodyResults, layout_of, local_shape
 from elixir_compile.rewrite.divided_graph import DividedGraph, Memory, Part, PartsView, Read, Result, size_of
-from elixir_compile.rewrite.local_args import is_created, local_args
+from elixir_compile.rewrite.local_args import copied, is_created, local_args
 from elixir_compile.rewrite.local_numbers import Numbers, symbols_of
 from elixir_compile.rewrite.local_values import computed, narrowed, strides_by_rows
 from elixir_compile.rewrite.region_states import views_taken_apart, walked
@@ -186,7 +186,7 @@ class _Divider:
         """Return `node` in `part`, the head or the tail."""
         if is_number(node):
             return numbers.of(node)
-        return part.graph.node_copy(node, lambda source: self._whole(part, numbers, source))
+        return copied(part.graph, node, lambda source: self._whole(part, numbers, source))
 
     def _whole(self, part: Part, numbers: Numbers, node: fx.Node) -> fx.Node:
         """Return the whole value of `node` in `part`, the head or the tail."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import own_part, rehome, rehome_grad
@@ -107,11 +108,11 @@ class RunningBucket:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""
         if self.is_on_host:
             return self._params is None or any(
-                slot.own.data_ptr() != self._address + offset
+                has_moved(slot.own, self._address + offset)
                 for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
             )
         return self.gathered is None or any(
-            slot.own.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.gathered, strict=True)
+            has_moved(slot.own, t.data_ptr()) for slot, t in zip(self.slots, self.gathered, strict=True)
         )
 
     def flat_home(self) -> torch.Tensor:
@@ -238,9 +239,15 @@ _KERNEL_ALIGN_BYTES = 16
 """The bytes that Inductor's kernels load at once. It checks the alignment of inputs, but not of parameters."""
 
 
+def has_moved(own: torch.Tensor, address: int) -> bool:
+    """Return whether the values of `own` are no longer those in memory at `address`."""
+    return own.data_ptr() != address or compat.is_lazy(own)
+
+
 def on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `data` on `device`, in memory of torch's allocator: a copy if `data` is elsewhere, in a slab, or at an
-    address that kernels of an accelerator cannot load from."""
+    """Return `data` on `device`, in memory of torch's allocator: a copy if `data` is elsewhere, in a slab, at an
+    address that kernels of an accelerator cannot load from, or if it has a lazy bit."""
+    data = compat.settled(data)
     if data.device != device:
         return data.to(device)
     if data.device.type == "cpu":

@@ -129,7 +129,7 @@ def _layout(node: fx.Node) -> str:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
     return "; ".join(
-        f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device} {v.requires_grad}"
+        f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device} {v.requires_grad} {tuple(compat.lazy_bits(v))}"
         if isinstance(v, torch.Tensor)
         else str(v)
         for v in values

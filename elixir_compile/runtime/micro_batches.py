@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.ir import Lane, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
 from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
@@ -169,11 +170,12 @@ class _Results:
 
     def _whole(self, result: Filled, shape: Sequence[int], stride: Sequence[int]) -> "torch.Tensor | LeavingView":
         """Return the whole value of `result`: a tensor to fill, or the view of a storage that leaves in slices."""
-        memory, offset = self._wholes[result.whole], _at(result.offset, self._symbols)
+        memory, dtype = self._wholes[result.whole], self._divided.wholes[result.whole].dtype
+        offset = _at(result.offset, self._symbols)
+        view = compat.MemoryView(dtype=dtype, shape=tuple(shape), stride=tuple(stride), offset=offset, bits=result.bits)
         if memory is not None:
-            return memory.as_strided(shape, stride, offset)
-        dtype = self._divided.wholes[result.whole].dtype
-        return LeavingView(self._leaving[result.whole], View(0, dtype, tuple(shape), tuple(stride), offset))
+            return view.over(memory.untyped_storage())
+        return LeavingView(self._leaving[result.whole], View(0, view))
 
     def _sum(self, place: int, number: int, part: torch.Tensor, seen: set[int]) -> None:
         """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.ir import Kept, Lane, Verb, label
 from elixir_compile.runtime.lanes import Event, Transfer
 from elixir_compile.runtime.ledger import Ledger
@@ -65,7 +66,7 @@ class OutstandingForward:
                 host = self.slab.tensor(torch.uint8, (storage.nbytes(),), start)
                 start = aligned_bytes(start + storage.nbytes())
                 # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
-                host.copy_(as_bytes(storage))
+                host.copy_(compat.bytes_of(storage))
                 self.emptied.append((weakref.ref(storage), host))
                 storage.resize_(0)
         return True
@@ -78,7 +79,7 @@ class OutstandingForward:
             for storage, host in back:
                 with ledger.place(name):
                     storage.resize_(host.numel())
-                as_bytes(storage).copy_(host)
+                compat.bytes_of(storage).copy_(host)
         self._free_emptied(pool)
 
     def in_flight(self) -> list[Event]:
@@ -104,8 +105,3 @@ class OutstandingForward:
         slab, self.slab = self.slab, None
         if slab is not None:
             pool.give_back(slab)
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of `storage` as a tensor over the same memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

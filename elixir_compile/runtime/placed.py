@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.capture.modules import retire
 from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel, UnsupportedWrapper
 from elixir_compile.ir import Bucket, BucketId, BucketRef, Placement, Plan, Tier, Verb, label
@@ -136,7 +137,7 @@ class PlacedBuckets:
             self._lanes.h2d.synchronize()
             self._lanes.d2h.synchronize()
         self.drop(moved)
-        self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
+        self._check_move((slot, home) for _, home, slots in new for slot in slots)
         for _, placement, slots in new:
             if placement.param is Tier.DEVICE:
                 refuse_lost_hooks(slots, self._lanes.device.type)
@@ -163,7 +164,7 @@ class PlacedBuckets:
         buckets = dict.fromkeys(bucket for slot in replaced if (bucket := self.of(slot)) is not None)
         for bucket in buckets:
             bucket.queued.wait()
-        self._check_move(slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots)
+        self._check_move((slot, bucket.placement) for bucket in buckets for slot in bucket.slots)
         for bucket in buckets:
             self._place(bucket.spec, bucket.placement, bucket.slots)
         self.generation += 1
@@ -172,7 +173,9 @@ class PlacedBuckets:
     def return_drifted(self) -> None:
         """Move parameters home that user code moved elsewhere since they were placed."""
         drifted = [bucket for bucket in self if bucket.has_drifted()]
-        self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
+        for bucket in drifted:
+            bucket.gathered = None  # no user code holds this memory
+        self._check_move((slot, bucket.placement) for bucket in drifted for slot in bucket.slots)
         for bucket in drifted:
             self._move_home(bucket)
             self.generation += 1
@@ -204,19 +207,28 @@ class PlacedBuckets:
         self._lanes.touches([slot.own for slot in bucket.slots])
         bucket.move_home(self._lanes.device)
 
-    def _check_move(self, moving: Iterable[Slot]) -> None:
-        check_move(list(moving), self._slots.values(), self._sites)
+    def _check_move(self, homes: Iterable[tuple[Slot, Placement]]) -> None:
+        leaving: list[Slot] = []
+        settling: list[Slot] = []
+        for slot, home in homes:
+            if home.param is Tier.HOST:
+                leaving.append(slot)
+            elif compat.is_lazy(slot.own):
+                settling.append(slot)
+        check_move(leaving, self._slots.values(), self._sites, settling)
 
 
-def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> None:
-    """Find users of the old memory of parameters before they move to the host: raise an error, or warn.
+def check_move(leaving: Sequence[Slot], slots: Iterable[Slot], sites: Sites, settling: Sequence[Slot] = ()) -> None:
+    """Find users of the old memory of parameters before they move: raise an error, or warn.
 
-    `moving` are the slots, among all `slots` of the model, whose parameters get new memory on the host.
+    `leaving` are the slots, among all `slots` of the model, whose parameters get new memory on the host, and `settling`
+    those whose parameters have a lazy bit and get memory on the device for their values.
 
     Raises ParameterReplaced if a moving parameter shares memory with another parameter; the step is captured again with
     both unmanaged. Raises UnsupportedModel if a moving parameter changes its device and its autograd node may have
     hooks.
     """
+    moving = [*leaving, *settling]
     if not moving:
         return
     named = [(slot.name, slot.param) for slot in slots]
@@ -225,9 +237,10 @@ def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> N
         if slot.name in found:
             retire(sites)
             raise ParameterReplaced(slot.name, f"it shares memory with {found[slot.name]}")
-    refuse_lost_hooks(moving, "cpu")
-    names = {slot.name for slot in moving}
-    _warn_of_holders([name for name in held_by_others(named) if name in names])
+    refuse_lost_hooks(leaving, "cpu")
+    held = held_by_others(named)
+    _warn_of_holders([name for name in held if name in {slot.name for slot in leaving}], "move to the host")
+    _warn_of_holders([name for name in held if name in {slot.name for slot in settling}], "get memory of their own")
 
 
 def refuse_lost_hooks(moving: Iterable[Slot], device_type: str) -> None:
@@ -246,12 +259,12 @@ def refuse_lost_hooks(moving: Iterable[Slot], device_type: str) -> None:
         raise UnsupportedModel(slot.name, f"{because}. {instead}")
 
 
-def _warn_of_holders(names: Sequence[str]) -> None:
-    """Warn that tensors other than parameters keep the memory that the parameters `names` leave."""
+def _warn_of_holders(names: Sequence[str], event: str) -> None:
+    """Warn that tensors other than parameters keep the memory that the parameters `names` leave in `event`."""
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
-            f"{some} move to the host, and other tensors hold the memory they leave, such as an earlier "
+            f"{some} {event}, and other tensors hold the memory they leave, such as an earlier "
             "`model.state_dict()` or `param.data`. These tensors do not follow the training and keep that memory "
             "allocated. Take them again after the first step, or delete them before it.",
             ElixirWarning,

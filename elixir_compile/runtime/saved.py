@@ -11,8 +11,8 @@
 ```
 
 Each storage is copied once, even if the backward reads several views of it. A prefetch makes each view again with its
-size, strides and offset. A storage is copied as a whole, or slice by slice if the regions that make or read it run in
-micro-batches (see `slices`).
+size, strides, offset and bits (see `compat.memory`). A storage is copied as a whole, or slice by slice if the regions
+that make or read it run in micro-batches (see `slices`).
 """
 
 import weakref
@@ -27,7 +27,7 @@ from elixir_compile.ir import GroupId, GroupRef, Lane, Verb, label
 from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.outstanding_forward import OffloadedGroup, OutstandingForward, as_bytes
+from elixir_compile.runtime.outstanding_forward import OffloadedGroup, OutstandingForward
 from elixir_compile.runtime.parts import InParts, kept_part, tensors_in
 from elixir_compile.runtime.slab import SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import (
@@ -102,7 +102,7 @@ class SavedActivations:
         on_host, start = [], 0
         for place, storage in enumerate(storages.values()):
             if place in not_moved:
-                on_host.append(as_bytes(storage))
+                on_host.append(compat.bytes_of(storage))
             else:
                 on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
                 start = aligned_bytes(start + storage.nbytes())
@@ -110,17 +110,11 @@ class SavedActivations:
         name, d2h = label(Verb.OFFLOAD, GroupRef(GroupId(group))), self._lanes.d2h
         with d2h.behind_compute(), self._ledger.span(Lane.D2H, name, sum(host.numel() for host in copies)):
             for host, storage in zip(copies, moved, strict=True):
-                d2h.copy(host, as_bytes(storage))
+                d2h.copy(host, compat.bytes_of(storage))
         views = tuple(
             replace(value.view, storage=places[value.source])
             if isinstance(value, LeavingView)
-            else View(
-                places[compat.storage_key(value)],
-                value.dtype,
-                tuple(value.size()),
-                value.stride(),
-                int(value.storage_offset()),
-            )
+            else View(places[compat.storage_key(value)], compat.MemoryView.of(value))
             for value in values
         )
         transfer = Transfer(name, d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
@@ -196,7 +190,7 @@ class SavedActivations:
         forward = self._forwards.get(number_of(ticket))
         if forward is not None and forward.parts:
             return tuple(forward.parts)
-        if any(tuple(tensor.shape) != layout.shape for tensor, layout in zip(saved, layouts, strict=True)):
+        if any(tuple(tensor.shape) != layout.view.shape for tensor, layout in zip(saved, layouts, strict=True)):
             raise ActivationsGone("in parts")
         memories: dict[int, torch.Tensor] = {}
         found: list[torch.Tensor] = []

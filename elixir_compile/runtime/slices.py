@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from elixir_compile import compat
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.lanes import Event, Lanes
 from elixir_compile.runtime.ledger import Ledger
@@ -30,28 +31,25 @@ class View:
 
     storage: int
     """The index of the storage in the group."""
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    """In elements."""
+    layout: compat.MemoryView
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this view of `flat`, the bytes of its storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+        return self.layout.over(flat.untyped_storage())
 
     def slice(self, dim: int, num: int) -> "View":
         """Return the view of a slice alone in memory, one of `num` along `dim`."""
-        return replace(self, size=(*self.size[:dim], self.size[dim] // num, *self.size[dim + 1 :]))
+        shape = self.layout.shape
+        part = (*shape[:dim], shape[dim] // num, *shape[dim + 1 :])
+        return replace(self, layout=replace(self.layout, shape=part))
 
     def is_consecutive(self, dim: int, num: int, nbytes: int) -> bool:
         """Return whether `num` slices along `dim` are consecutive pieces of a storage of `nbytes`."""
-        rows_apart = self.stride[dim]
-        others = (n for n in range(len(self.size)) if n != dim)
-        last = self.offset + sum((self.size[n] - 1) * self.stride[n] for n in others)
-        is_outermost = self.size[dim] * rows_apart * self.dtype.itemsize == nbytes
-        return is_outermost and self.size[dim] % num == 0 and last < rows_apart
+        shape, stride = self.layout.shape, self.layout.stride
+        rows_apart = stride[dim]
+        last = self.layout.offset + sum((shape[n] - 1) * stride[n] for n in range(len(shape)) if n != dim)
+        is_outermost = shape[dim] * rows_apart * self.layout.dtype.itemsize == nbytes
+        return is_outermost and shape[dim] % num == 0 and last < rows_apart
 
 
 class LeavingStorage:

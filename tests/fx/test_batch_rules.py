@@ -73,6 +73,9 @@ VIEWS = [
     case("select", lambda x: x[:, 0] + x.select(1, -1), "bth", divides="bh"),
     case("gradient of select", grads(lambda x: x[:, 1]), "bht", "bt", divides="bt"),
     case("repeat", lambda x: x.repeat(3, 1, 2), "bt", divides="b"),
+    case("complex", lambda x, y: torch.view_as_real(torch.complex(x, y) * 1j), "bt", "bt", divides="bt"),
+    case("conjugate", lambda x: torch.view_as_complex(x).conj().sin().abs(), "bt2", divides="bt"),
+    case("negative", lambda x: torch.view_as_complex(x).conj().imag.exp(), "bt2", divides="bt"),
     case("unbind", lambda x: torch.unbind(x, 1), "bth", divides="bh"),
 ]
 ALONG = [

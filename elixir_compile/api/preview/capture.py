@@ -237,7 +237,7 @@ def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dyna
     if not isinstance(value, torch.Tensor):
         return value
     if id(value) not in made:
-        empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        empty = compat.like_in_strides(value, value.stride(), device)
         if dynamic and empty.dim():
             compat.mark_dynamic(empty, 0)
         made[id(value)] = empty.requires_grad_(value.requires_grad)

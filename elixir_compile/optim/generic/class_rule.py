@@ -225,6 +225,7 @@ def _key_of(row: Row, names: Sequence[str]) -> object:
         isinstance(tensor, torch.Tensor)
         and (tensor.dtype, tensor.device.type, tensor.shape) == (torch.float32, "cpu", shape)
         and tensor.is_contiguous()
+        and not compat.is_lazy(tensor)
         for tensor in tensors
     )
     is_dense = row.grad.dtype == torch.float32 and row.grad.layout == torch.strided

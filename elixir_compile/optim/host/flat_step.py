@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
+from elixir_compile import compat
 from elixir_compile.optim import moment_forms
 from elixir_compile.optim.moment_forms import MomentForm, Moments, Rounding
 
@@ -151,6 +152,7 @@ def check_tensor(
         f"device {tensor.device}: needs cpu": tensor.device.type == "cpu",
         f"strides {tensor.stride()}: needs to be contiguous": tensor.is_contiguous(),
         f"{tensor.numel()} elements: needs {numel}": tensor.numel() == numel,
+        "a negative bit: needs its values in memory, as `resolve_neg()` returns them": not compat.is_lazy(tensor),
     }
     for wrong, holds in facts.items():
         if not holds:

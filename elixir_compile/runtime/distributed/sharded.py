@@ -16,7 +16,7 @@ import torch
 from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Verb, label
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
-from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.bucket import RunningBucket, has_moved
 from elixir_compile.runtime.distributed.exchange import scale_by_weight
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.lanes import Lanes, Transfer
@@ -65,7 +65,7 @@ class ShardedBucket(RunningBucket):
     def has_drifted(self) -> bool:
         """Whether user code replaced this rank's shard of a parameter since `move_home`."""
         return self._own is None or any(
-            slot.own.numel() and slot.own.data_ptr() != home.data_ptr()
+            slot.own.numel() and has_moved(slot.own, home.data_ptr())
             for slot, home in zip(self.slots, self.cut(self._own), strict=True)
         )
 

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
+from elixir_compile.compat import MemoryView
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime import micro_batches as runtime
@@ -193,7 +194,8 @@ def test_parts_whose_graph_was_freed_are_gone(stepped: Stepped, monkeypatch: pyt
 def test_a_part_of_another_dtype_than_captured_keeps_its_bits():
     """As torch 2.11 captures the logarithms of sums of attention in fp64: as fp32."""
     part = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
-    layout = Layout(memory=0, dtype=torch.float32, dim=0, shape=(2, 3), stride=(3, 1), offset=0, nbytes=24)
+    view = MemoryView(dtype=torch.float32, shape=(2, 3), stride=(3, 1), offset=0)
+    layout = Layout(memory=0, dim=0, view=view, nbytes=24)
     assert torch.equal(kept_part(part, layout, None), part)
 
 
@@ -257,11 +259,8 @@ def test_values_that_hooks_packed_come_back_in_the_layout_of_the_capture(hooks: 
 def layout(tensor: torch.Tensor, memory: int = 0) -> Layout:
     return Layout(
         memory=memory,
-        dtype=tensor.dtype,
         dim=0,
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
-        offset=int(tensor.storage_offset()),
+        view=MemoryView.of(tensor),
         nbytes=tensor.untyped_storage().nbytes(),
     )
 

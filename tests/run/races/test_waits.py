@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elixir_compile.compat import MemoryView
 from elixir_compile.errors import Race
 from elixir_compile.ir import Tier
 from elixir_compile.runtime.executor import Executor, synchronize_executors
@@ -226,7 +227,8 @@ def test_activations_in_flight_are_kept() -> None:
 
 def in_slices(executor: Executor, *, waits: bool) -> tuple[Any, View]:
     """Let a storage of four rows leave in two slices, and return its ticket and its view."""
-    lanes, view = executor.lanes, View(0, torch.float32, (4, 16), (16, 1), 0)
+    lanes = executor.lanes
+    view = View(0, MemoryView(dtype=torch.float32, shape=(4, 16), stride=(16, 1), offset=0))
     storage = executor.saved.begin_leaving("h", 4 * 64, 2)
     for number in range(2):
         storage.begin()

@@ -1,9 +1,13 @@
 """measure_step against tensors whose bytes are known, and the arithmetic under it."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
@@ -82,6 +86,61 @@ def test_gradients_held_only_by_parameters_count_in_the_peak() -> None:
     bare_bytes = Resident().nbytes
     weight.sum().backward()
     assert Resident().nbytes - bare_bytes == 20 * MB
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        result = torch.empty_like(x)
+        result[..., :2], result[..., 2:] = x[..., :2] * factor, x[..., 2:]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return torch.cat([grads[0][..., :2] * factor, grads[0][..., 2:]], -1), None
+
+
+def functional() -> object:
+    return torch._to_functional_tensor(torch.ones(MB))
+
+
+def batched() -> object:
+    kept: list[torch.Tensor] = []
+    torch.vmap(lambda row: kept.append(row) or row.sum())(torch.ones(2, MB // 8))
+    return kept
+
+
+def fake() -> object:
+    with FakeTensorMode():
+        return torch.ones(MB), torch.nn.Parameter(torch.ones(MB))
+
+
+def failed() -> object:
+    def refuse(_: Any, __: Any) -> Any:
+        raise RuntimeError("no")
+
+    step = torch.compile(lambda x: x.sin() * 2, backend=aot_autograd(fw_compiler=refuse))
+    with pytest.raises(Exception, match="no") as kept:
+        step(torch.randn(4, 4, requires_grad=True))
+    return kept
+
+
+def custom() -> object:
+    layer = torch.nn.Linear(4, 4)
+    step = torch.compile(lambda x, factor: Doubled.apply(layer(x), factor).sum(), backend="aot_eager")
+    step(torch.randn(3, 4), torch.ones(3, 2)).backward()
+    return step, layer
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated")  # Dynamo does
+@pytest.mark.parametrize("make", [functional, batched, fake, failed, custom], ids=lambda make: make.__name__)
+def test_tensors_without_memory_that_a_capture_leaves_count_nothing(make: Callable[[], object]) -> None:
+    torch._dynamo.reset()
+    kept = make()
+    assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
+    del kept
 
 
 def test_slabs_are_host_memory() -> None:
