@@ -46,6 +46,10 @@ class StateOwner(Protocol):
         """Return the state, present or future, of each of `params`, with the optimizer's own indices of groups."""
         ...
 
+    def has_state(self, param: torch.Tensor) -> bool:
+        """Return whether there is state for `param` already; waits for no update."""
+        ...
+
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state of `params` to the homes in the placements of their buckets."""
         ...
@@ -61,6 +65,18 @@ class StateOwner(Protocol):
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
     """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan may place the state."""
     _HYBRID[param] = weakref.ref(owner)
+
+
+def claimed_params() -> list[torch.Tensor]:
+    """Return the parameters of all hybrid optimizers of the process."""
+    return [param for param, reference in list(_HYBRID.items()) if reference() is not None]
+
+
+def has_state(param: torch.Tensor) -> bool:
+    """Return whether a hybrid optimizer keeps state for `param` already."""
+    reference = _HYBRID.get(param)
+    owner = None if reference is None else reference()
+    return owner is not None and owner.has_state(param)
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:

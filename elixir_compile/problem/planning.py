@@ -106,6 +106,13 @@ class ExternalUsage:
     """Activations and inputs of outstanding forwards."""
     reserved_bytes: int = 0
     """Bytes left free for the state and gradients of parameters that no graph has read yet."""
+    neighbour_bytes: int = 0
+    """What other models of the process hold, or will hold."""
+    neighbour_host_bytes: int = 0
+    """Host bytes of the buckets of models that run in turn with that of the graph."""
+    freed_bytes: int = 0
+    """What models that are planned together with that of the graph hold now: a budget that is the free memory leaves it
+    out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,13 +226,17 @@ def problem_of(
         held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
     if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
         held_bytes += executor.reducers.bucket_bytes(executor.device)
+    held_bytes += external.neighbour_bytes
+    there_bytes = device_bytes(executor) + external.freed_bytes
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
-        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, there_bytes, peers),
         base_bytes=held_bytes + fixed_bytes,
         host_budget_bytes=host_budget_bytes(options, peers),
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
-        host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
+        host_base_bytes=0
+        if options.host_memory is None
+        else outside_host_bytes(in_force, own) + external.neighbour_host_bytes,
     )
     return build_problem(
         graph,
