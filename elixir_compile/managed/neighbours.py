@@ -140,7 +140,7 @@ class Neighbours(Generic[Model]):
         if not self._executor.slots:  # another model has taken over
             return 0
         there = {id(tensor): tensor for tensor in self._unplaced() if tensor.device == self._executor.device}
-        return sum(tensor.nbytes for tensor in there.values())
+        return sum(tensor.nbytes for tensor in there.values()) + sum(self._executor.plain_state.values())
 
     def bytes_in_turn(self, *, leaving_out: Sequence[Model] = (), is_free: bool = False) -> int:
         """Return the device bytes that the models in turn hold while this one runs, without those in `leaving_out`.

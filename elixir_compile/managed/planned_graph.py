@@ -336,6 +336,13 @@ class PlannedGraph:
         may = self.is_planned and self.planner.is_budget_given and self._options.plan is None
         return may and self.active.plan.budget_bytes < self.needed_bytes > self.active.plan.prediction.device_peak_bytes
 
+    def _misses_plain_state(self) -> bool:
+        """Whether a bucket of the plan in use has state that a plain optimizer keeps beside it."""
+        plain = self._executor.plain_state
+        if not plain or self._options.plan is not None or self.is_inference:
+            return False
+        return any(bucket.state_nbytes and set(bucket.params) <= plain.keys() for bucket in self.active.plan.buckets)
+
     def _bytes_in_turn(self) -> int:
         return self._outstanding.neighbours.bytes_in_turn(is_free=not self.planner.is_budget_given)
 
@@ -355,7 +362,7 @@ class PlannedGraph:
             is_crowded = not self._outstanding.offload()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
-        is_crowded |= self.is_pressed
+        is_crowded |= self.is_pressed or self._misses_plain_state()
         is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
         has_grown = self.planner.has_grown(active, args)

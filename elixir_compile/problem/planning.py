@@ -219,14 +219,17 @@ def problem_of(
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
+    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets.in_force(for_training=is_training)
+    if executor.plain_state:
+        in_force = tuple((_without_plain_state(bucket, executor), home) for bucket, home in in_force)
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
         held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
     if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
         held_bytes += executor.reducers.bucket_bytes(executor.device)
-    held_bytes += external.neighbour_bytes
+    held_bytes += external.neighbour_bytes + sum(executor.plain_state.values())
     there_bytes = device_bytes(executor) + external.freed_bytes
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
@@ -242,7 +245,7 @@ def problem_of(
         graph,
         cluster,
         options,
-        params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
+        params=_trained_params(trained, ranks, executor.plain_state),
         memory=memory,
         disk=executor.buckets.disk is not None,
         accumulates=accumulates,
@@ -257,9 +260,23 @@ def problem_of(
     )
 
 
-def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:
+def _without_plain_state(bucket: Bucket, executor: Executor) -> Bucket:
+    """Return `bucket`, in force, without state if no plan places that of any of its parameters."""
+    return (
+        replace(bucket, state_nbytes=0, state_dtype=None)
+        if set(bucket.params) <= executor.plain_state.keys()
+        else bucket
+    )
+
+
+def _trained_params(trained: Sequence[Slot], ranks: Ranks | None, plain_state: Collection[str]) -> TrainedParams:
+    """Return the facts about the parameters of the slots `trained`; the state of those named in `plain_state` counts
+    elsewhere."""
     known = planned_states([slot.param for slot in trained])
-    states = states_by_name(trained, known)
+    states = {
+        name: replace(state, nbytes=0, narrower_nbytes={}) if name in plain_state else state
+        for name, state in states_by_name(trained, known).items()
+    }
     return TrainedParams(
         state_bytes={name: state.nbytes for name, state in states.items()},
         state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},
