@@ -36,7 +36,10 @@ Made = TypeVar("Made")
 
 
 class GraphPlanner:
-    """Builds the problems of a graph and answers them."""
+    """Builds the problems of a graph and answers them.
+
+    It has more than 20 methods: 8 are questions to the options, which other classes ask.
+    """
 
     def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
         self._executor = executor

@@ -46,10 +46,6 @@ class StateOwner(Protocol):
         """Return the state, present or future, of each of `params`, with the optimizer's own indices of groups."""
         ...
 
-    def has_state(self, param: torch.Tensor) -> bool:
-        """Return whether there is state for `param` already; waits for no update."""
-        ...
-
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state of `params` to the homes in the placements of their buckets."""
         ...
@@ -76,7 +72,7 @@ def has_state(param: torch.Tensor) -> bool:
     """Return whether a hybrid optimizer keeps state for `param` already."""
     reference = _HYBRID.get(param)
     owner = None if reference is None else reference()
-    return owner is not None and owner.has_state(param)
+    return owner is not None and param in vars(owner)["state"]  # the attribute waits for queued updates
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:

@@ -112,10 +112,6 @@ class Hybrid(torch.optim.Optimizer):
             )
         return found
 
-    def has_state(self, param: torch.Tensor) -> bool:
-        """Return whether there is state for `param` already; waits for no update."""
-        return param in self.__dict__["state"]
-
     # The interface of `torch.optim.Optimizer`.
 
     @property

@@ -198,7 +198,7 @@ def test_two_models_at_once() -> None:
     expected = eager_run(ladder()).train(batches)
     runs: list[Run] = []
     for home in ("host", "split"):
-        with hybrid_run(ladder(), batches[0], home=home, update=Update.ACROSS_STEPS) as run:
+        with hybrid_run(ladder(), batches[0], home=home, update=Update.ACROSS_STEPS, room_bytes=1 << 20) as run:
             runs.append(run.train(batches[:1]))
     for batch in batches[1:]:
         for run in runs:
