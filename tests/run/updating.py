@@ -93,22 +93,14 @@ def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
 
 @contextmanager
 def hybrid_run(
-    model: nn.Module,
-    batch: Any,
-    *,
-    home: str,
-    update: Update,
-    share: float = 0.0,
-    room_bytes: int = 0,
-    **options: Any,
+    model: nn.Module, batch: Any, *, home: str, update: Update, share: float = 0.0, **options: Any
 ) -> Iterator[Run]:
-    """Yield a run of a copy of `model` under such a plan, within a budget that has `room_bytes` for other models."""
+    """Yield a run of a copy of `model` under such a plan."""
     with small_buckets(lambda plan: plan):
         optimizer = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
         named = ("small buckets", WIDTH)
         budget = tight_bytes(model, batch, planned_by=named, **optimizer) if home.startswith("host") else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
-        budget = None if budget is None else budget + room_bytes
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 
 
