@@ -28,7 +28,9 @@ def op_s(op: Op, device: DeviceProfile, dtype: str = "float32", tensor: TensorRi
     if is_free(op):
         return 0.0
     flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
-    own_s = op.times * device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
+    own_s = op.times * op.launches * device.launch_s + max(
+        op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s
+    )
     return own_s if op.ring is None else own_s + ring_s(op, tensor)
 
 

@@ -157,4 +157,5 @@ def reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int | None = None
         once=op.once,
         mixes=op.mixes,
         ring=op.ring,
+        launches=op.launches,
     )

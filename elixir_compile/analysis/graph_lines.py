@@ -31,7 +31,7 @@ def line_of(graph: StepGraph) -> list[Record]:
     for op in graph.ops:
         touched_bytes = sum(nbytes[name] for name in (*op.reads, *op.writes))
         moved_bytes = None if op.moved_bytes == touched_bytes else op.moved_bytes  # the update op moves no bytes
-        costs = (op.flops, moved_bytes, op.flops_size, op.kernel, op.once, op.mixes, op.ring)
+        costs = (op.flops, moved_bytes, op.flops_size, op.kernel, op.once, op.mixes, op.ring, op.launches)
         line.append(record(("op", op.target, op.phase, op.source, *costs), _counted(op.id), op.module))
         line += [record(("read",), _counted(name)) for name in op.reads]
         line += [record(("write",), _counted(name)) for name in op.writes]
@@ -77,7 +77,7 @@ def graph_of_line(line: Line) -> StepGraph:
 
 
 def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes: Mapping[StorageId, int]) -> Op:
-    _, target, phase, source, flops, moved_bytes, flops_size, kernel, once, mixes, ring = entry.fixed
+    _, target, phase, source, flops, moved_bytes, flops_size, kernel, once, mixes, ring, launches = entry.fixed
     name, module = names_of(entry)
     touched = [[_storage_id(other) for other in others] for others in (reads, writes)]
     if moved_bytes is None:
@@ -97,6 +97,7 @@ def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes
         once=once,
         mixes=mixes,
         ring=ring,
+        launches=launches,
     )
 
 

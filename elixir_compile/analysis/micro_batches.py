@@ -264,6 +264,7 @@ def _as_cut(op: Op, reads: Sequence[StorageId], writes: Sequence[StorageId], mov
         once=op.once,
         mixes=op.mixes,
         ring=op.ring,
+        launches=op.launches,
         times=times,
     )
 

@@ -341,6 +341,7 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
         once=op.once,
         mixes=op.mixes,
         ring=op.ring,
+        launches=op.launches,
     )
 
 

@@ -23,6 +23,7 @@ from torch.fx.node import Argument
 from elixir_compile import compat
 from elixir_compile.capture.batch import OF_MODULE, UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.batch_call import SAME, State
+from elixir_compile.capture.bodies import NOTHING_INSIDE, Inside, Size, body_of, inside_of
 from elixir_compile.capture.consecutive import scattered
 from elixir_compile.capture.kernel_bytes import (
     NEGLIGIBLE_BYTES,
@@ -34,6 +35,7 @@ from elixir_compile.capture.kernel_bytes import (
 )
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
+    bodies_of,
     dense_tensors_of,
     flops_of,
     is_number,
@@ -274,6 +276,7 @@ class _Builder:
     ) -> dict[fx.Node, tuple[StorageId, ...]]:
         """Add the ops of `graph` and their storages; return the storages of each node."""
         storages = dict(known)
+        module = self.captured.forward if phase is Phase.FORWARD else self.captured.backward_module
         given = _by_key(known, storages)
         ops = set(ops_of(graph))
         for node in graph.nodes:
@@ -284,7 +287,7 @@ class _Builder:
             elif node.op == "call_function" and node.target is parameter:
                 storages[node] = self._enter_parameter(node)
             elif node.op == "call_function" and node.target not in MARKERS:
-                op = self._enter_call(node, phase, storages)
+                op = self._enter_call(node, phase, storages, self._inside(module, node))
                 if node in ops:
                     self.ops.append(op)
         if self.batch.half(phase).states:
@@ -336,6 +339,7 @@ class _Builder:
         node: fx.Node,
         phase: Phase,
         storages: dict[fx.Node, tuple[StorageId, ...]],
+        inside: Inside,
     ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
         walked = self.batch.half(phase)
@@ -357,8 +361,9 @@ class _Builder:
             self.drafts[storage].batched = walked.batched(node, 0)  # zeros, into which each micro-batch adds
         reads = tuple(inputs) if made or mutated else ()
         writes = tuple(dict.fromkeys([*made, *mutated]))
-        flops, flops_size = self._count(flops_of(node))
+        flops = (Size(*self._count(flops_of(node))) + inside.flops).simplified()
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
+        writes = (*writes, *self._workspace(op_id(phase, node), inside.workspace))
         if call is not None and seen is not None and seen.workspace_bytes > NEGLIGIBLE_BYTES:
             writes = (*writes, *self._enter_workspaces(call, phase, seen.workspace_bytes, (*inputs, *writes)))
         return Op(
@@ -367,15 +372,16 @@ class _Builder:
             phase=phase,
             reads=reads,
             writes=writes,
-            flops=flops,
-            moved_bytes=moved,
+            flops=flops.number,
+            moved_bytes=moved + inside.moved_bytes,
             module=module_path(node),
             source=source_line(node),
-            flops_size=flops_size,
+            flops_size=flops.text,
             kernel=kernel_of(node) if self.captured.fused else Kernel.OPAQUE,
             once=bool(mutated) or runs_once(node),
             mixes=walked.mixes.get(node, ""),
             ring=ring_of(node, self._count),
+            launches=inside.launches,
         )
 
     def _kernel_call(self, node: fx.Node, phase: Phase, storages: Mapping[fx.Node, Sequence[StorageId]]) -> KernelCall:
@@ -439,6 +445,31 @@ class _Builder:
             return ""
         factor, rest = divmod(nbytes, largest)
         return sizes.canonical(f"FloorDiv({nbytes}*({text}), {largest})" if rest else f"{factor}*({text})")
+
+    def _inside(self, module: fx.GraphModule, node: fx.Node) -> Inside:
+        """Return what the graphs that `node` of `module` runs add to it."""
+        bodies = bodies_of(module, node)
+        if not bodies:
+            return NOTHING_INSIDE
+
+        def count(size: "int | torch.SymInt") -> Size:
+            return Size(*self._count(size))
+
+        fused, found = self.captured.fused, []
+        for body in bodies:
+            num_outputs = len(outputs_of(body.graph))
+            captured = replace(self.captured, forward=body, backward=None, num_outputs=num_outputs)
+            step = _Builder(captured, self.values, kernels=self.kernels, symbols=dict(self.symbols)).build()
+            found.append(body_of(body.graph, step, count, is_fused=fused))
+        return inside_of(node, found, count)
+
+    def _workspace(self, op: OpId, workspace: Size) -> list[StorageId]:
+        """Add a storage of the bytes `workspace`, which only `op` touches, if it has any; return it."""
+        if not workspace.number:
+            return []
+        storage = StorageId(f"{op}.workspace")
+        self.drafts[storage] = _Draft(storage, workspace.number, Kind.WORKSPACE, "uint8", size=workspace.text)
+        return [storage]
 
 
 def _by_key(nodes: Iterable[fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> dict[int, StorageId]:

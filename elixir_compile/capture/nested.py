@@ -22,8 +22,7 @@ from torch import fx
 from torch.fx.node import Argument, map_arg
 
 from elixir_compile import compat
-from elixir_compile.capture.node_facts import example_of, outputs_of, tensors_of
-from elixir_compile.capture.rewire import bodies_of
+from elixir_compile.capture.node_facts import bodies_of, example_of, outputs_of, tensors_of
 from elixir_compile.capture.views import renewed
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph

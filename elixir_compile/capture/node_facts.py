@@ -99,8 +99,13 @@ def values_of_arguments(node: fx.Node, value: Callable[[fx.Node], object]) -> tu
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Argument, ...]:
-    """Return the outputs of `graph`: nodes and constants, such as None for a value that nobody reads."""
+    """Return the outputs of `graph`: nodes and constants, such as None for a value that nobody reads.
+
+    The condition of a `while_loop` is a graph that returns one node, and no tuple.
+    """
     outputs = graph.output_node().args[0]
+    if isinstance(outputs, fx.Node):
+        return (outputs,)
     if not isinstance(outputs, (tuple, list)):
         raise TypeError(f"a captured graph returns a tuple, but this graph returns {outputs!r}")
     return tuple(outputs)
@@ -165,6 +170,12 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 def storages_of(node: fx.Node) -> set[int]:
     """Return the keys of the storages of the dense tensors in the value of `node`."""
     return {compat.storage_key(leaf) for leaf in tensors_of(node)}
+
+
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs run by `node` of `gm`, such as the inside of a `checkpoint`."""
+    found = [getattr(gm, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
 def leaves_of(value: object) -> list[object]:

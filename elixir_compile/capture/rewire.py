@@ -32,7 +32,7 @@ from torch.nn.utils import stateless
 
 from elixir_compile import compat
 from elixir_compile.capture.markers import key_of
-from elixir_compile.capture.node_facts import example_of, ints_of, source_of, storages_of, tensor_example_of
+from elixir_compile.capture.node_facts import bodies_of, example_of, ints_of, source_of, storages_of, tensor_example_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
@@ -99,12 +99,6 @@ def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.
     with compat.fake_mode_of(examples):
         empty = compat.like_in_strides(param, param.stride(), device)
         return torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-
-
-def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs run by `node` of `gm`, such as the inside of a `checkpoint`."""
-    found = [getattr(gm, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
 def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:

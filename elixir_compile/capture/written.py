@@ -19,8 +19,15 @@ from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
 from elixir_compile.capture.markers import key_of
-from elixir_compile.capture.node_facts import example_of, leaves_of, storages_of, tensors_of, values_of_arguments
-from elixir_compile.capture.rewire import bodies_of, gathers_of
+from elixir_compile.capture.node_facts import (
+    bodies_of,
+    example_of,
+    leaves_of,
+    storages_of,
+    tensors_of,
+    values_of_arguments,
+)
+from elixir_compile.capture.rewire import gathers_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of

@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -59,11 +61,25 @@ def hooks_after_accumulation(param: torch.Tensor) -> dict[int, Callable[[torch.T
     return param._post_accumulate_grad_hooks or {}
 
 
+def _nodes_are_made() -> AbstractContextManager[None]:
+    """Return a context in which an op on a leaf makes an autograd node even if torch runs below autograd.
+
+    Eager backwards of `cond`, `map`, `scan` and `while_loop` run their graphs there.
+
+    `torch._C._ForceDispatchKeyGuard`, `DispatchKeySet`, `_dispatch_tls_local_exclude_set` and `_include_set`, as
+    `torch._higher_order_ops` uses them: checked on torch 2.13. Gone: AttributeError at the import of this module.
+    """
+    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)  # the difference is that of all devices
+    excluded = torch._C._dispatch_tls_local_exclude_set() - autograd
+    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return guard
+
+
 class AccumulateNode:
     """The autograd node that adds to `.grad` of a leaf. A leaf has at most one; it must require a gradient."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), _nodes_are_made():
             self._reader = torch.autograd.graph.get_gradient_edge(torch.ops.aten.alias.default(leaf)).node
         # torch 2.13 holds a reference to the Python object of a node if other nodes lead to it. `_reader` always leads
         # to this node, so the count below is the same whether or not the user's graph does.
@@ -104,7 +120,8 @@ def asked_for(leaf: torch.Tensor) -> Asked:
     2.13. It raises RuntimeError for the accumulate node of a leaf if `torch.autograd.grad` returns the leaf's gradient.
     Gone: AttributeError at the first backward.
     """
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    with _nodes_are_made():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return Asked.TO_ACCUMULATE if torch._C._will_engine_execute_node(node) else Asked.NOT
     except RuntimeError:

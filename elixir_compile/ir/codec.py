@@ -105,6 +105,7 @@ def fingerprint(graph: StepGraph) -> str:
             op.once,
             *(["mixes"] if op.mixes else []),
             *([] if op.ring is None else ["ring", op.ring.num_ranks, op.ring.passes]),
+            *(["launches", op.launches] if op.launches > 1 else []),
         ]
         for op in graph.ops
     ]

@@ -93,7 +93,10 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A node of the captured graph."""
+    """A node of the captured graph.
+
+    It has more than 15 fields, because every fact about a node that a plan depends on is one of its fields.
+    """
 
     id: OpId
     """Unique in the graph: `fwd.addmm_3`."""
@@ -124,10 +127,12 @@ class Op:
     into micro-batches."""
     ring: Ring | None = field(default=None, metadata=LEFT_OUT)
     """What a collective over the tensor axis sends; None for every other op."""
+    launches: int = field(default=1, metadata=LEFT_OUT)
+    """How many kernels a run of the op launches: more than 1 if it runs graphs, as a loop does."""
 
     def __post_init__(self) -> None:
-        if self.times < 1:
-            raise InvalidPlan(f"op {self.id} runs {self.times} times; expected 1 or more.")
+        if min(self.times, self.launches) < 1:
+            raise InvalidPlan(f"op {self.id} launches {self.launches} kernels {self.times} times; expected 1 or more.")
         if self.flops < 0 or self.moved_bytes < 0:
             raise InvalidPlan(
                 f"op {self.id} has {self.flops} flops and {self.moved_bytes} moved bytes; expected 0 or more."
@@ -147,6 +152,7 @@ class Op:
         parts += [f"mixes {word(self.mixes)}"] if self.mixes else []
         parts += [f"times {self.times}"] if self.times > 1 else []
         parts += [f"sends {self.ring}"] if self.ring is not None else []
+        parts += [f"launches {self.launches}"] if self.launches > 1 else []
         return "  ".join(parts)
 
 

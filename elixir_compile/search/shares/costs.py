@@ -163,7 +163,7 @@ def _way(graph: StepGraph, treatment: Treatment, micro_batches: int) -> Way:
     return Way(
         micro_batches=micro_batches,
         treatment=treatment,
-        launches=np.array([float(op.times) if op.flops or op.moved_bytes else 0.0 for op in ops]),
+        launches=np.array([float(op.times * op.launches) if op.flops or op.moved_bytes else 0.0 for op in ops]),
         flops_same=flops - flops_each,
         flops_each=flops_each / batch,
         moved_same=bytes_moved - bytes_each,

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
+from tests.run import calling_models
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, assert_trains_as_eager, compiled
 from tests.run.habits.stories import BATCHES, WIDTH
@@ -165,3 +166,38 @@ def test_ops_of_marked_layers_belong_to_their_layers() -> None:
     (record,) = elixir.compilations(run.model)
     modules = {op.module for op in record.graph.ops if op.target == "aten.gelu.default"}
     assert modules == {f"layers.{index}.inside.1" for index in range(10)}
+
+
+CALLS = (
+    calling_models.branch,
+    calling_models.scan_of_weights,
+    calling_models.branch_in_scan,
+    calling_models.loop,
+    calling_models.associative,
+)
+
+
+def eager_every_second_step(run: Run, batch: torch.Tensor) -> torch.Tensor:
+    """Train a step, of which the odd ones call the model itself, as code after a graph break does."""
+    is_compiled = len(run.losses) % 2 == 0
+    loss = (run.compiled if is_compiled else run.model)(batch)
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+@habit("`torch.cond`, `map`, `scan`, `while_loop`, `associative_scan`, compiled and in eager code", area="Modules")
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_functions_that_run_graphs(call: Callable[..., torch.Tensor]) -> None:
+    batches = [calling_models.batch(seed) for seed in range(2)]
+    assert_trains_as_eager(calling_models.seeded(call), eager_every_second_step, batches, budget="offload")
+
+
+def test_rows_of_an_eager_map() -> None:
+    """The gradient of a prepared model is added up row by row, and otherwise over all rows: their rounding differs."""
+    expected, got = calling_models.seeded(calling_models.each_row), calling_models.seeded(calling_models.each_row)
+    for model in (expected, elixir.prepare(got)):
+        model(calling_models.batch()).backward()
+    for one, other in zip(expected.parameters(), got.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-7)
