@@ -36,10 +36,7 @@ Made = TypeVar("Made")
 
 
 class GraphPlanner:
-    """Builds the problems of a graph and answers them.
-
-    It has more than 20 methods: 8 are questions to the options, which other classes ask.
-    """
+    """Builds the problems of a graph and answers them."""
 
     def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
         self._executor = executor
@@ -70,15 +67,10 @@ class GraphPlanner:
 
     @property
     def may_replan(self) -> bool:
-        """Whether the first steps may change the plan."""
-        return self._options.replan and self.may_move
-
-    @property
-    def may_move(self) -> bool:
-        """Whether another plan may take the place of this one: it is neither the user's, nor a plan of several ranks,
-        nor of several calls in a step, whose seconds include waiting for other stages."""
-        is_free = self._options.plan is None and self._executor.peers is None
-        return is_free and self._executor.calls.spec.num == 1
+        """Whether the first steps may change the plan: it is neither the user's, nor a plan of several ranks, nor of
+        several calls in a step, whose seconds include waiting for other stages."""
+        may = self._options.replan and self._options.plan is None and self._executor.peers is None
+        return may and self._executor.calls.spec.num == 1
 
     @property
     def is_budget_given(self) -> bool:
@@ -162,15 +154,12 @@ class GraphPlanner:
         may_move = executor.peers is None and not executor.saved.outstanding_owners()
         return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
 
-    def joint_problem(self, active: ActivePlan, base_bytes: int, external: ExternalUsage) -> Problem:
-        """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` held outside
-        of it; its buckets are free to move if the optimizer's state can follow them.
-
-        `external` has the bytes of other models that are planned together with its model.
-        """
+    def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
+        """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` of external
+        usage; its buckets are free to move if the optimizer's state can follow them."""
         captured = active.captured
         graph = graph_of(captured, self._executor, self.sizes.with_headroom())
-        problem = problem_of(captured, graph, self._executor, self._options, external)
+        problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
         problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)

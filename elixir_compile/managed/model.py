@@ -73,7 +73,7 @@ class ManagedModel:
         """The records of `graphs`, in the same order."""
         self.unmanaged_because: dict[str, str] = {}
         """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
-        self._outstanding = OutstandingForwards(self.executor, self.graphs, self._unplaced)
+        self._outstanding = OutstandingForwards(self.executor, self.graphs)
         self._outstanding.watch.tensors = self._tensors
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
@@ -89,13 +89,6 @@ class ManagedModel:
         self.unmanaged_because[name] = reason
         if param.requires_grad:
             self.executor.gradients.unmanaged[name] = param
-
-    def _unplaced(self) -> Iterable[torch.Tensor]:
-        """Yield the buffers of the models, and all parameters without a slot."""
-        for root in self.roots:
-            yield from root.buffers()
-            params = (param for module in root.modules() for param in module._parameters.values())
-            yield from (param for param in params if param is not None and self.executor.slot_for(param) is None)
 
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
@@ -134,8 +127,7 @@ class ManagedModel:
                     swap(module, slots, self)
 
     def move_rest(self) -> None:
-        """Move the buffers of the models, and all parameters that do not read as gathers, to the device; plans of other
-        models there count this one from now on."""
+        """Move the buffers of the models, and all parameters that do not read as gathers, to the device."""
         roots = self.roots
         rest = [
             param
@@ -147,7 +139,6 @@ class ManagedModel:
         with torch.no_grad():
             buffers = (buffer for root in roots for buffer in root.buffers())
             moved_together((*rest, *buffers), self.executor.device)
-        self._outstanding.neighbours.join()
 
     def is_outdated(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether a graph that reads `params` needs the models prepared again, because parameters were replaced
@@ -259,9 +250,8 @@ class ManagedModel:
                 else:
                     other.profiler.stop()  # The steps of two graphs alternate.
             graph.learn_from_steps(args)
-        self._outstanding.begin(graph)
+            self._outstanding.begin(graph)
         graph.keep_current(args)
-        self._outstanding.make_room(graph)
         graph.programs.drop_old()
         watch.forward_begins(args)
         self.executor.begin()
@@ -321,7 +311,6 @@ def prepare_again(old: ManagedModel) -> None:
         new.executor.calls.spec = before.calls.spec
         if old._outstanding.stages is not None:
             old._outstanding.stages.replace(old._outstanding, new._outstanding)
-        new._outstanding.neighbours.replace(old._outstanding.neighbours)
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

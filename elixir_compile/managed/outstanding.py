@@ -1,4 +1,4 @@
-"""Outstanding forwards of several graphs, and other models on the device: planned together between two steps.
+"""Outstanding forwards of several graphs: noticed while the graphs run, then planned together between two steps.
 
 ```text
   step 0    A.fwd B.fwd           B does not fit beside the activations of A: they are offloaded
@@ -6,24 +6,20 @@
   step 1    no forward is outstanding: A and B are planned again, each with room for the other (`joint_budget`)
 ```
 
-A and B may belong to different models that run in turn (see `neighbours`); then each also counts what the other keeps
-on the device. If no two plans keep the budget together, activations of outstanding forwards are offloaded in every
-step.
+If no two plans keep the budget together, activations of outstanding forwards are offloaded in every step.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Phase, Plan, StepGraph, Tier
+from elixir_compile.ir import Phase, Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.graph_planner import GraphPlanner
-from elixir_compile.managed.neighbours import Neighbours
 from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, Overrun, StepWatch, note_overrun
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
@@ -31,7 +27,7 @@ from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
 from elixir_compile.problem.outside import outside_bytes
-from elixir_compile.problem.planning import ExternalUsage, may_move_back
+from elixir_compile.problem.planning import ExternalUsage
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly
@@ -45,7 +41,7 @@ Answer = TypeVar("Answer")
 class GraphRuns:
     """What is known of the runs of a graph since the graphs of its model were last planned together."""
 
-    has_run: bool = False
+    has_trained: bool = False
     beside: tuple[object, ...] = ()
     """The graphs of the most forwards that were outstanding at once, one entry per forward."""
     offloads_first: bool = False
@@ -54,15 +50,6 @@ class GraphRuns:
     def positions_in(self, graphs: Sequence[object]) -> tuple[int, ...]:
         """Return the positions in `graphs` of the outstanding forwards' graphs, one per forward."""
         return tuple(graphs.index(other) for other in self.beside if other in graphs)
-
-
-class Beside(NamedTuple):
-    """Device bytes that others may hold while a graph runs under its plan."""
-
-    outstanding_bytes: int
-    """Other outstanding forwards of its model."""
-    neighbour_bytes: int = 0
-    """Models that run in turn with its model."""
 
 
 class JointGraph(Protocol):
@@ -88,32 +75,19 @@ class JointGraph(Protocol):
     def is_inference(self) -> bool: ...
 
     @property
-    def needed_bytes(self) -> int:
-        """The peak of the plan in use, beside what models in turn hold by now."""
-        ...
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether models in turn hold so much by now that the plan in use exceeds the budget that the user gave."""
-        ...
-
-    @property
     def param_names(self) -> Sequence[str]:
         """The parameters read by the graph, and all others in their buckets."""
         ...
 
-    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
-        """Return the problem of the graph with `base_bytes` held outside of it, and its buckets free to move.
-
-        `external` has the bytes of other models that are planned together with it.
-        """
+    def joint_problem(self, base_bytes: int) -> Problem:
+        """Return the problem of the graph with `base_bytes` of external usage, its buckets free to move."""
         ...
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem`."""
         ...
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: "Beside") -> None:
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
         """Run `programs` of `plan` from the next forward on."""
         ...
 
@@ -123,20 +97,10 @@ class JointGraph(Protocol):
 
 
 class OutstandingForwards:
-    """The outstanding forwards of a model, whose graphs wait for their backward while other graphs run.
+    """The outstanding forwards of a model, whose graphs wait for their backward while other graphs run."""
 
-    The other graphs belong to the same model, or to its neighbours on the device. It has more than 20 methods: a
-    `PlannedGraph` asks 9 of them for words and numbers about the outstanding forwards.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        graphs: Sequence[JointGraph],
-        unplaced: Callable[[], Iterable[torch.Tensor]] = tuple,
-    ) -> None:
-        """`graphs` are the captured graphs of the model, which adds later ones to the same sequence. `unplaced` returns
-        the tensors of the model that no plan places."""
+    def __init__(self, executor: Executor, graphs: Sequence[JointGraph]) -> None:
+        """`graphs` are the captured graphs of the model, which adds later ones to the same sequence."""
         self._executor = executor
         self._graphs = graphs
         self.stages: StagesOfRank | None = None
@@ -144,110 +108,33 @@ class OutstandingForwards:
         self.has_breaks = False
         """Whether a graph ends at a graph break, so that a call of the model runs several graphs."""
         self.is_crowded = False
-        """Whether a forward found too little device memory beside outstanding forwards or models in turn."""
+        """Whether a forward found too little device memory beside the activations of outstanding forwards."""
         self.watch = StepWatch(executor)
         """The measured bytes of the first steps."""
-        self.outside = Outside()
-        """The measured bytes of code between the graphs."""
-        self.neighbours: Neighbours[OutstandingForwards] = Neighbours(self, unplaced)
+        self._outside = Outside()
 
-    def plan_beside(self, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer], *, is_free: bool) -> Answer:
-        """Return the result of `plan` for the device bytes of outstanding forwards and of models in turn.
+    def plan_beside(self, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
+        """Return the result of `plan` for the device bytes of outstanding forwards now.
 
-        `reserved_bytes` are left free if a plan fits without them, and so is memory for models that never ran. If none
-        fits, activations of outstanding forwards are offloaded and `plan` is called again; at last beside what models
-        in turn hold now, until all are planned together. `is_free` if the budget is the free memory: idle models move
-        to the host then if nothing fits beside them. Raises NoFeasiblePlan if `plan` raises it after all that.
+        `reserved_bytes` are left free if a plan fits without them. If none fits, activations of outstanding forwards
+        are offloaded and `plan` is called again. Raises NoFeasiblePlan if `plan` raises it after that.
         """
-        executor, neighbours = self._executor, self.neighbours
-        neighbours.join()
-        for new_bytes in neighbours.new_bytes(is_free=is_free):
-            with suppress(NoFeasiblePlan):
-                return plan(self._usage(is_free=is_free, reserved_bytes=reserved_bytes, new_bytes=new_bytes))
+        executor, saved = self._executor, self._executor.saved
+        outstanding_bytes = saved.held_bytes()
         # The last ranks have no rows of a small parameter, and outstanding forwards may hold less on some ranks. All
         # ranks must take the same branch.
         if any_of_all(executor, reserved_bytes > 0, "room to be left"):
             try:
-                return plan(self._usage(is_free=is_free, reserved_bytes=reserved_bytes))
+                return plan(ExternalUsage(outstanding_bytes=outstanding_bytes, reserved_bytes=reserved_bytes))
             except NoFeasiblePlan:
                 self.is_crowded = True
         try:
-            return plan(self._usage(is_free=is_free))
-        except NoFeasiblePlan as error:
-            if not any_of_all(executor, self._makes_room(error, is_free=is_free), "room that was made"):
+            return plan(ExternalUsage(outstanding_bytes=outstanding_bytes))
+        except NoFeasiblePlan:
+            if not any_of_all(executor, saved.offload_outstanding(), "room that was made"):
                 raise
         self.is_crowded = True
-        try:
-            return plan(self._usage(is_free=is_free))
-        except NoFeasiblePlan:
-            if executor.peers is not None or not neighbours.in_turn():
-                raise
-        log.info(
-            "%s fits beside what the models that run in turn with it hold now, and not beside what they will hold: all "
-            "are planned together as soon as no forward is outstanding",
-            executor.name,
-        )
-        return plan(self._usage(is_free=is_free, is_present=True))
-
-    def _usage(
-        self, *, is_free: bool, reserved_bytes: int = 0, new_bytes: int = 0, is_present: bool = False
-    ) -> ExternalUsage:
-        """Return the external usage of a graph of the model: beside what models in turn will hold, or if `is_present`,
-        hold now."""
-        nbytes = self.neighbours.bytes_in_turn(is_free=is_free)
-        if is_present:
-            nbytes = 0 if is_free else min(nbytes, self.neighbours.present_in_turn())
-        return ExternalUsage(
-            outstanding_bytes=self._executor.saved.held_bytes(),
-            reserved_bytes=reserved_bytes,
-            neighbour_bytes=nbytes + new_bytes,
-            neighbour_host_bytes=self.neighbours.host_bytes_in_turn(),
-        )
-
-    def _makes_room(self, error: NoFeasiblePlan, *, is_free: bool) -> bool:
-        """Return whether a plan may fit now that did not, as `error` says: activations of outstanding forwards went to
-        the host, or idle models if the budget is the free memory, or there are models to plan together with."""
-        was_made = self.offload()
-        if is_free and error.memory == "device":
-            was_made |= self.neighbours.make_room(error.needed_bytes - error.budget_bytes) > 0
-        return was_made or (self._executor.peers is None and bool(self.neighbours.in_turn()))
-
-    def offload(self) -> bool:
-        """Copy the activations of outstanding forwards of this model and of models in turn to the host; return whether
-        any memory was freed."""
-        executors = [self._executor, *(model.executor for model in self.neighbours.in_turn())]
-        return sum(executor.saved.offload_outstanding() for executor in executors) > 0
-
-    def make_room(self, graph: JointGraph) -> None:
-        """Move idle models to the host if the plan of `graph` exceeds the budget of the user beside them; warn if some
-        cannot move."""
-        active = graph.active
-        if graph.planner.is_budget_given and self.neighbours.are_news_for(active.plan):
-            excess_bytes = graph.needed_bytes + self.neighbours.idle_bytes() - active.plan.budget_bytes
-            if excess_bytes > 0:
-                excess_bytes -= self.neighbours.make_room(excess_bytes)
-            if excess_bytes > 0:
-                log.warning(
-                    "a step of %s exceeds its budget of %s by %s: models that do not train now hold %s on the device "
-                    "and cannot move to the host. Delete them, or the tensors that share their memory",
-                    graph.name,
-                    format_bytes(active.plan.budget_bytes),
-                    format_bytes(excess_bytes),
-                    format_bytes(self.neighbours.idle_bytes()),
-                )
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether the buckets of the model may move to the host now, and back: no forward is outstanding, neither other
-        ranks nor a plan of the user decide where they are, and the host has room."""
-        executor, planned = self._executor, [graph for graph in self._graphs if graph.is_planned]
-        if executor.saved.outstanding_owners() or not all(graph.planner.may_move for graph in planned):
-            return False
-        problems = [graph.active.problem for graph in planned]
-        free_bytes = min((problem.host_budget_bytes for problem in problems), default=0)
-        held = self.neighbours.held()
-        may_move = all(may_move_back(problem, executor) for problem in problems)
-        return may_move and held.resident_bytes + held.grad_bytes <= free_bytes
+        return plan(ExternalUsage(outstanding_bytes=saved.held_bytes()))
 
     @property
     def executor(self) -> Executor:
@@ -270,48 +157,31 @@ class OutstandingForwards:
         return self.stages.answered(self, problem, make, options)
 
     def begin(self, graph: JointGraph) -> None:
-        """Record a forward of `graph`; first plan all graphs of the last steps together, with those of models in turn,
-        if memory was short and no forward is outstanding.
-
-        Raises NoFeasiblePlan if models in turn, or a measured step that was too large, fit under no plans.
-        """
-        self.neighbours.begin()
-        if graph.is_inference and any(own.runs.has_run and not own.is_inference for own in self._graphs):
-            return  # it runs with the homes of training
-        models = [self, *self.neighbours.in_turn()]
-        outstanding = _owners(models)
-        self.is_crowded |= graph.is_pressed
+        """Record a forward of `graph`; first plan all graphs of the last steps together if memory was short and no
+        forward is outstanding."""
+        outstanding = self._executor.saved.outstanding_owners()
         if not outstanding:
-            self._come_back()
-            graphs = [own for own in self.joint_graphs() if not own.is_inference]
+            graphs = [
+                other
+                for other in self._graphs
+                if other.runs.has_trained and not other.is_superseded and not other.is_inference
+            ]
             overrun = self._overrun(graphs) if graphs else None
-            if overrun is not None or any(model.is_crowded for model in models):
-                replan_together(models, overrun)
-        graph.runs.has_run = True
+            if graphs and (self.is_crowded or overrun is not None):
+                self.is_crowded = False
+                self._replan_together(graphs, overrun)
+        graph.runs.has_trained = True
         self._note(graph, outstanding)
-
-    def _come_back(self) -> None:
-        """Move buckets that left for the host back if there is room for them, else let all models in turn be planned
-        together."""
-        if self.neighbours.is_away:
-            planned = [own for own in self._graphs if own.is_planned and not own.is_superseded]
-            if all(own.needed_bytes <= own.active.plan.budget_bytes for own in planned):
-                self.neighbours.come_back()
-            else:
-                self.is_crowded = True
 
     def _overrun(self, graphs: Sequence[JointGraph]) -> Overrun | None:
         """Return how the measured step exceeded the budget, and note by what; None if it did not, or if no plan may be
-        changed.
-
-        Steps of models in turn hold what others allocate, so their figures tell nothing about `graphs`.
-        """
+        changed."""
         peaks, self.watch.peaks = self.watch.peaks, {}
         budget_bytes = graphs[0].planner.given_budget_bytes
         peak_bytes = max(peaks.values(), default=0)
-        if self.neighbours.in_turn() or budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
+        if budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
             return None
-        causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self.outside)
+        causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self._outside)
         found = Overrun(peak_bytes=peak_bytes, budget_bytes=budget_bytes, causes=causes)
         if not (self.watch.may_plan and all(graph.planner.may_replan for graph in graphs)):
             log.warning("%s. It is not planned again", found.words(self._executor.name))
@@ -322,8 +192,7 @@ class OutstandingForwards:
 
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""
-        own = self._executor.saved.outstanding_owners(leaving_out=ticket)
-        self._note(graph, [*own, *_owners(self.neighbours.in_turn())])
+        self._note(graph, self._executor.saved.outstanding_owners(leaving_out=ticket))
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
         """Record the graphs of all `outstanding` forwards, if these are more than ever beside `graph`."""
@@ -364,133 +233,64 @@ class OutstandingForwards:
 
     def supersede(self, before: JointGraph, graph: JointGraph) -> None:
         """Replace `before`, an earlier capture of the same step, by `graph` in all records."""
-        self.outside.replace(before, graph)
+        self._outside.replace(before, graph)
         before.is_superseded = True
-        graph.runs.has_run |= before.runs.has_run
+        graph.runs.has_trained |= before.runs.has_trained
         for other in (before, *self._graphs):
             other.runs.beside = tuple(graph if entry is before else entry for entry in other.runs.beside)
         graph.runs.beside = before.runs.beside
 
-    def fixed_bytes(self, graphs: Sequence[JointGraph]) -> int:
-        """Return the device bytes of the model outside of its `graphs`, which no plan of them changes."""
-        read = {name for graph in graphs for name in graph.param_names}
-        scalars_bytes = scalar_bytes(self._executor.slots.values(), self._executor.device)
-        return outside_bytes(self._executor, read) + scalars_bytes
+    def _replan_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> None:
+        """Plan `graphs`, which ran in the last steps, together and let them follow the plans; no forward is
+        outstanding.
+
+        Raises NoFeasiblePlan after an `overrun` if nothing fits.
+        """
+        planned = self._planned_together(graphs, overrun)
+        beside = [graph.runs.positions_in(graphs) for graph in graphs]
+        for graph in graphs:
+            graph.runs = GraphRuns(offloads_first=not planned)
+        programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=False)]
+        if not programs:
+            return
+        for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
+            beside_bytes = sum(programs[other].device_bytes + programs[other].given_bytes for other in others)
+            graph.follow(problem, plan, own, beside_bytes)
+        buckets = [bucket for _, plan in planned for bucket in plan.buckets]
+        self._executor.buckets.move(buckets, [home for _, plan in planned for home in plan.placements])
+        for graph in graphs:
+            graph.mark_in_force()
 
     def _base_bytes(self, graphs: Sequence[JointGraph]) -> int:
         """Return the device bytes held outside all of `graphs`, without what their steps took beyond their plans."""
-        return self.fixed_bytes(graphs) + library_bytes(self._executor.device)
+        read = {name for graph in graphs for name in graph.param_names}
+        executor = self._executor
+        fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
+        return outside_bytes(executor, read) + fixed_bytes
 
     def _requests(self, graphs: Sequence[JointGraph]) -> list[GraphRequest]:
         """Return the requests of `graphs` beside each other, without the code between them."""
-        base_bytes, usage = self._base_bytes(graphs), ExternalUsage()
+        base_bytes = self._base_bytes(graphs)
         return [
-            GraphRequest(problem=graph.joint_problem(base_bytes, usage), beside=graph.runs.positions_in(graphs))
+            GraphRequest(problem=graph.joint_problem(base_bytes), beside=graph.runs.positions_in(graphs))
             for graph in graphs
         ]
 
-    def joint_graphs(self) -> list[JointGraph]:
-        """Return the graphs that ran in the last steps: those that train, or all if none does."""
-        ran = [own for own in self._graphs if own.runs.has_run and own.is_planned and not own.is_superseded]
-        return [own for own in ran if not own.is_inference] or ran
+    def _planned_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> Sequence[Planned]:
+        """Return problems of `graphs` and plans within their common budget; empty if there are no such plans.
 
-
-def _owners(models: Iterable[OutstandingForwards]) -> list[object]:
-    """Return the graph of each outstanding forward of `models`, in order for each model."""
-    return [owner for model in models for owner in model.executor.saved.outstanding_owners()]
-
-
-def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | None = None) -> None:
-    """Plan the graphs of `models`, which ran in the last steps, together and let them follow the plans; no forward is
-    outstanding.
-
-    Raises NoFeasiblePlan if no plans keep the budgets of several models, or after an `overrun`.
-    """
-    graphs_of: dict[OutstandingForwards, list[JointGraph]] = {}
-    for model in models:
-        model.is_crowded = False
-        found = model.joint_graphs()
-        if found and all(graph.planner.may_replan for graph in found):
-            graphs_of[model] = found
-        else:
-            for graph in found:
-                graph.runs = GraphRuns(offloads_first=True)
-    graphs = [graph for own in graphs_of.values() for graph in own]
-    if not graphs:
-        return
-    beside = [graph.runs.positions_in(graphs) for graph in graphs]
-    planned, offloads_first = _planned_together(graphs_of, beside, overrun), False
-    if not planned and len(graphs_of) > 1:
-        # Activations of outstanding forwards are offloaded before each run, so they are beside no graph.
-        beside, offloads_first = [() for _ in graphs], True
-        planned = _planned_together(graphs_of, beside, overrun)
-    for graph in graphs:
-        graph.runs = GraphRuns(offloads_first=offloads_first or not planned)
-    programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=False)]
-    if not programs:
-        return
-    plan_of = {id(graph): plan for graph, (_, plan) in zip(graphs, planned, strict=True)}
-    for leaves_alone in (True, False):  # what leaves the device leaves first, of whatever model it is
-        for model, own in graphs_of.items():
-            plans = [plan_of[id(graph)] for graph in own]
-            _move(model.executor, plans, leaves_alone=leaves_alone)
-    for model in graphs_of:
-        model.neighbours.stay()
-    for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
-        left = [(graphs[other], programs[other].device_bytes + programs[other].given_bytes) for other in others]
-        graph.follow(problem, plan, own, _beside(graph, graphs_of, left))
-    for graph in graphs:
-        graph.mark_in_force()
-
-
-def _move(executor: Executor, plans: Sequence[Plan], *, leaves_alone: bool) -> None:
-    """Move the buckets of `plans` to their homes; if `leaves_alone`, only those that keep something off the device."""
-    pairs = {
-        bucket.id: (bucket, home) for plan in plans for bucket, home in zip(plan.buckets, plan.placements, strict=True)
-    }
-    moving = [(bucket, home) for bucket, home in pairs.values() if not leaves_alone or home.optim is not Tier.DEVICE]
-    executor.buckets.move([bucket for bucket, _ in moving], [home for _, home in moving])
-
-
-def _beside(
-    graph: JointGraph,
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]],
-    left: Sequence[tuple[JointGraph, int]],
-) -> Beside:
-    """Return the bytes beside `graph` under new plans of the graphs of each model; `left` has the graph and the bytes
-    of each outstanding forward beside it."""
-    own_bytes = neighbour_bytes = 0
-    for model, graphs in graphs_of.items():
-        left_bytes = sum(nbytes for other, nbytes in left if other in graphs)
-        if graph in graphs:
-            own_bytes = left_bytes
-            neighbour_bytes += model.neighbours.bytes_in_turn(leaving_out=list(graphs_of))
-        else:
-            held = model.neighbours.held()
-            neighbour_bytes += held.resident_bytes + max(left_bytes, held.grad_bytes)
-    return Beside(own_bytes, neighbour_bytes)
-
-
-def _planned_together(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]],
-    beside: Sequence[tuple[int, ...]],
-    overrun: Overrun | None,
-) -> Sequence[Planned]:
-    """Return problems of the graphs of each model and plans within their budgets, beside the graphs `beside` each;
-    empty if there are no such plans.
-
-    Raises NoFeasiblePlan if there are none after an `overrun`, or for several models of which no graph is beside
-    another.
-    """
-    requests = _requests_of(graphs_of, beside)
-    planners = [graph.planner for graphs in graphs_of.values() for graph in graphs]
-    planner = next((own for own in planners if own.may_divide), planners[0])
-    try:
-        return plan_jointly(requests, planner.search, may_divide=planner.may_divide)
-    except NoFeasiblePlan as error:
-        if overrun is not None or (len(graphs_of) > 1 and not any(beside)):
-            raise
-        if len(graphs_of) == 1:
+        Raises NoFeasiblePlan after an `overrun` if there are none.
+        """
+        if not all(graph.planner.may_replan for graph in graphs):
+            return ()
+        requests = self._requests(graphs)
+        requests += self._outside.requests(graphs, replace(requests[0].problem, base_bytes=self._base_bytes(graphs)))
+        try:
+            planner = next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
+            return plan_jointly(requests, planner.search, may_divide=planner.may_divide)
+        except NoFeasiblePlan as error:
+            if overrun is not None:
+                raise
             log.warning(
                 "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "
                 "activations are offloaded in every step",
@@ -498,32 +298,4 @@ def _planned_together(
                 format_bytes(error.needed_bytes),
                 error.memory,
             )
-        return ()
-
-
-def _requests_of(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: Sequence[tuple[int, ...]]
-) -> list[GraphRequest]:
-    """Return the requests of all graphs, beside the graphs `beside` each, then those of the code between them."""
-    joint = list(graphs_of)
-    fixed_bytes = {model: model.fixed_bytes(graphs) for model, graphs in graphs_of.items()}
-    problems: list[tuple[int, Problem]] = []
-    codes: list[GraphRequest] = []
-    everything = [graph for graphs in graphs_of.values() for graph in graphs]
-    for number, (model, graphs) in enumerate(graphs_of.items()):
-        base_bytes = sum(fixed_bytes.values()) + library_bytes(model.executor.device)
-        base_bytes += sum(other.neighbours.unplaced_bytes() for other in joint if other is not model)
-        base_bytes += model.neighbours.bytes_in_turn(leaving_out=joint)
-        usage = ExternalUsage(
-            neighbour_host_bytes=model.neighbours.host_bytes_in_turn(),
-            freed_bytes=sum(other.neighbours.present_bytes() for other in joint if other is not model),
-        )
-        own = [graph.joint_problem(base_bytes, usage) for graph in graphs]
-        problems += [(number, problem) for problem in own]
-        code = model.outside.requests(everything, replace(own[0], base_bytes=base_bytes))
-        codes += [replace(request, model=number) for request in code]
-    graphs_first = [
-        GraphRequest(problem=problem, beside=own, model=number)
-        for (number, problem), own in zip(problems, beside, strict=True)
-    ]
-    return [*graphs_first, *codes]
+            return ()

@@ -26,14 +26,14 @@ from elixir_compile.managed.agreement.roll_call import Step
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
-from elixir_compile.managed.outstanding import Beside, GraphRuns, OutstandingForwards
+from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.program_versions import ProgramVersions
 from elixir_compile.managed.programs import Programs, storages_of, ticket_position
 from elixir_compile.managed.same_step import EarlierCaptures
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
-from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan, with_neighbours
+from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan
 from elixir_compile.options import Options
 from elixir_compile.problem.outside import unread_bytes
 from elixir_compile.problem.planning import ExternalUsage, param_names_of
@@ -150,22 +150,20 @@ class PlannedGraph:
         executor, own = self._executor, self._own_capture
         assert own is not None
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
-        is_free = not self.planner.is_budget_given
         if self._variants.graph_set_digest:
             answer, beside_bytes = self.planner.answer_for(own), executor.saved.held_bytes()
             joined, problem, plan = planned_in_step(executor, own, self._options, self.planner.sizes.values, answer)
             require_disk(plan, executor.buckets.disk)
-            self._active = active_plan(joined, problem, plan, beside_bytes, self._bytes_in_turn())
+            self._active = active_plan(joined, problem, plan, beside_bytes)
             return None
         make = partial(self._plan_beside, own, self.planner.graph(own))
-        unread = unread_bytes(own, executor, param_names_of(own, executor))
-        return self._outstanding.plan_beside(unread, make, is_free=is_free)
+        return self._outstanding.plan_beside(unread_bytes(own, executor, param_names_of(own, executor)), make)
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
-        executor = self._executor
+        executor, beside_bytes = self._executor, external.outstanding_bytes
         outdated = self._earlier.outdated(self, self._graphs, graph)
         is_new = outdated is not None or self._shortage.wants_plan
-        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, external)
+        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -177,24 +175,19 @@ class PlannedGraph:
             problem = self.planner.problem(own, graph, external, is_new=before is None)
             is_short = self._active is not None and self._staying.is_missing_in(self._active.plan)
             freed = self._active if is_short else outdated and outdated.active
-            if freed is None or self._outstanding.neighbours.in_turn():  # homes that leave room for others stay
-                return problem
-            return self.planner.with_free_buckets(problem, freed.plan)
+            return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
 
         make = partial(plan_for_all, executor, search=search, options=self._options)
         answer = partial(self._outstanding.answered, make=make, options=self._options)
         problem = asked_by_all(executor, ask)
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
-        # Models in turn are planned together with this one later if it counts less than they will hold.
-        neighbour_bytes = max(external.neighbour_bytes, self._bytes_in_turn())
-        self._active = active_plan(own, problem, plan, external.outstanding_bytes, neighbour_bytes)
+        self._active = active_plan(own, problem, plan, beside_bytes)
         if outdated is not None:
             self._active = replace(self._active, moves_at=executor.buckets.generation)
             self._earlier.replaced_by(self)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
-        has_others = bool(external.reserved_bytes) or bool(self._outstanding.neighbours.in_turn())
-        self._outstanding.is_crowded |= has_others and is_pressed(plan)
+        self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
         return before or outdated
 
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
@@ -268,28 +261,27 @@ class PlannedGraph:
             if not outcome.is_new:
                 self._active = replace(self.active, plan=outcome.plan)
                 return
-            problem, beside = self.active.problem, Beside(self.active.beside_bytes, self.active.neighbour_bytes)
-            self.follow(problem, outcome.plan, self.write_programs(problem, outcome.plan), beside)
+            problem, beside_bytes = self.active.problem, self.active.beside_bytes
+            self.follow(problem, outcome.plan, self.write_programs(problem, outcome.plan), beside_bytes)
             self._executor.buckets.move(outcome.plan.buckets, outcome.plan.placements)
             self.mark_in_force()
 
     # Planned together with other graphs of the step: see `outstanding.JointGraph`.
 
-    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
-        """Return the problem to plan together with other graphs, with `base_bytes` held outside of it; `external` has
-        the bytes of other models that are planned together with it."""
-        return self.planner.joint_problem(self.active, base_bytes, external)
+    def joint_problem(self, base_bytes: int) -> Problem:
+        """Return the problem to plan together with other graphs, with `base_bytes` of external usage."""
+        return self.planner.joint_problem(self.active, base_bytes)
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem` and is not in force yet."""
         return self.programs.write_next(self.active.captured, problem.graph, plan)
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: Beside) -> None:
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
         """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.
 
-        Others may hold the device bytes `beside` meanwhile.
+        `beside_bytes` are device bytes for other outstanding forwards meanwhile.
         """
-        now = active_plan(self.active.captured, problem, plan, *beside)
+        now = active_plan(self.active.captured, problem, plan, beside_bytes)
         self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
         self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
@@ -321,30 +313,6 @@ class PlannedGraph:
         if self._executor.buckets.generation != self.active.generation:
             with _compile_lock:
                 self._put_in_force()
-        if self.planner.is_budget_given and self.needed_bytes > self.active.plan.prediction.device_peak_bytes:
-            self._active = with_neighbours(self.active, self._bytes_in_turn())
-
-    @property
-    def needed_bytes(self) -> int:
-        """The peak of the plan in use, beside what models in turn hold by now."""
-        more_bytes = self._bytes_in_turn() - self.active.neighbour_bytes
-        return self.active.plan.prediction.device_peak_bytes + max(0, more_bytes)
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether models in turn hold so much by now that the plan in use exceeds the budget that the user gave."""
-        may = self.is_planned and self.planner.is_budget_given and self._options.plan is None
-        return may and self.active.plan.budget_bytes < self.needed_bytes > self.active.plan.prediction.device_peak_bytes
-
-    def _misses_plain_state(self) -> bool:
-        """Whether a bucket of the plan in use has state that a plain optimizer keeps beside it."""
-        plain = self._executor.plain_state
-        if not plain or self._options.plan is not None or self.is_inference:
-            return False
-        return any(bucket.state_nbytes and set(bucket.params) <= plain.keys() for bucket in self.active.plan.buckets)
-
-    def _bytes_in_turn(self) -> int:
-        return self._outstanding.neighbours.bytes_in_turn(is_free=not self.planner.is_budget_given)
 
     def _put_in_force(self) -> None:
         executor, active = self._executor, self.active
@@ -359,10 +327,9 @@ class PlannedGraph:
         executor, active, plan = self._executor, self.active, self.active.plan
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
-            is_crowded = not self._outstanding.offload()
+            is_crowded = not executor.saved.offload_outstanding()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
-        is_crowded |= self.is_pressed or self._misses_plain_state()
         is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
         has_grown = self.planner.has_grown(active, args)

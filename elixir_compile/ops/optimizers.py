@@ -63,18 +63,6 @@ def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
     _HYBRID[param] = weakref.ref(owner)
 
 
-def claimed_params() -> list[torch.Tensor]:
-    """Return the parameters of all hybrid optimizers of the process."""
-    return [param for param, reference in list(_HYBRID.items()) if reference() is not None]
-
-
-def has_state(param: torch.Tensor) -> bool:
-    """Return whether a hybrid optimizer keeps state for `param` already."""
-    reference = _HYBRID.get(param)
-    owner = None if reference is None else reference()
-    return owner is not None and param in vars(owner)["state"]  # the attribute waits for queued updates
-
-
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
     """Return the state of `params` in hybrid optimizers, by the id of the parameter.
 

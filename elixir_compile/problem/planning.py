@@ -106,13 +106,6 @@ class ExternalUsage:
     """Activations and inputs of outstanding forwards."""
     reserved_bytes: int = 0
     """Bytes left free for the state and gradients of parameters that no graph has read yet."""
-    neighbour_bytes: int = 0
-    """What other models of the process hold, or will hold."""
-    neighbour_host_bytes: int = 0
-    """Host bytes of the buckets of models that run in turn with that of the graph."""
-    freed_bytes: int = 0
-    """What models that are planned together with that of the graph hold now: a budget that is the free memory leaves it
-    out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,33 +212,26 @@ def problem_of(
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
-    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets.in_force(for_training=is_training)
-    if executor.plain_state:
-        in_force = tuple((_without_plain_state(bucket, executor), home) for bucket, home in in_force)
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
         held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
     if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
         held_bytes += executor.reducers.bucket_bytes(executor.device)
-    held_bytes += external.neighbour_bytes + sum(executor.plain_state.values())
-    there_bytes = device_bytes(executor) + external.freed_bytes
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
-        budget_bytes=device_budget_bytes(options, cluster, executor.device, there_bytes, peers),
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
         base_bytes=held_bytes + fixed_bytes,
         host_budget_bytes=host_budget_bytes(options, peers),
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
-        host_base_bytes=0
-        if options.host_memory is None
-        else outside_host_bytes(in_force, own) + external.neighbour_host_bytes,
+        host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
     )
     return build_problem(
         graph,
         cluster,
         options,
-        params=_trained_params(trained, ranks, executor.plain_state),
+        params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
         memory=memory,
         disk=executor.buckets.disk is not None,
         accumulates=accumulates,
@@ -260,23 +246,9 @@ def problem_of(
     )
 
 
-def _without_plain_state(bucket: Bucket, executor: Executor) -> Bucket:
-    """Return `bucket`, in force, without state if no plan places that of any of its parameters."""
-    return (
-        replace(bucket, state_nbytes=0, state_dtype=None)
-        if set(bucket.params) <= executor.plain_state.keys()
-        else bucket
-    )
-
-
-def _trained_params(trained: Sequence[Slot], ranks: Ranks | None, plain_state: Collection[str]) -> TrainedParams:
-    """Return the facts about the parameters of the slots `trained`; the state of those named in `plain_state` counts
-    elsewhere."""
+def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:
     known = planned_states([slot.param for slot in trained])
-    states = {
-        name: replace(state, nbytes=0, narrower_nbytes={}) if name in plain_state else state
-        for name, state in states_by_name(trained, known).items()
-    }
+    states = states_by_name(trained, known)
     return TrainedParams(
         state_bytes={name: state.nbytes for name, state in states.items()},
         state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},

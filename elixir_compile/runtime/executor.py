@@ -81,9 +81,6 @@ class Executor:
         self.phases = Phases(self.slots, self.lanes, self.ledger)
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
-        self.plain_state: dict[str, int] = {}
-        """Bytes of optimizer state on the device that no plan places, by the name of the parameter, if plans count it:
-        see `managed.plain_state`."""
         self.calls = StepCalls(name)
         """Which call of a step runs, if a step calls the model several times."""
         self.saved = SavedActivations(self.lanes, self.ledger)
