@@ -236,7 +236,8 @@ class StepWatch:
         if self._bytes is not None:
             self._bytes.adopt(inputs)
         elif self._at_begin and not self._executor.saved.outstanding_owners():
-            if any(value.grad_fn is not None for value in inputs):
+            # The handle of a parameter has a node of autograd too, and a single element.
+            if any(value.grad_fn is not None and value.numel() > 1 for value in inputs):
                 self._is_waiting = True
                 _watches().add(self)
             else:
