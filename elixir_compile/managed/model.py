@@ -253,7 +253,7 @@ class ManagedModel:
             self._outstanding.begin(graph)
         graph.keep_current(args)
         graph.programs.drop_old()
-        watch.forward_begins(args)
+        watch.forward_begins(args, is_training=not graph.is_inference)
         self.executor.begin()
 
     def _adopt_replaced(self) -> None:

@@ -203,6 +203,11 @@ class StepWatch:
         self._bytes: StepBytes | None = None
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
+        self._has_forward = False
+        """Whether a forward that trains has run in the measured step."""
+        self._has_stopped = False
+        """Whether a measurement has ended in this forward: torch 2.13 writes to freed memory if its profiler stops and
+        starts again below one op (see `measure.full_steps`)."""
         self._places: dict[Place, int] = {}
         self._sites: dict[object, str] = {}
         """File and line behind each graph."""
@@ -213,6 +218,11 @@ class StepWatch:
         return self._bytes is not None
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether the measurement begins behind the next update of the model's optimizer."""
+        return self._is_waiting
+
+    @property
     def may_plan(self) -> bool:
         """Whether the graphs may be planned once more because a step exceeded the budget."""
         return self.num_plans < _MOST_PLANS
@@ -220,21 +230,31 @@ class StepWatch:
     def rearm(self, *, is_given: bool) -> None:
         """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget."""
         self._is_on |= is_given
+        self._has_stopped |= self.is_measuring
         self.drop()
         self.peaks = {}
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
+        was_measuring = self.is_measuring
         self.end()
+        if self._has_forward and not self._executor.saved.outstanding_owners():
+            self.drop()  # a forward without a backward, as of an evaluation
+        self._has_stopped = was_measuring and not self.is_measuring
 
-    def forward_begins(self, args: Sequence[Any]) -> None:
-        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step."""
+    def forward_begins(self, args: Sequence[Any], *, is_training: bool) -> None:
+        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step.
+
+        A forward without gradients begins none: an evaluation may have any number of them.
+        """
         if not self._is_on and self._bytes is None:
-            self._at_begin = False
+            self._at_begin &= not is_training
             return
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if self._bytes is not None:
             self._bytes.adopt(inputs)
+        elif not is_training or self._has_stopped:
+            return
         elif self._at_begin and not self._executor.saved.outstanding_owners():
             # The handle of a parameter has a node of autograd too, and a single element.
             if any(value.grad_fn is not None and value.numel() > 1 for value in inputs):
@@ -242,7 +262,9 @@ class StepWatch:
                 _watches().add(self)
             else:
                 self._start(inputs)
-        self._at_begin = False
+        if is_training:
+            self._at_begin = False
+            self._has_forward = self.is_measuring
 
     def updated(self) -> None:
         """Note that an optimizer step has ended: begin to measure the next step, with the code before its first
@@ -254,7 +276,8 @@ class StepWatch:
     def _start(self, inputs: Iterable[torch.Tensor]) -> None:
         own = [*self._own_tensors(), *inputs]
         params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
-        self._places, self._sites, self._has_ended = {}, {}, False
+        self._places, self._sites = {}, {}
+        self._has_ended = self._has_forward = False
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
             _watches().add(self)
@@ -314,6 +337,7 @@ class StepWatch:
         if self._bytes is not None:
             self._bytes.stop()
             self._bytes = None
+        self._has_forward = False
 
 
 @functools.cache
@@ -328,7 +352,7 @@ def _watches() -> "weakref.WeakSet[StepWatch]":
     def begin(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(watches):
             watch.updated()
-            if not watch.is_measuring:
+            if not (watch.is_measuring or watch.is_waiting):
                 watches.discard(watch)
 
     before: Any = torch.compiler.disable(end)

@@ -1,6 +1,7 @@
 """Warn of an optimizer whose first step updates no model that Elixir planned, although it should."""
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -43,6 +44,8 @@ def watch_plain_optimizers(backend: Callable[..., Any], hybrid: type[Optimizer])
             return
         seen.add(optimizer)
         params = _params(optimizer)
+        if "torch._dynamo" not in sys.modules:
+            return  # nothing was compiled in this process
         is_asked = not isinstance(optimizer, hybrid) and not any(slot_of(param) is not None for param in params)
         if is_asked and _is_compiled_by(backend, params):
             warn_if_unplanned(optimizer)

@@ -62,6 +62,8 @@ def _ways() -> str:
             torch.backends.mkldnn.enabled,
             torch.backends.cudnn.enabled,
             torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.allow_tf32,
         )
     )
 

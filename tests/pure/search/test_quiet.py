@@ -52,11 +52,11 @@ def test_the_last_of_several_solves_gives_the_stream_back(capfd: pytest.CaptureF
     def solve() -> None:
         with without_notes():
             begun.set()
-            may_end.wait(10)
+            may_end.wait()
 
     other = threading.Thread(target=solve)
     other.start()
-    begun.wait(10)
+    assert begun.wait(60)
     with pytest.raises(ZeroDivisionError), without_notes():
         raise ZeroDivisionError
     printed_in_c("while another solves")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile import compat
 from elixir_compile.managed.over_budget import TOLERATED_BYTES
 from tests.run.processes import apart
 
@@ -179,3 +180,19 @@ def test_code_between_graphs_is_in_the_budget(name: str, settled: Mapping[str, t
 def test_all_kinds_of_code_between_graphs_are_in_the_budget() -> None:
     for name, (peak_bytes, budget_bytes, _) in apart(measured, [*MODELS.keys() - QUICK]).items():
         assert peak_bytes <= budget_bytes + TOLERATED_BYTES, name
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_evaluation_is_not_measured(grad: bool) -> None:
+    """A measurement holds torch.profiler, which would record every op of a whole evaluation."""
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+    compiled = torch.compile(elixir.prepare(model), backend="elixir", options={**OPTIONS, "device_memory": "1GiB"})
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
+    batch = torch.ones(4, WIDTH)
+    compiled(batch).sum().backward()
+    optimizer.step()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            compiled(batch).sum()
+    assert not compat.is_profiling()

@@ -36,7 +36,7 @@ def run(folder: Path, call: str, most_s: int) -> str:
 
 
 def test_a_question_that_fails_stops_no_other_and_its_error_is_in_the_summary(tmp_path: Path) -> None:
-    summary = run(tmp_path, "figures", 100)
+    summary = run(tmp_path, "figures", 600)
     assert "half: exit code 1" in summary
     assert "no such device" in summary
     with tarfile.open(tmp_path / "results.tgz") as packed:
@@ -51,7 +51,7 @@ def test_no_question_begins_in_the_last_seconds(tmp_path: Path) -> None:
 
 
 def test_questions_beside_each_other_are_all_answered(tmp_path: Path) -> None:
-    summary = run(tmp_path, "lives", 60)
+    summary = run(tmp_path, "lives", 600)
     for name in ("facts", "trains", "compiles", "pinning", "late", "sanitizer", "tests"):
         assert f"{name}: exit code 0" in summary
 
