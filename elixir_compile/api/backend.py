@@ -47,7 +47,7 @@ from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.unplanned import watch_plain_optimizers
+from elixir_compile.optim.unplanned import note_captured, watch_plain_optimizers
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
@@ -75,6 +75,7 @@ def elixir(
     def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
+        note_captured(example_inputs)
         with collector_off():
             return with_deep_calls(lambda: _compile(gm, example_inputs, with_compiler(parse_options(options))))
 

@@ -154,7 +154,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """These parameters belong to no model, which is not what is tested."""
-    monkeypatch.setattr("elixir_compile.optim.hybrid._warn_if_unplanned", lambda optimizer: None)
+    monkeypatch.setattr("elixir_compile.optim.hybrid.warn_if_unplanned", lambda optimizer: None)
 
 
 @pytest.mark.parametrize(
