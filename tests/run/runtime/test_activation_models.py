@@ -133,12 +133,15 @@ def test_a_plan_in_one_graph_is_refused_where_shapes_depend_on_data() -> None:
         elixir.plan(model, (batch,), options=OPTIONS)
 
 
-@pytest.mark.parametrize("step", [two_forwards, accumulate, backward_twice])
-def test_steps_of_several_forwards_or_backwards_under_a_searched_plan(step: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize(("step", "share"), [(two_forwards, 0.5), (accumulate, 0.5), (backward_twice, 0.8)])
+def test_steps_of_several_forwards_or_backwards_under_a_searched_plan(
+    step: Callable[..., torch.Tensor], share: float
+) -> None:
+    """A second backward needs more than one alone: all that the forward saved stays beside its gradients."""
     model, batches = blocks()
     expected = by_torch(model).train(batches, step)
     free = by_elixir(model, **OPTIONS).train(batches, step)
-    budget_bytes = planned_peak_bytes(free) // 2
+    budget_bytes = int(share * planned_peak_bytes(free))
     got = by_elixir(model, device_memory=budget_bytes, **OPTIONS).train(batches, step)
     assert_same(expected, got)
     assert planned_peak_bytes(got) <= budget_bytes
