@@ -182,6 +182,8 @@ class OutstandingForwards:
         if budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
             return None
         causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self._outside)
+        if not causes:
+            return None  # the plans themselves say so
         found = Overrun(peak_bytes=peak_bytes, budget_bytes=budget_bytes, causes=causes)
         if not (self.watch.may_plan and all(graph.planner.may_replan for graph in graphs)):
             log.warning("%s. It is not planned again", found.words(self._executor.name))

@@ -14,6 +14,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from elixir_compile.measure.step_bytes import drop_running_step_bytes
 from tests.run.processes import apart
 
 WIDTH, NUM_STEPS = 64, 5
@@ -186,6 +187,7 @@ def test_all_kinds_of_code_between_graphs_are_in_the_budget() -> None:
 def test_an_evaluation_is_not_measured(grad: bool) -> None:
     """A measurement holds torch.profiler, which would record every op of a whole evaluation."""
     torch._dynamo.reset()
+    drop_running_step_bytes()  # of a model of another test
     model = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
     compiled = torch.compile(elixir.prepare(model), backend="elixir", options={**OPTIONS, "device_memory": "1GiB"})
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
