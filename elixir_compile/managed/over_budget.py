@@ -38,8 +38,9 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
 from elixir_compile.units import format_bytes
 
-TOLERATED_BYTES = 4096
-"""Bytes by which a step may exceed its budget: losses, tickets and counters of steps are a few bytes each."""
+TOLERATED_BYTES = 16384
+"""Bytes by which a step may exceed its budget: losses, tickets and counters of steps, and workspaces of kernels, which
+are too small to be counted up to 4 KiB each (see `measure.kernel_bytes`)."""
 _NUM_NAMED = 4
 """So many causes are named."""
 _MOST_PLANS = 4
