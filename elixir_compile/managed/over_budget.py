@@ -229,8 +229,12 @@ class StepWatch:
         return self.num_plans < _MOST_PLANS
 
     def rearm(self, *, is_given: bool) -> None:
-        """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget."""
-        self._is_on |= is_given
+        """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget.
+
+        A step of several calls is not measured: stages of a pipeline run in turn, and torch 2.13 crashes if its
+        profiler ends below the forward of another model.
+        """
+        self._is_on |= is_given and self._executor.calls.spec.num == 1
         self._has_stopped |= self.is_measuring
         self.drop()
         self.peaks = {}
