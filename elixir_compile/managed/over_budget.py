@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elixir_compile import compat
 from elixir_compile.managed.graph_planner import GraphPlanner
@@ -199,8 +199,6 @@ class StepWatch:
         self._at_begin = False
         """Whether the next forward begins a step: a backward has begun since the last. The first step is none, as it
         compiles, and optimizers have no state in it."""
-        self._is_waiting = False
-        """Whether the measurement begins behind the next update, because code before the first graph holds memory."""
         self._bytes: StepBytes | None = None
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
@@ -217,11 +215,6 @@ class StepWatch:
     def is_measuring(self) -> bool:
         """Whether the running step is measured."""
         return self._bytes is not None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the measurement begins behind the next update of the model's optimizer."""
-        return self._is_waiting
 
     @property
     def may_plan(self) -> bool:
@@ -241,10 +234,14 @@ class StepWatch:
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
+        for other in list(_watches()) if _watches.cache_info().currsize else ():
+            if other is not self:
+                other.end()
+                other.drop_if_left()
         was_measuring = self.is_measuring
         self.end()
-        if self._has_forward and not self._executor.saved.outstanding_owners():
-            self.drop()  # a forward without a backward, as of an evaluation
+        if self._has_forward:
+            self.drop_if_left()  # a forward without a backward, as of an evaluation
         self._has_stopped = was_measuring and not self.is_measuring
 
     def forward_begins(self, args: Sequence[Any], *, is_training: bool) -> None:
@@ -261,22 +258,10 @@ class StepWatch:
         elif not is_training or self._has_stopped:
             return
         elif self._at_begin and not self._executor.saved.outstanding_owners():
-            # The handle of a parameter has a node of autograd too, and a single element.
-            if any(value.grad_fn is not None and value.numel() > 1 for value in inputs):
-                self._is_waiting = True
-                _watches().add(self)
-            else:
-                self._start(inputs)
+            self._start(inputs)
         if is_training:
             self._at_begin = False
             self._has_forward = self.is_measuring
-
-    def updated(self) -> None:
-        """Note that an optimizer step has ended: begin to measure the next step, with the code before its first
-        graph."""
-        if self._is_waiting and self._is_on and self._bytes is None and self._at_begin:
-            self._is_waiting = False
-            self._start(())
 
     def _start(self, inputs: Iterable[torch.Tensor]) -> None:
         own = [*self._own_tensors(), *inputs]
@@ -285,6 +270,8 @@ class StepWatch:
         self._has_ended = self._has_forward = False
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
+            # A model may go in the middle of a step, and its measurement holds torch.profiler.
+            weakref.finalize(self, self._bytes.stop).atexit = False
             _watches().add(self)
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
@@ -337,6 +324,11 @@ class StepWatch:
         self._is_on = not found  # somebody else may have taken torch.profiler
         self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
 
+    def drop_if_left(self) -> None:
+        """End the measurement of a step that has no outstanding forward: nobody will run its backward."""
+        if self._bytes is not None and not self._executor.saved.outstanding_owners():
+            self.drop()
+
     def drop(self) -> None:
         """End the measurement of a step without a result."""
         if self._bytes is not None:
@@ -347,21 +339,15 @@ class StepWatch:
 
 @functools.cache
 def _watches() -> "weakref.WeakSet[StepWatch]":
-    """Return the watches that measure or wait for an update; the first call has all steps of optimizers tell them."""
+    """Return the watches that measure; the first call has all steps of optimizers tell them."""
     watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(watches):
             watch.end()
-
-    def begin(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for watch in list(watches):
-            watch.updated()
-            if not (watch.is_measuring or watch.is_waiting):
+            if not watch.is_measuring:
                 watches.discard(watch)
 
     before: Any = torch.compiler.disable(end)
-    after: Any = torch.compiler.disable(begin)
     register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
     return watches
