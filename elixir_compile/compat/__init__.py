@@ -94,6 +94,7 @@ from elixir_compile.compat.pipelining import ScheduledStage as ScheduledStage
 from elixir_compile.compat.pipelining import scheduled_runs as scheduled_runs
 from elixir_compile.compat.pipelining import scheduled_stages as scheduled_stages
 from elixir_compile.compat.profiling import AllocatorProfile as AllocatorProfile
+from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.symbols import is_multiple as is_multiple
 from elixir_compile.compat.symbols import may_have_any_value_from as may_have_any_value_from
 from elixir_compile.compat.symbols import stand_in as stand_in
@@ -101,7 +102,6 @@ from elixir_compile.compat.symbols import symbol_of as symbol_of
 from elixir_compile.compat.symbols import symbols_in as symbols_in
 from elixir_compile.compat.symbols import unknown_number as unknown_number
 from elixir_compile.compat.tensors import apply_to_tensors as apply_to_tensors
-from elixir_compile.compat.tensors import cpu_allocations as cpu_allocations
 from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size

@@ -39,26 +39,40 @@ class AllocatorProfile:
 
         They are in order. Times are ns on the clock of `time.time_ns`. Bytes are negative if the block was freed, and 0
         if it was allocated before any profile.
-
-        `profiler.kineto_results`, `torch._C._profiler._ExtraFields_Allocation`: torch 2.11 to 2.13. Gone:
-        AttributeError or ImportError in the first measured step under a budget on a CPU.
         """
-        from torch._C._profiler import _ExtraFields_Allocation
+        return sorted(_cpu_events(self._profiler), key=lambda event: event[0])
 
-        if self._profiler.profiler is None or self._profiler.profiler.kineto_results is None:
-            raise RuntimeError("the profiler has not run")
-        found: list[tuple[int, int | None, int]] = []
-        pending = list(self._profiler.profiler.kineto_results.experimental_event_tree())
-        while pending:
-            event = pending.pop()
-            pending.extend(event.children)
-            block = event.extra_fields
-            if isinstance(block, _ExtraFields_Allocation):
-                if block.device.type == "cpu":
-                    found.append((event.start_time_ns, block.ptr, block.alloc_size))
-            elif event.name.startswith(_MARK):
-                found.append((event.start_time_ns, None, int(event.name[len(_MARK) :])))
-        return sorted(found, key=lambda event: event[0])
+
+def cpu_allocations(profiler: profile) -> list[tuple[int, int, int]]:
+    """Return (time, address, bytes) for each block allocated or freed on the CPU under `profiler`, in order.
+
+    Times are ns on the clock of `time.time_ns`. Bytes are negative if the block was freed. The profiler sees only
+    threads that inherited it: the caller's and autograd's.
+    """
+    blocks = [(time_ns, address, n) for time_ns, address, n in _cpu_events(profiler) if address is not None]
+    return sorted(blocks, key=lambda block: block[0])
+
+
+def _cpu_events(profiler: profile) -> Iterator[tuple[int, int | None, int]]:
+    """Yield the events of `AllocatorProfile.events`, in any order.
+
+    `profiler.kineto_results`, `torch._C._profiler._ExtraFields_Allocation`: torch 2.11 to 2.13. Gone: AttributeError
+    or ImportError in `measure_step`, and in the first measured step under a budget, on a CPU.
+    """
+    from torch._C._profiler import _ExtraFields_Allocation
+
+    if profiler.profiler is None or profiler.profiler.kineto_results is None:
+        raise RuntimeError("the profiler has not run")
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        block = event.extra_fields
+        if isinstance(block, _ExtraFields_Allocation):
+            if block.device.type == "cpu":
+                yield event.start_time_ns, block.ptr, block.alloc_size
+        elif event.name.startswith(_MARK):
+            yield event.start_time_ns, None, int(event.name[len(_MARK) :])
 
 
 @contextmanager

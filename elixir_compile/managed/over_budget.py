@@ -200,6 +200,8 @@ class StepWatch:
         """Whether the next forward begins a step: a backward has begun since the last. The first step is none, as it
         compiles, and optimizers have no state in it."""
         self._bytes: StepBytes | None = None
+        self._at_death: weakref.finalize[..., Any] | None = None
+        """Ends the measurement with this object."""
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
         self._has_forward = False
@@ -234,7 +236,7 @@ class StepWatch:
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
-        for other in list(_watches()) if _watches.cache_info().currsize else ():
+        for other in list(_measuring):
             if other is not self:
                 other.end()
                 other.drop_if_left()
@@ -271,8 +273,10 @@ class StepWatch:
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
             # A model may go in the middle of a step, and its measurement holds torch.profiler.
-            weakref.finalize(self, self._bytes.stop).atexit = False
-            _watches().add(self)
+            self._at_death = weakref.finalize(self, self._bytes.stop)
+            self._at_death.atexit = False
+            _measuring.add(self)
+            _end_at_updates()
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
@@ -319,8 +323,7 @@ class StepWatch:
         """End the measurement of a step, if one runs and its backward has ended; keep the figures."""
         if self._bytes is None or not self._has_ended:
             return
-        found = self._bytes.stop()
-        self._bytes = None
+        found = self._stopped(self._bytes)
         self._is_on = not found  # somebody else may have taken torch.profiler
         self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
 
@@ -332,22 +335,29 @@ class StepWatch:
     def drop(self) -> None:
         """End the measurement of a step without a result."""
         if self._bytes is not None:
-            self._bytes.stop()
-            self._bytes = None
+            self._stopped(self._bytes)
         self._has_forward = False
+
+    def _stopped(self, measured: StepBytes) -> Mapping[int, int]:
+        """Return the result of the measurement, of which nothing is kept: it holds all events of the step."""
+        if self._at_death is not None:
+            self._at_death.detach()
+        self._bytes = self._at_death = None
+        _measuring.discard(self)
+        return measured.stop()
+
+
+_measuring: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
+"""The watches of running measurements."""
 
 
 @functools.cache
-def _watches() -> "weakref.WeakSet[StepWatch]":
-    """Return the watches that measure; the first call has all steps of optimizers tell them."""
-    watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+def _end_at_updates() -> None:
+    """Have all steps of optimizers end the measurements whose backward has ended; the first call does it."""
 
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for watch in list(watches):
+        for watch in list(_measuring):
             watch.end()
-            if not watch.is_measuring:
-                watches.discard(watch)
 
     before: Any = torch.compiler.disable(end)
     register_optimizer_step_pre_hook(before)
-    return watches
