@@ -25,7 +25,7 @@ from elixir_compile.platforms import BlockRecord, platform_of
 from elixir_compile.runtime.slab import is_slab_memory
 
 _Event = tuple[int, int | None, int]
-_running: "StepBytes | None" = None
+_running: "_EventBytes | None" = None
 """What holds torch.profiler."""
 
 
@@ -56,16 +56,26 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
     if platform_of(device).has_own_memory:
         blocks = platform_of(device).record_blocks(device)
         return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
-    if compat.is_profiling():
+    if (_running is not None and not _running.is_over) or not drop_running_step_bytes() or compat.is_profiling():
         return None
     _running = made = _EventBytes(tensors, more_bytes)
     return made
 
 
-def drop_running_step_bytes() -> None:
-    """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it."""
-    if _running is not None:
-        _running.stop()
+def drop_running_step_bytes() -> bool:
+    """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it.
+
+    Returns whether none holds it now. One that another thread began holds it until that thread measures again or ends:
+    torch 2.13 crashes if one profiler stops on another thread, or if two threads have one each.
+    """
+    global _running
+    running = _running
+    if running is not None:
+        running.stop()
+        running.release()
+        if running.is_released or not running.thread.is_alive():
+            _running = None
+    return _running is None
 
 
 atexit.register(drop_running_step_bytes)  # torch 2.13 crashes if its profiler is on when the interpreter ends
@@ -87,7 +97,8 @@ class _EventBytes:
 
     def __init__(self, own: Sequence[torch.Tensor], more_bytes: int) -> None:
         self._more_bytes = more_bytes
-        self._thread = threading.get_ident()
+        self.thread = threading.current_thread()
+        """The thread that holds torch.profiler."""
         self._places: list[int | None] = []
         """The place of each mark."""
         self._events: list[_Event] = []
@@ -95,6 +106,8 @@ class _EventBytes:
         self._known: set[int] = set()
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._peaks: Mapping[int, int] | None = None
+        self.is_released = False
+        """Whether torch.profiler has been stopped."""
         self._profile = compat.AllocatorProfile()
         self.adopt(own)
 
@@ -116,21 +129,32 @@ class _EventBytes:
         return note
 
     def mark(self, place: int | None) -> None:
-        if self._peaks is None and threading.get_ident() == self._thread:
+        if self._peaks is None and threading.current_thread() is self.thread:
             self._profile.mark(len(self._places))
             self._places.append(place)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the measurement has ended."""
+        return self._peaks is not None
 
     def stop(self) -> Mapping[int, int]:
         global _running
         if self._peaks is None:
             self._peaks = {}
-            if _running is self:
-                _running = None
-            if threading.get_ident() == self._thread:
-                self._profile.stop()
-                self._watches.clear()
+            self._watches.clear()
+            self.release()
+            if self.is_released:
+                if _running is self:
+                    _running = None
                 self._peaks = self._peaks_of(self._profile.events())
         return self._peaks
+
+    def release(self) -> None:
+        """Stop torch.profiler, if it is not stopped and this thread holds it."""
+        if not self.is_released and threading.current_thread() is self.thread:
+            self.is_released = True
+            self._profile.stop()
 
     def _peaks_of(self, allocations: Sequence[_Event]) -> Mapping[int, int]:
         merged = sorted([*self._events, *allocations], key=lambda event: event[0])

@@ -97,8 +97,8 @@ class Gathers:
         if copy is not None:
             return Transfer(name, None, copy)
         # Compute uses and frees it. The program waits for the copy before both.
-        with self._ledger.place(name):
-            flat = self._lanes.empty(bucket.flat_home().numel())
+        flat = self._lanes.empty(bucket.flat_home().numel())
+        self._ledger.takes(name, (flat,))
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
         allocated = self._lanes.mark_compute()
