@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elixir_compile import compat
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.variants import ActivePlan
-from elixir_compile.measure.step_bytes import StepBytes, start_step_bytes
+from elixir_compile.measure.step_bytes import StepBytes, end_idle_profiler, start_step_bytes
 from elixir_compile.ops.shards import own_part
 from elixir_compile.problem.outside import state_bytes
 from elixir_compile.runtime.executor import Executor
@@ -236,6 +236,7 @@ class StepWatch:
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
+        end_idle_profiler()
         for other in list(_measuring):
             if other is not self:
                 other.end()
@@ -358,6 +359,7 @@ def _end_at_updates() -> None:
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for watch in list(_measuring):
             watch.end()
+        end_idle_profiler()
 
     before: Any = torch.compiler.disable(end)
     register_optimizer_step_pre_hook(before)

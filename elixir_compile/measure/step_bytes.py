@@ -56,7 +56,8 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
     if platform_of(device).has_own_memory:
         blocks = platform_of(device).record_blocks(device)
         return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
-    if (_running is not None and not _running.is_over) or not drop_running_step_bytes() or compat.is_profiling():
+    end_idle_profiler()
+    if _running is not None or compat.is_profiling() or compat.backward_pass_id() >= 0:
         return None
     _running = made = _EventBytes(tensors, more_bytes)
     return made
@@ -65,8 +66,7 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
 def drop_running_step_bytes() -> bool:
     """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it.
 
-    Returns whether none holds it now. One that another thread began holds it until that thread measures again or ends:
-    torch 2.13 crashes if one profiler stops on another thread, or if two threads have one each.
+    Returns whether none holds it now: see `_EventBytes.release`.
     """
     global _running
     running = _running
@@ -76,6 +76,12 @@ def drop_running_step_bytes() -> bool:
         if running.is_released or not running.thread.is_alive():
             _running = None
     return _running is None
+
+
+def end_idle_profiler() -> None:
+    """Stop torch.profiler if the measurement that holds it has ended where it could not be stopped."""
+    if _running is not None and _running.is_over:
+        drop_running_step_bytes()
 
 
 atexit.register(drop_running_step_bytes)  # torch 2.13 crashes if its profiler is on when the interpreter ends
@@ -151,8 +157,13 @@ class _EventBytes:
         return self._peaks
 
     def release(self) -> None:
-        """Stop torch.profiler, if it is not stopped and this thread holds it."""
-        if not self.is_released and threading.current_thread() is self.thread:
+        """Stop torch.profiler, if it is not stopped and may be stopped here.
+
+        A measurement may end anywhere: the garbage collector may end it with its model. Only the thread that started
+        the profiler may stop it (torch 2.13 crashes), and not in a backward pass, whose end turns it on again: it
+        restores the state of the thread.
+        """
+        if not self.is_released and threading.current_thread() is self.thread and compat.backward_pass_id() < 0:
             self.is_released = True
             self._profile.stop()
 

@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
+from elixir_compile import compat
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
@@ -288,6 +289,23 @@ def test_a_measured_step_that_another_thread_ends_leaves_no_profiler_on() -> Non
     thread.start()
     thread.join()
     assert found == [{}, False, None]
+    assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
+
+
+def test_a_measured_step_that_ends_in_a_backward_pass_leaves_no_profiler_on() -> None:
+    step_bytes.drop_running_step_bytes()  # of a model of another test
+    running = step_bytes.start_step_bytes(torch.device("cpu"), (), 0)
+    assert running is not None
+    param = torch.ones(3, requires_grad=True)
+    found: list[object] = []
+    param.register_post_accumulate_grad_hook(
+        lambda _: found.extend((running.stop(), step_bytes.start_step_bytes(torch.device("cpu"), (), 0)))
+    )
+    param.sum().backward()
+    assert found == [{}, None]
+    assert compat.is_profiling()
+    step_bytes.end_idle_profiler()
+    assert not compat.is_profiling()
     assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
 
 
