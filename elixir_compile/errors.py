@@ -58,16 +58,26 @@ Each error keeps its facts as fields and as `args`, so it survives pickling betw
 
 # ruff: noqa: N818 - classes are named for the event; their base class says `Error`
 
+import copy
 import difflib
 import errno
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from elixir_compile.units import format_bytes
 
 
 class ElixirError(Exception):
     """The base class of all errors of the package."""
+
+    def renewed(self) -> Self:
+        """Return a copy without the traceback and the cause, for code that keeps or raises the error of a variable.
+
+        The traceback of an error, or of the one that was handled when it was raised, holds frames, and those their
+        variables. An error among them would keep the frames of all callers alive until the next garbage collection,
+        with their tensors.
+        """
+        return copy.copy(self)
 
 
 class _UnknownName(ElixirError, ValueError):

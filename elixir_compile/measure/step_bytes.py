@@ -44,6 +44,10 @@ class StepBytes(Protocol):
         """End the measurement, and return the peak in bytes of each place."""
         ...
 
+    def drop(self) -> None:
+        """End the measurement without a result: nothing reads its events."""
+        ...
+
 
 def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_bytes: int) -> StepBytes | None:
     """Begin to measure on `device`; None if that is not possible: torch.profiler is on, or torch keeps no history.
@@ -71,7 +75,7 @@ def drop_running_step_bytes() -> bool:
     global _running
     running = _running
     if running is not None:
-        running.stop()
+        running.drop()
         running.release()
         if running.is_released or not running.thread.is_alive():
             _running = None
@@ -145,16 +149,20 @@ class _EventBytes:
         return self._peaks is not None
 
     def stop(self) -> Mapping[int, int]:
+        if self._peaks is None:
+            self.drop()
+            if self.is_released:
+                self._peaks = self._peaks_of(self._profile.events())
+        return self._peaks or {}
+
+    def drop(self) -> None:
         global _running
         if self._peaks is None:
             self._peaks = {}
             self._watches.clear()
             self.release()
-            if self.is_released:
-                if _running is self:
-                    _running = None
-                self._peaks = self._peaks_of(self._profile.events())
-        return self._peaks
+            if self.is_released and _running is self:
+                _running = None
 
     def release(self) -> None:
         """Stop torch.profiler, if it is not stopped and may be stopped here.
@@ -220,3 +228,8 @@ class _HistoryBytes:
             merged = sorted([*self._marks, *events], key=lambda event: event[0])
             self._peaks = _peaks(merged, self._places, dict(self._blocks.nbytes_at), live_bytes) if events else {}
         return self._peaks
+
+    def drop(self) -> None:
+        if self._peaks is None:
+            self._peaks = {}
+            self._blocks.stop()

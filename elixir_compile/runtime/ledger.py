@@ -3,7 +3,6 @@
 import functools
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +13,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
+from elixir_compile.living import Living
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.recording import (
@@ -28,7 +28,7 @@ from elixir_compile.runtime.recording import (
     Work,
 )
 
-_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+_ledgers: "Living[Ledger]" = Living()
 _NOTHING = nullcontext()
 
 

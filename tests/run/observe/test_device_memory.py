@@ -208,11 +208,26 @@ def test_records_share_a_history_which_ends_with_the_last(monkeypatch: pytest.Mo
 
 
 def test_a_record_whose_owner_is_gone_ends_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(snapshot({})).installed(monkeypatch)
+    allocator = Allocator(snapshot({}), snapshot({})).installed(monkeypatch)
     record = record_blocks(DEVICE)
     assert allocator.is_on
     del record
     assert not allocator.is_on
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_history_that_somebody_else_began_meanwhile_goes_on(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_stacks = {**entry("alloc", 1, 11, 100), "frames": [{"filename": "user.py", "line": 1, "name": "step"}]}
+    allocator = Allocator(snapshot({}), snapshot({}, with_stacks)).installed(monkeypatch)
+    record = record_blocks(DEVICE)
+    assert record is not None
+    if is_stopped:
+        assert [nbytes for *_, nbytes in record.stop() or ()] == [100]
+    del record
+    assert allocator.is_on
+    assert not allocator.snapshots
 
 
 def test_a_history_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
