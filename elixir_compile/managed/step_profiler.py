@@ -34,7 +34,10 @@ LEAST_GAP_BYTES = 64 * MIB
 
 
 class StepProfiler:
-    """Measures the first steps of a compilation, which calls it at the first forward of every step."""
+    """Measures the first steps of a compilation, which calls it at the first forward of every step.
+
+    It has more than 15 attributes: what it was asked for, and the figures of the steps so far.
+    """
 
     def __init__(self, executor: Executor, name: str, options: Options, *, records: bool) -> None:
         """`name` is that of the graph whose steps are measured. Spans are recorded if `records`, or on several ranks.

@@ -77,7 +77,10 @@ class SlotOwner(Protocol):
 
 
 class Slot:
-    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
+    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor.
+
+    It has more than 20 methods: each is a question about the parameter, asked by another package.
+    """
 
     __slots__ = (
         "__weakref__",
