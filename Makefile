@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: venv demo test test-slow test-clients races mutants fuzz lint docs docs-blocks pictures format bench clean
+.PHONY: venv demo test test-slow test-clients races mutants cuda fuzz lint docs docs-blocks pictures format bench clean
 
 venv: $(INSTALLED)
 
@@ -53,6 +53,13 @@ races: venv
 mutants: venv
 	$(BIN)/python -m tests.mutants --only "$(ONLY)"
 
+# The genuine CUDA build of torch, without a GPU, over a stand-in for NVIDIA's libraries; `PARTS="itself gpu"` runs some.
+CUDA_TORCH := 2.11.0
+
+cuda:
+	$(MAKE) venv TORCH=$(CUDA_TORCH)
+	.venv-$(CUDA_TORCH)/bin/python -m tests.cuda_standin.run $(PARTS)
+
 # Random training runs of `make fuzz`, a few seconds each.
 RUNS ?= 200
 
@@ -60,7 +67,6 @@ RUNS ?= 200
 fuzz: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m hypothesis --hypothesis-profile=new
 	$(BIN)/python -m tests.run.random_runs --runs $(RUNS)
-	$(BIN)/python -m tests.run.random_runs --runs $(RUNS) --others
 
 lint: venv
 	$(BIN)/ruff format --check .

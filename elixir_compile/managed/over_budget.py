@@ -28,10 +28,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elixir_compile import compat
-from elixir_compile.living import Living
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.variants import ActivePlan
-from elixir_compile.measure.step_bytes import StepBytes, end_idle_profiler, start_step_bytes
+from elixir_compile.measure.step_bytes import StepBytes, start_step_bytes
 from elixir_compile.ops.shards import own_part
 from elixir_compile.problem.outside import state_bytes
 from elixir_compile.runtime.executor import Executor
@@ -237,8 +236,7 @@ class StepWatch:
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
-        end_idle_profiler()
-        for other in _measuring:
+        for other in list(_measuring):
             if other is not self:
                 other.end()
                 other.drop_if_left()
@@ -275,7 +273,7 @@ class StepWatch:
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
             # A model may go in the middle of a step, and its measurement holds torch.profiler.
-            self._at_death = weakref.finalize(self, self._bytes.drop)
+            self._at_death = weakref.finalize(self, self._bytes.stop)
             self._at_death.atexit = False
             _measuring.add(self)
             _end_at_updates()
@@ -325,7 +323,7 @@ class StepWatch:
         """End the measurement of a step, if one runs and its backward has ended; keep the figures."""
         if self._bytes is None or not self._has_ended:
             return
-        found = self._taken(self._bytes).stop()
+        found = self._stopped(self._bytes)
         self._is_on = not found  # somebody else may have taken torch.profiler
         self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
 
@@ -337,19 +335,19 @@ class StepWatch:
     def drop(self) -> None:
         """End the measurement of a step without a result."""
         if self._bytes is not None:
-            self._taken(self._bytes).drop()
+            self._stopped(self._bytes)
         self._has_forward = False
 
-    def _taken(self, measured: StepBytes) -> StepBytes:
-        """Return the running measurement, which is not kept: it holds all events of the step."""
+    def _stopped(self, measured: StepBytes) -> Mapping[int, int]:
+        """Return the result of the measurement, of which nothing is kept: it holds all events of the step."""
         if self._at_death is not None:
             self._at_death.detach()
         self._bytes = self._at_death = None
         _measuring.discard(self)
-        return measured
+        return measured.stop()
 
 
-_measuring: "Living[StepWatch]" = Living()
+_measuring: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
 """The watches of running measurements."""
 
 
@@ -358,9 +356,8 @@ def _end_at_updates() -> None:
     """Have all steps of optimizers end the measurements whose backward has ended; the first call does it."""
 
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for watch in _measuring:
+        for watch in list(_measuring):
             watch.end()
-        end_idle_profiler()
 
     before: Any = torch.compiler.disable(end)
     register_optimizer_step_pre_hook(before)

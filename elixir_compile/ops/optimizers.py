@@ -144,9 +144,9 @@ def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> N
         try:
             owner.require_whole_step()
         except IncompleteStep as error:  # every model must begin a new step
-            incomplete.append(error.renewed())
+            incomplete.append(error)
     for error in incomplete:
-        raise error.renewed()
+        raise error
 
 
 register_optimizer_step_pre_hook(_require_present)

@@ -22,7 +22,6 @@ from typing import Protocol
 
 import torch
 
-from elixir_compile.living import Living
 from elixir_compile.runtime.landing import Landings
 from elixir_compile.runtime.lanes import Event, Lanes
 
@@ -182,17 +181,14 @@ class UpdateLine:
         """Raise the exception of a failed update; only once for each failure."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # see `ElixirError.renewed`
+            raise failure
 
     def fail(self, error: BaseException) -> None:
         """Keep `error` for the next `check` or wait on this line."""
         self._failure, self.num_failures = error, self.num_failures + 1
 
 
-_lines: "Living[UpdateLine]" = Living()
+_lines: "weakref.WeakSet[UpdateLine]" = weakref.WeakSet()
 
 
 def _let_worker_end() -> None:

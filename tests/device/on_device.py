@@ -1,6 +1,7 @@
-"""Fixtures of the tests in `on_device_*.py`, which run in a process that has the device type `fakegpu`.
+"""Run pytest in a process that has a device made of host memory: the type `fakegpu`, or CUDA over its stand-in.
 
 python -m tests.device.on_device [files and options of pytest]
+python -m tests.cuda_standin.build -m tests.device.on_device [files and options of pytest]
 """
 
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = tuple(sorted(path.name for path in FOLDER.glob("on_device_*.py")))
+OF_FAKEGPU = ("on_device_itself.py", "on_device_machine.py", "on_device_doctor.py", "on_device_memory.py")
+"""Tests of what `fakegpu` is and lacks, and of bytes beside which no library has a workspace."""
 AT_MOST_S = 1800
 
 
@@ -25,11 +28,12 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Start the device, and run pytest here."""
-    from tests.device import fakegpu
+    from tests.device import emulated
 
-    fakegpu.start()
-    named = [argument for argument in arguments if ".py" in argument]
-    files = [] if named else [str(FOLDER / name) for name in FILES]
+    emulated.start()
+    named = [argument for argument in arguments if argument.startswith("tests/")]
+    names = [name for name in FILES if emulated.NAME == "fakegpu" or name not in OF_FAKEGPU]
+    files = [] if named else [str(FOLDER / name) for name in names]
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files, *arguments]))
 
 

@@ -7,11 +7,11 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import model_of
 from elixir_compile.ir import Lane, Tally, Update, tallies
 from elixir_compile.simulate import simulate
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.run.training import plain_step
 from tests.run.updating import hybrid_run, ladder, rows
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import threading
 import torch
 
 from elixir_compile.runtime.lanes.accelerator import StreamLane
-from tests.device import fakegpu
+from tests.device import emulated
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 
 
 def test_two_threads_in_blocks_of_a_lane_get_back_their_own_streams() -> None:

@@ -22,11 +22,11 @@ from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.units import GIB
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes, tight_bytes
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False}
 
 
@@ -40,7 +40,7 @@ def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
     gc.collect()
     run = by_elixir(model, device_memory=2 * peak_bytes, **PLAIN)
     held_bytes = torch.accelerator.memory_allocated(DEVICE)
-    with fakegpu.capacity(held_bytes + peak_bytes // 2):
+    with emulated.capacity(held_bytes + peak_bytes // 2):
         run.train(batches)
     (record,) = elixir.compilations(run.model)
     assert record.plan.base_bytes > plain.base_bytes + peak_bytes // 2
@@ -56,7 +56,7 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches)
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
-    record = elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=fakegpu.NAME)
+    record = elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=emulated.NAME)
     assert record.device_peak_bytes < 32 << 20
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
 
@@ -66,13 +66,13 @@ def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest
         raise AssertionError("the statistics are the user's")
 
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(getattr(torch, fakegpu.NAME), "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(getattr(torch, emulated.NAME), "reset_peak_memory_stats", reset)
     model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches[:5])
-    assert blocks._running[fakegpu.NAME] == 1, "the third to the seventh step are measured"
+    assert blocks._running[emulated.NAME] == 1, "the third to the seventh step are measured"
     run.train(batches[5:])
-    elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=fakegpu.NAME)
-    assert not blocks._running[fakegpu.NAME]
+    elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=emulated.NAME)
+    assert not blocks._running[emulated.NAME]
 
 
 def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,9 @@ def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeyp
         return torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE)
 
     torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
-    assert elixir.measure_step(step, device=fakegpu.NAME).device_peak_bytes == held_bytes + (4 << 20)
+    assert elixir.measure_step(step, device=emulated.NAME).device_peak_bytes == held_bytes + (4 << 20)
     monkeypatch.setattr(compat, "start_allocator_history", lambda device_type, most_entries: False)
-    assert elixir.measure_step(step, device=fakegpu.NAME).device_peak_bytes >= 32 << 20
+    assert elixir.measure_step(step, device=emulated.NAME).device_peak_bytes >= 32 << 20
     with PeakRecord(platform_of(DEVICE), DEVICE) as record:
         step()
     assert record.peak_bytes is None
@@ -162,7 +162,7 @@ def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytes
     (record,) = elixir.compilations(run.model)
     (line,) = [line for line in caplog.messages if line.startswith("measured  peak")]
     assert "reserved" in line
-    measured = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batches[0]), device=fakegpu.NAME)
+    measured = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batches[0]), device=emulated.NAME)
     stats = torch.accelerator.memory_stats(DEVICE)
     rounded_bytes = stats["allocated_bytes.all.current"] - stats["requested_bytes.all.current"]
     over_bytes = measured.device_peak_bytes - foreign_bytes - record.plan.prediction.device_peak_bytes

@@ -13,13 +13,13 @@ import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.narrow_state import form_of
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.run.optim.test_mixed_precision import ADAM, BF16, mixed_run, recorded
 from tests.run.optim.test_narrow_state import NARROW, narrow_adamw, rows, steps
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import hybrid_run
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 
 
 def on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -30,7 +30,7 @@ def trained(state_dtype: str, home: str, update: Update, share: float = 0.0) -> 
     optimizer = functools.partial(narrow_adamw, state_dtype=state_dtype)
     model, batches = steps().to(DEVICE), [batch.to(DEVICE) for batch in rows(4)]
     with (
-        fakegpu.policy(fakegpu.LATE),
+        emulated.policy(emulated.LATE),
         hybrid_run(model, batches[0], home=home, update=update, share=share, optimizer=optimizer) as run,
     ):
         run.train(batches)

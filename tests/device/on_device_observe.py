@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from elixir_compile.problem.machine import library_bytes
 from elixir_compile.units import parse_bytes
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.gpu import test_accelerator_memory
 from tests.run.training import by_elixir, plain_step
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 
 
 class Broken(nn.Module):
@@ -30,6 +31,8 @@ def test_kinds_add_up_to_the_allocators_peak_and_are_those_of_the_plan() -> None
 
 
 def test_the_first_graph_of_a_step_reads_its_peak(caplog: pytest.LogCaptureFixture) -> None:
+    library_bytes(DEVICE)  # takes the workspaces of libraries
+    most_bytes = torch.accelerator.memory_allocated(DEVICE) + (32 << 20)
     before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
     del before
     peak_bytes = torch.accelerator.max_memory_allocated(DEVICE)
@@ -39,6 +42,6 @@ def test_the_first_graph_of_a_step_reads_its_peak(caplog: pytest.LogCaptureFixtu
         plain_step(run.compiled, run.optimizer, torch.ones(8, 64, device=DEVICE))
     first, second = [line for line in caplog.messages if line.startswith("measured  peak")]
     assert (first.split()[-1], second.split()[-1]) == ("Broken", "Broken.1")
-    assert parse_bytes("".join(first.split()[2:4])) < 32 << 20
+    assert parse_bytes("".join(first.split()[2:4])) < most_bytes
     assert "peak: see elixir_compile.measure_step" in second
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes

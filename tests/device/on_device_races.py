@@ -12,13 +12,13 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Lane, Update
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes.checked import Checked
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.run.races.combinations import in_another_thread
 from tests.run.races.home import Home
 from tests.run.training import Run, assert_same_tensors
 from tests.run.updating import accumulate, eager_run, hybrid_run, ladder, rows
 
-DEVICE = torch.device(fakegpu.NAME, 1)
+DEVICE = torch.device(emulated.NAME, 1)
 SHORT = ("split", Update.ACROSS_STEPS, 0.5), ("host", Update.IN_BACKWARD, 0.0)
 MODES = (
     *SHORT, ("split", Update.AFTER_BACKWARD, 0.0), ("split", Update.IN_BACKWARD, 0.0),
@@ -33,10 +33,10 @@ def batches(num: int) -> list[torch.Tensor]:
 
 def test_a_recording_starts_and_ends_with_an_idle_device() -> None:
     executor = Executor(DEVICE, "timed")
-    with fakegpu.policy(fakegpu.LATE):
+    with emulated.policy(emulated.LATE):
         executor.wait(executor.offload_saved("h", [torch.ones(64, device=DEVICE)]))
         recording = executor.ledger.start_recording()
-        assert fakegpu.num_pending() <= 1, "the event of the begin"
+        assert emulated.num_pending() <= 1, "the event of the begin"
         ticket = executor.ticket([])
         executor.prefetch(ticket, "h")
         (span,) = recording.stop()
@@ -44,10 +44,10 @@ def test_a_recording_starts_and_ends_with_an_idle_device() -> None:
         executor.abandon()
 
 
-@pytest.mark.parametrize("kind", [fakegpu.EARLY, fakegpu.LATE])
+@pytest.mark.parametrize("kind", [emulated.EARLY, emulated.LATE])
 def test_the_gradients_of_two_graphs_add_up_behind_the_copy_of_the_first(kind: int) -> None:
     home = Home(device=DEVICE)
-    with fakegpu.policy(kind):
+    with emulated.policy(kind):
         recording = home.executor.ledger.start_recording()
         home.backward(2, waits=False)
         found = {(span.lane, span.label): span.nbytes for span in recording.stop()}
@@ -73,7 +73,7 @@ def test_late_copies_are_ordered_and_change_no_bit(
     monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
     model, given = ladder().to(DEVICE), batches(8)
     with (
-        fakegpu.policy(fakegpu.LATE),
+        emulated.policy(emulated.LATE),
         hybrid_run(model, given[0], home=home, update=update, share=share) as run,
     ):
         accumulate(run.train(given[:3]).train(given[3:5], in_another_thread), given[5:], 3)

@@ -4,9 +4,9 @@ import torch
 
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.executor import Executor
-from tests.device import fakegpu
+from tests.device import emulated
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 
 
 def test_a_tensor_that_the_forward_made_on_the_host_comes_back_as_it_was() -> None:
@@ -36,4 +36,4 @@ def test_offloading_an_outstanding_forward_leaves_its_tensors_on_the_host_alone(
     assert torch.equal(values.cpu(), torch.arange(8.0))
     found = [(span.lane, span.label, span.nbytes) for span in recording.stop()]
     assert found == [(Lane.D2H, "offload outstanding", 32), (Lane.H2D, "prefetch outstanding", 32)]
-    assert [block.label for block in recording.taken] == ["prefetch outstanding"]
+    assert [place.label for place in recording.places] == ["prefetch outstanding"]

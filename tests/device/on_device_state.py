@@ -9,11 +9,12 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.cli import demo
 from elixir_compile.measure.machine import measure_machine, rates
-from tests.device import fakegpu
+from elixir_compile.platforms import platform_of
+from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, tight_bytes
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False, "replan": False}
 
 
@@ -52,7 +53,7 @@ def test_training_continues_from_a_checkpoint_bitwise(is_tight: bool, tmp_path: 
     options = dict(PLAIN)
     if is_tight:
         options["device_memory"] = tight_bytes(model(), batches()[0], **PLAIN)
-    with fakegpu.policy(fakegpu.LATE):
+    with emulated.policy(emulated.LATE):
         first = by_elixir(model(), **options).train(batches(2))
         elixir.save(tmp_path / "run", model=first.model, optimizer=first.optimizer)
         first.train(batches(3)[2:])
@@ -98,7 +99,7 @@ def test_a_reentrant_backward_onto_leaves_on_the_cpu_and_the_device() -> None:
 def test_a_backward_on_the_device_that_ends_in_parameters_on_the_host() -> None:
     """The published gradients of host buckets are leaves of the CPU, whose thread finishes after the device's."""
     options = {**PLAIN, "device_memory": tight_bytes(model(), batches()[0], **PLAIN)}
-    with fakegpu.policy(fakegpu.RANDOM, 3):
+    with emulated.policy(emulated.RANDOM, 3):
         run = by_elixir(model(), **options)
         run.compiled(batches(1)[0]).backward()
         homes = {param.device.type for param in run.model.parameters()}
@@ -114,8 +115,8 @@ def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in ("_LAYERS", "_POINTWISE_ROWS", "_WIDTHS"):  # those of a GPU would take minutes here
         monkeypatch.setitem(getattr(rates, sizes), "accelerator", getattr(rates, sizes)["host"])
     cluster = measure_machine(DEVICE, seconds=1.0)
-    assert cluster.device.memory_bytes == fakegpu.MEMORY_BYTES
-    assert cluster.device.name == fakegpu.NAME
+    assert cluster.device.memory_bytes == platform_of(DEVICE).total_bytes(DEVICE)
+    assert cluster.device.name == platform_of(DEVICE).name(DEVICE)
     assert min(cluster.h2d.bytes_per_s, cluster.d2h.bytes_per_s) > 0
 
 

@@ -16,12 +16,12 @@ from elixir_compile.ir import Update
 from elixir_compile.problem import machine, planning
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes.accelerator import Accelerator
-from tests.device import fakegpu
+from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_torch, on_host, tight_bytes
 from tests.run.updating import hybrid_run
 
-DEVICE = torch.device(fakegpu.NAME, 0)
+DEVICE = torch.device(emulated.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False, "replan": False}
 
 
@@ -34,13 +34,13 @@ def batches(num: int = 3) -> list[torch.Tensor]:
 
 
 def trained(kind: int, seed: int = 0, **options: Any) -> Run:
-    with fakegpu.policy(kind, seed):
+    with emulated.policy(kind, seed):
         return by_elixir(model(), **{**PLAIN, **options}).train(batches())
 
 
 def test_without_a_budget_it_trains_as_torch_does() -> None:
     expected = by_torch(model()).train(batches())
-    got = trained(fakegpu.EARLY)
+    got = trained(emulated.EARLY)
     torch.testing.assert_close(torch.stack(expected.losses), torch.stack(got.losses))
     assert not on_host(got)
 
@@ -51,13 +51,13 @@ def test_without_a_budget_it_trains_as_torch_does() -> None:
 def test_under_a_tight_budget_late_copies_change_nothing(activations: str) -> None:
     options = {"activations": activations}
     options["device_memory"] = tight_bytes(model(), batches()[0], **PLAIN, **options)
-    before = fakegpu.num_async_copies()
-    expected = trained(fakegpu.EARLY, **options)
+    before = emulated.num_async_copies()
+    expected = trained(emulated.EARLY, **options)
     assert_offloads(expected)
-    assert fakegpu.num_async_copies() > before
-    assert_same(expected, trained(fakegpu.LATE, **options))
+    assert emulated.num_async_copies() > before
+    assert_same(expected, trained(emulated.LATE, **options))
     for seed in range(2):
-        assert_same(expected, trained(fakegpu.RANDOM, seed, **options))
+        assert_same(expected, trained(emulated.RANDOM, seed, **options))
 
 
 def test_a_budget_with_large_workspaces_is_tight_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_budget_with_large_workspaces_is_tight_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planning, "library_bytes", lambda device: 64 << 20)
     monkeypatch.setattr(machine, "library_bytes", lambda device: 64 << 20)
     budget = tight_bytes(model(), batches()[0], planned_by="large workspaces", **PLAIN)
-    assert_offloads(trained(fakegpu.EARLY, device_memory=budget))
+    assert_offloads(trained(emulated.EARLY, device_memory=budget))
 
 
 @dataclass
@@ -140,10 +140,10 @@ SHORT = ("host", Update.IN_BACKWARD)
 )
 def test_update_modes_under_late_copies_change_nothing(home: str, update: Update) -> None:
     runs = []
-    for kind in (fakegpu.EARLY, fakegpu.LATE, fakegpu.RANDOM):
+    for kind in (emulated.EARLY, emulated.LATE, emulated.RANDOM):
         # The default planner proves each of its six plans the best, which takes a minute.
         placed = hybrid_run(model(), batches()[0], home=home, update=update, planner="greedy")
-        with fakegpu.policy(kind), placed as run:
+        with emulated.policy(kind), placed as run:
             runs.append(run.train(batches()))
     for run in runs[1:]:
         assert_same(runs[0], run)
@@ -154,4 +154,4 @@ def test_a_compute_that_does_not_wait_for_copies_reads_poison(monkeypatch: pytes
     """So a missing wait of the runtime fails these tests."""
     options = {"device_memory": tight_bytes(model(), batches()[0], **PLAIN)}
     monkeypatch.setattr(Accelerator, "compute_waits", lambda lanes, event: None)
-    assert trained(fakegpu.LATE, **options).losses[0].isnan()
+    assert trained(emulated.LATE, **options).losses[0].isnan()

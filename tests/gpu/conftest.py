@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,27 +14,29 @@ from elixir_compile.managed import graph_planner
 from elixir_compile.options import Options
 from elixir_compile.platforms import platform_of
 from elixir_compile.search import Problem, plan
-from tests.gpu.accelerator import DEVICE, IS_CUDA
+from tests.gpu.accelerator import DEVICE, IS_EMULATED
 from tests.run.training import Run, by_elixir, on_host
+
+
+@contextmanager
+def late_copies() -> Iterator[None]:
+    from tests.device import emulated
+
+    with emulated.chosen_policy(), emulated.ordered():
+        yield
 
 
 @pytest.fixture(autouse=True, params=[DEVICE], ids=lambda device: device.type)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Start with an empty compiler and nothing of an earlier test on the device.
 
-    A process has one type of accelerator. In the process of `tests.device.on_device` it is the second device type,
-    whose copies run when a wait forces them.
+    A process has one type of accelerator. One made of host memory runs copies when a wait forces them, and the CUDA
+    stand-in sees each access that no wait orders.
     """
     torch._dynamo.reset()
     gc.collect()
     platform_of(DEVICE).empty_cache()
-    if IS_CUDA:
-        late = nullcontext()
-    else:
-        from tests.device import fakegpu
-
-        late = fakegpu.policy(fakegpu.LATE)
-    with late:
+    with late_copies() if IS_EMULATED else nullcontext():
         yield request.param
         torch.accelerator.synchronize(DEVICE)
     torch._dynamo.reset()

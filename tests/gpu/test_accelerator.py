@@ -39,6 +39,7 @@ from tests.run.training import (
     on_host,
     plain_step,
     planned_peak_bytes,
+    scaled_bytes,
     tight_bytes,
 )
 
@@ -72,7 +73,7 @@ def test_bfloat16_autocast() -> None:
 
     expected = by_torch(model).train(batches, step)
     # Casts of the weights come on top of what a step in float32 needs.
-    got = by_elixir(model, device_memory=int(1.5 * tight_bytes(model, batches[0]))).train(batches, step)
+    got = by_elixir(model, device_memory=scaled_bytes(model, tight_bytes(model, batches[0]), 1.5)).train(batches, step)
     assert_offloads(got)
     assert torch.equal(expected.losses[0], got.losses[0])
     assert_close(expected, got, rtol=2e-2)  # bfloat16 keeps eight bits
@@ -120,7 +121,7 @@ def test_a_learning_rate_on_the_device_serves_both_sides() -> None:
 def test_clipping_counts_gradients_on_both_sides() -> None:
     model, batches = stack(), inputs(1)
     full = planned_peak_bytes(by_elixir(model).train(batches))
-    got = by_elixir(model, device_memory=int(0.5 * full))
+    got = by_elixir(model, device_memory=scaled_bytes(model, full, 0.5))
     expected = by_torch(model)
     for run in (expected, got):
         loss_of(run.compiled, batches[0]).backward()
@@ -144,7 +145,7 @@ def compiled_and_eager(run: Run) -> None:
 def test_gradients_of_two_graphs_meet(backward: Callable[[Run], None]) -> None:
     """The first graph's gradients are on the host, or on the way, when the second graph makes its own."""
     model, batches = stack(), inputs(1)
-    budget = 2 * tight_bytes(model, batches[0])
+    budget = scaled_bytes(model, tight_bytes(model, batches[0]), 2.0)
     expected, got = by_torch(model), by_elixir(model, device_memory=budget)
     for run in (expected, got):
         run.train(batches)

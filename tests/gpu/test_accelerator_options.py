@@ -14,7 +14,16 @@ import elixir_compile as elixir
 from elixir_compile.ir import Tier, Update
 from tests.gpu.accelerator import DEVICE, Attention, assert_close, inputs, stack
 from tests.run.models import seeded
-from tests.run.training import Run, assert_offloads, by_elixir, by_torch, hybrid_adamw, plain_step, tight_bytes
+from tests.run.training import (
+    Run,
+    assert_offloads,
+    by_elixir,
+    by_torch,
+    hybrid_adamw,
+    plain_step,
+    scaled_bytes,
+    tight_bytes,
+)
 from tests.run.updating import buckets_of, hybrid_run
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +89,7 @@ def test_masters_on_the_host_train_as_masters_on_the_device() -> None:
     expected = in_bfloat16(train)
     peak_bytes = elixir.compilations(expected.model)[0].plan.prediction.device_peak_bytes
     torch._dynamo.reset()
-    got = in_bfloat16(train, device_memory=int(0.6 * peak_bytes))
+    got = in_bfloat16(train, device_memory=scaled_bytes(expected.model, peak_bytes, 0.6))
     assert_offloads(got)
     assert_close(expected, got, rtol=BF16_RTOL)
     entries = [entry for entry in got.optimizer.state.values() if "master_low" in entry]

@@ -142,12 +142,17 @@ def _captured_least_bytes(model: nn.Module, batch: Any, options: Mapping[str, ob
 
 
 def tight_bytes(model: nn.Module, batch: Any, **options: object) -> int:
-    """Return a budget close to the least: every run under it offloads.
+    """Return a budget close to the least: every run under it offloads."""
+    return scaled_bytes(model, least_bytes(model, batch, **options), 1.05)
 
-    Workspaces of libraries are in it once: 5 % of those on a GPU may be more than a small model can offload."""
+
+def scaled_bytes(model: nn.Module, nbytes: int, factor: float) -> int:
+    """Return `factor` times `nbytes`, in which workspaces of libraries count once.
+
+    5 % of those on a GPU may be more than a small model can offload, and half of them is too little for any step."""
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     library_bytes = machine.library_bytes(device)
-    return library_bytes + int(1.05 * (least_bytes(model, batch, **options) - library_bytes))
+    return library_bytes + int(factor * (nbytes - library_bytes))
 
 
 def on_host(run: Run) -> list[str]:
@@ -176,7 +181,7 @@ def assert_same(expected: Run, got: Run) -> None:
 
 
 def assert_same_tensors(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> None:
-    """Fail unless both hold bitwise equal tensors under the same names."""
+    """Fail unless both hold bitwise equal tensors under the same names, on whatever device."""
     assert list(expected) == list(got)
-    different = [name for name in expected if not torch.equal(expected[name], got[name])]
+    different = [name for name in expected if not torch.equal(expected[name].cpu(), got[name].cpu())]
     assert not different

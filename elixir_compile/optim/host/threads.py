@@ -58,17 +58,14 @@ class HostThreads:
             return [part(*span) for span in spans]
         jobs = self._started()
         futures = [Future[T]() for _ in spans]
-        for number, span in enumerate(spans):
-            jobs.put((futures[number], part, span))
+        for future, span in zip(futures, spans, strict=True):
+            jobs.put((future, part, span))
         # Wait for all parts before raising: a running part writes to memory that the caller may free.
         failures = [future.exception() for future in futures]
-        failure = next(filter(None, failures), None)
-        try:
+        for failure in failures:
             if failure is not None:
                 raise failure
-            return [future.result() for future in futures]
-        finally:
-            del failure, failures, futures  # see `ElixirError.renewed`
+        return [future.result() for future in futures]
 
     def _started(self) -> "SimpleQueue[Any]":
         with self._lock:

@@ -1,0 +1,47 @@
+"""A plugin of pytest: tests that name no device run on the accelerator of this process, on device 0.
+
+python -m tests.cuda_standin.build -m tests.device.on_device -p tests.device.on_default tests/run/...
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._device import DeviceContext, _device_constructors
+
+from tests.device import emulated
+
+DEVICE = torch.device(emulated.NAME, 0)
+_place = DeviceContext.__torch_function__
+
+
+def _place_random(
+    context: DeviceContext, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+) -> Any:
+    """Make random numbers where their generator is, and the tensor on the device."""
+    generator = (kwargs or {}).get("generator")
+    if generator is None or generator.device == context.device or func not in _device_constructors():
+        return _place(context, func, types, args, kwargs)
+    return func(*args, **{**kwargs, "device": generator.device}).to(context.device)
+
+
+DeviceContext.__torch_function__ = _place_random
+
+
+def pytest_configure() -> None:
+    """Let what test files make when they are imported be on the device too."""
+    torch.set_default_device(DEVICE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Set the default device again, because a test may have set another one."""
+    torch.set_default_device(DEVICE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Run each test with late copies, and fail it if two of its accesses had no order."""
+    with emulated.chosen_policy(), emulated.ordered():
+        return (yield)
