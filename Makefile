@@ -67,6 +67,7 @@ RUNS ?= 200
 fuzz: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m hypothesis --hypothesis-profile=new
 	$(BIN)/python -m tests.run.random_runs --runs $(RUNS)
+	$(BIN)/python -m tests.run.random_runs --runs $(RUNS) --others
 
 lint: venv
 	$(BIN)/ruff format --check .

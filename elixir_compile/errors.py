@@ -58,16 +58,26 @@ Each error keeps its facts as fields and as `args`, so it survives pickling betw
 
 # ruff: noqa: N818 - classes are named for the event; their base class says `Error`
 
+import copy
 import difflib
 import errno
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from elixir_compile.units import format_bytes
 
 
 class ElixirError(Exception):
     """The base class of all errors of the package."""
+
+    def renewed(self) -> Self:
+        """Return a copy without the traceback and the cause, for code that keeps or raises the error of a variable.
+
+        The traceback of an error, or of the one that was handled when it was raised, holds frames, and those their
+        variables. An error among them would keep the frames of all callers alive until the next garbage collection,
+        with their tensors.
+        """
+        return copy.copy(self)
 
 
 class _UnknownName(ElixirError, ValueError):
@@ -832,16 +842,23 @@ class Race(ElixirError, RuntimeError):
 class NestedMeasurement(ElixirError, RuntimeError):
     """`measure_step` was called while it measures another step, or `observe` for a model that is observed.
 
-    `observed` is the class of that model; empty for a measured step.
+    `observed` is the class of that model; empty for a measured step. `is_of_other_thread` says whether a step that
+    another thread trains under a budget has torch.profiler, of which there is one in a process.
     """
 
-    def __init__(self, observed: str = "") -> None:
-        super().__init__(observed)
+    def __init__(self, observed: str = "", is_of_other_thread: bool = False) -> None:
+        super().__init__(observed, is_of_other_thread)
         self.observed = observed
+        self.is_of_other_thread = is_of_other_thread
 
     def __str__(self) -> str:
         if self.observed:
             return f"this {self.observed} is observed already. Call `stop()` of the study of the first observation."
+        if self.is_of_other_thread:
+            return (
+                "another thread trains a model under a budget, and torch.profiler measures its step. Call measure_step "
+                "again after a few steps of that thread: only the first steps under a plan are measured."
+            )
         return (
             "measure_step is already measuring a step. Measure one step at a time: the allocator's peak belongs to "
             "one step only."

@@ -6,7 +6,6 @@ plain model      the parameters are inputs of the graph: find their models, rewi
 no parameters    compile the graph as torch does, with a warning
 """
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -326,10 +325,10 @@ def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., An
     try:
         return compile_it()
     except ElixirError as error:
-        fresh = copy.copy(error)  # without the traceback, whose frames hold the model
+        fresh = error.renewed()  # without the traceback, whose frames hold the model
 
     def run(*args: Any) -> Any:
-        raise copy.copy(fresh)
+        raise fresh.renewed()
 
     return run
 

@@ -110,10 +110,10 @@ class SharePlans:
             try:
                 self._by_class[key] = plan_for(problem, options)
             except NoFeasiblePlan as error:
-                self._by_class[key] = error.with_traceback(None)
+                self._by_class[key] = error.renewed()
         found = self._by_class[key]
         if isinstance(found, NoFeasiblePlan):
-            raise found
+            raise found.renewed()
         return replace(found, shares=problem.shares)
 
     def _asked(self, shares: tuple[Share, ...], rank: int) -> tuple[Problem, Options]:

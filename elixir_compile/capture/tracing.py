@@ -86,7 +86,7 @@ def trace_step(
         else:
             found = UnsupportedModel(name, "its forward computes nothing from its parameters")
     if isinstance(found, UnsupportedModel):
-        raise found
+        raise found.renewed()
     return found
 
 

@@ -206,10 +206,15 @@ def checks_class_of(is_meant: Callable[[object], bool]) -> bool:
 
 
 def _arguments_of_type(name: str) -> Iterator[str]:
-    """Yield each `x` of the calls `type(x)` in the guard called `name`."""
-    for node in ast.walk(ast.parse(name, mode="eval")):
+    """Yield each `x` of the calls `type(x)` in the guard called `name`; the name itself if it is no expression."""
+    try:
+        tree = ast.parse(name, mode="eval")
+    except (SyntaxError, ValueError, RecursionError):
+        yield name
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
-            yield ast.unparse(node.args[0])
+            yield ast.unparse(node.args[0] if node.args else node)
 
 
 def _is_meant(text: str, scope: dict[str, Any], is_meant: Callable[[object], bool]) -> bool:

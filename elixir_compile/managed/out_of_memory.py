@@ -170,6 +170,8 @@ class EarlyShortage:
         except torch.OutOfMemoryError as error:
             may_repeat = not changes_outside(graph.active.graph)
             if notes or not may_repeat:
+                if not self._planner.may_replan:
+                    raise
                 self._note(graph.active, error)
             if not may_repeat:
                 self._explain(graph.active, error)
@@ -182,7 +184,7 @@ class EarlyShortage:
         `active`; raise OutOfDeviceMemory if it was planned again before."""
         if isinstance(error, torch.OutOfMemoryError):
             self._explain(active, error)
-            if self._is_early:
+            if self._is_early and self._planner.may_replan:
                 self._note(active, error)
 
     @contextmanager
@@ -214,10 +216,8 @@ class EarlyShortage:
         explain_shortage(active, error, observed_files(self._executor.phases))
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
-        """Let the graph be planned with the excess. Raises OutOfDeviceMemory if it was before, and `error` if no plan
-        of the planner may be changed."""
-        if not self._planner.may_replan:
-            raise error
+        """Let the graph be planned with the excess; plans of the planner may be changed. Raises OutOfDeviceMemory if it
+        was before."""
         if self._planner.excess_bytes:
             raise self._explained(active) from error
         device = self._executor.device

@@ -28,9 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elixir_compile import compat
+from elixir_compile.living import Living
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.variants import ActivePlan
-from elixir_compile.measure.step_bytes import StepBytes, start_step_bytes
+from elixir_compile.measure.step_bytes import StepBytes, end_idle_profiler, start_step_bytes
 from elixir_compile.ops.shards import own_part
 from elixir_compile.problem.outside import state_bytes
 from elixir_compile.runtime.executor import Executor
@@ -236,7 +237,8 @@ class StepWatch:
 
     def step_may_begin(self) -> None:
         """Note a forward, of which kind ever: the measurement of the step before ends."""
-        for other in list(_measuring):
+        end_idle_profiler()
+        for other in _measuring:
             if other is not self:
                 other.end()
                 other.drop_if_left()
@@ -273,7 +275,7 @@ class StepWatch:
         self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
         if self._bytes is not None:
             # A model may go in the middle of a step, and its measurement holds torch.profiler.
-            self._at_death = weakref.finalize(self, self._bytes.stop)
+            self._at_death = weakref.finalize(self, self._bytes.drop)
             self._at_death.atexit = False
             _measuring.add(self)
             _end_at_updates()
@@ -323,7 +325,7 @@ class StepWatch:
         """End the measurement of a step, if one runs and its backward has ended; keep the figures."""
         if self._bytes is None or not self._has_ended:
             return
-        found = self._stopped(self._bytes)
+        found = self._taken(self._bytes).stop()
         self._is_on = not found  # somebody else may have taken torch.profiler
         self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
 
@@ -335,19 +337,19 @@ class StepWatch:
     def drop(self) -> None:
         """End the measurement of a step without a result."""
         if self._bytes is not None:
-            self._stopped(self._bytes)
+            self._taken(self._bytes).drop()
         self._has_forward = False
 
-    def _stopped(self, measured: StepBytes) -> Mapping[int, int]:
-        """Return the result of the measurement, of which nothing is kept: it holds all events of the step."""
+    def _taken(self, measured: StepBytes) -> StepBytes:
+        """Return the running measurement, which is not kept: it holds all events of the step."""
         if self._at_death is not None:
             self._at_death.detach()
         self._bytes = self._at_death = None
         _measuring.discard(self)
-        return measured.stop()
+        return measured
 
 
-_measuring: "weakref.WeakSet[StepWatch]" = weakref.WeakSet()
+_measuring: "Living[StepWatch]" = Living()
 """The watches of running measurements."""
 
 
@@ -356,8 +358,9 @@ def _end_at_updates() -> None:
     """Have all steps of optimizers end the measurements whose backward has ended; the first call does it."""
 
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for watch in list(_measuring):
+        for watch in _measuring:
             watch.end()
+        end_idle_profiler()
 
     before: Any = torch.compiler.disable(end)
     register_optimizer_step_pre_hook(before)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elixir_compile.errors import ElixirWarning
+from elixir_compile.living import Living
 from elixir_compile.managed.model import ManagedModel
 from elixir_compile.ops.registry import num_slots, slot_of
 from elixir_compile.optim.hybrid import Hybrid
@@ -41,7 +42,7 @@ class _PlainState:
     """Bytes of unplaced optimizer state for parameters on the host, by model and optimizer."""
 
     def __init__(self) -> None:
-        self.models: WeakSet[ManagedModel] = WeakSet()
+        self.models: Living[ManagedModel] = Living()
         """The models to warn of."""
         self._seen: WeakKeyDictionary[Optimizer, tuple[object, ...]] = WeakKeyDictionary()
         """The form of each optimizer and of its models when it was inspected last: see `_form`."""

@@ -26,12 +26,18 @@ from elixir_compile.units import MIB, format_bytes, format_s
 
 STEPS_SKIPPED = 2  # the first compiles; the second may still warm up caches and allocators
 STEPS_TIMED = 5
+_MOST_DROPPED = 3
+"""Measurements that other forwards ended before they had enough steps; no other begins after so many. On an accelerator
+each reads the history of its allocator twice."""
 LEAST_GAP_BYTES = 64 * MIB
 """Fewer bytes between tensors are no gaps: the allocator takes segments of 2 and 20 MiB, for each stream of its own."""
 
 
 class StepProfiler:
-    """Measures the first steps of a compilation, which calls it at the first forward of every step."""
+    """Measures the first steps of a compilation, which calls it at the first forward of every step.
+
+    It has more than 15 attributes: what it was asked for, and the figures of the steps so far.
+    """
 
     def __init__(self, executor: Executor, name: str, options: Options, *, records: bool) -> None:
         """`name` is that of the graph whose steps are measured. Spans are recorded if `records`, or on several ranks.
@@ -43,6 +49,7 @@ class StepProfiler:
         self._device = executor.device
         self._platform = platform_of(executor.device)
         self._is_on = options.report or options.replan
+        self._num_dropped = 0
         self._records = records or executor.ranks is not None
         self.balance = RankBalance()
         """The seconds of compute, if there are several ranks."""
@@ -86,6 +93,11 @@ class StepProfiler:
 
     def restart(self) -> None:
         """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""
+        if len(self._began_s) > STEPS_SKIPPED and self._is_on:
+            self._num_dropped += 1
+            if self._num_dropped == _MOST_DROPPED:
+                log.info("no step is measured: other forwards run between any %d steps   %s", STEPS_TIMED, self._name)
+                self._is_on = False
         self._drop()
         del self._began_s[STEPS_SKIPPED:]
 

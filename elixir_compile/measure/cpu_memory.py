@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.ir.observed import OTHER, Live
 from elixir_compile.ir.record import Span
-from elixir_compile.measure.lifetimes import CLOCKS_APART_S, live_by_kind
+from elixir_compile.measure.lifetimes import live_by_kind
 from elixir_compile.measure.phases import StepTimes
 from elixir_compile.measure.step import Resident
 from elixir_compile.measure.step_memory import AllocatorClock
-from elixir_compile.runtime.recording import Place, anchor
+from elixir_compile.runtime.recording import Taken, anchor
 
 
 class CpuMemory:
@@ -44,8 +44,7 @@ class CpuMemory:
         self,
         times: StepTimes,
         spans: Sequence[Span],
-        places: Iterable[Place],
-        gradients: Iterable[tuple[int, int]],
+        taken: Iterable[Taken],
     ) -> Live:
         """See `StepMemory`."""
         resident = {
@@ -54,12 +53,11 @@ class CpuMemory:
         freed = sorted((at_ns, address, 0) for at_ns, address in self._resident.freed)
         merged = heapq.merge(freed, cpu_allocations(self._profiler), key=lambda event: event[0])
 
-        clock = AllocatorClock(self._began, times.began_s, CLOCKS_APART_S)
+        clock = AllocatorClock(self._began, times.began_s)
         return live_by_kind(
             resident,
             [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in merged],
             times.intervals,
             spans,
-            [clock.span_of(place) for place in places],
-            [(clock.at_s(at_ns), address) for at_ns, address in gradients],
+            [(clock.at_s(block.at_ns), block.address, block.label) for block in taken],
         )

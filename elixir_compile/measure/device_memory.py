@@ -22,10 +22,7 @@ from elixir_compile.measure.lifetimes import live_by_kind
 from elixir_compile.measure.phases import StepTimes
 from elixir_compile.measure.step_memory import AllocatorClock
 from elixir_compile.platforms import BlockRecord
-from elixir_compile.runtime.recording import Place, anchor
-
-_CLOCKS_APART_S = 1e-5
-"""How far times of the allocator may be from the clock of the host: it writes whole microseconds."""
+from elixir_compile.runtime.recording import Taken, anchor
 
 
 class DeviceMemory:
@@ -49,21 +46,19 @@ class DeviceMemory:
         self,
         times: StepTimes,
         spans: Sequence[Span],
-        places: Iterable[Place],
-        gradients: Iterable[tuple[int, int]],
+        taken: Iterable[Taken],
     ) -> Live | None:
         """See `StepMemory`."""
         if self._events is None:
             return None
 
-        clock = AllocatorClock(self._began, times.began_s, _CLOCKS_APART_S)
+        clock = AllocatorClock(self._began, times.began_s)
         live = live_by_kind(
             self._resident,
             [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in self._events],
             times.asked,
             [_asked(span) for span in spans],
-            [clock.span_of(place) for place in places],
-            [(clock.at_s(at_ns), address) for at_ns, address in gradients],
+            [(clock.at_s(block.at_ns), block.address, block.label) for block in taken],
         )
         return drawn_by_device(live, times, spans)
 

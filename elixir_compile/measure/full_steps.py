@@ -91,11 +91,10 @@ class FullSteps:
             if platform.has_own_memory:
                 blocks = platform.record_blocks(device)
                 return None if blocks is None else DeviceMemory(blocks, kinds_of(model, self._optimizers(), device))
-        drop_running_step_bytes()
         # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
         # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
         # stopped one has freed, and torch 2.13 then writes to freed memory.
-        if number <= self._last_profiled + 1 or is_profiling():
+        if not drop_running_step_bytes() or number <= self._last_profiled + 1 or is_profiling():
             return None
         self._last_profiled = number
         return CpuMemory(kinds_of(model, self._optimizers(), torch.device("cpu")))
@@ -143,10 +142,9 @@ class FullSteps:
 def _full_step(recorded: _Recorded, summary: StepSummary, times: StepTimes) -> FullStep:
     spans = [span for _, recording in recorded.recordings for span in recording.spans()]
     spans.sort(key=lambda span: (span.start_s, span.end_s))
-    places = [place for _, recording in recorded.recordings for place in recording.places]
     memory = recorded.memory
-    gradients = [taken for _, recording in recorded.recordings for taken in recording.gradients]
-    live = None if memory is None else memory.live(times, spans, places, gradients)
+    taken = [block for _, recording in recorded.recordings for block in recording.taken]
+    live = None if memory is None else memory.live(times, spans, taken)
     record = Record(
         origin=Origin.MEASURED,
         step_s=summary.period_s,

@@ -126,7 +126,7 @@ def _on_host(call: Callable[[], Any], platform: Platform, device: torch.device) 
     thread.start()
     thread.join()
     if errors:
-        raise errors[0]
+        raise errors.pop()
     results, blocks = found
     return results, max(accumulate(blocks), default=0)
 

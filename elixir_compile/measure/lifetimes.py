@@ -2,8 +2,8 @@
 
 ```text
   there before the step          param, master, moment, buffer, grad, gathered by address, else other
-  taken under a gather           gathered              taken in the forward, freed within it            temp
-  taken under a prefetch         saved                 taken in the forward, alive at its end           saved
+  taken for or under a gather    gathered              taken in the forward, freed within it            temp
+  taken for or under a prefetch  saved                 taken in the forward, alive at its end           saved
   taken in the backward, and     grad                  in the backward, else                            temp
     reduced, or alive at its end
   taken in the update, freed     temp                  in the update, alive at its end                  moment
@@ -11,7 +11,8 @@
 ```
 
 Nothing is read from a plan. The order of the allocator's events is exact; labels refine what phase and lifetime tell,
-because ops between two regions run under no label. The executor says which blocks it reduced, by address.
+because ops between two regions run under no label. The executor says by address which blocks it took for its copies,
+and which it reduced.
 """
 
 import bisect
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
 from elixir_compile.ir.observed import OTHER, Interval, Live
 from elixir_compile.ir.record import Span
+from elixir_compile.ir.schedule import verb_of
 
 _UNTHREADED = frozenset({Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.H2D, Lane.D2H})
 """The lanes whose work the thread of the step issues."""
@@ -37,8 +39,8 @@ class _Block:
     kind: str = ""
     """The kind if it was there before the step, else empty until its end is known."""
     died_s: float | None = None
-    is_gradient: bool = False
-    """Whether the executor took it for the gradient of a parameter."""
+    taken_for: str = ""
+    """The verb of the action for which the executor took it; empty if it took it for none."""
 
 
 def live_by_kind(
@@ -46,20 +48,18 @@ def live_by_kind(
     events: Iterable[tuple[float, int, int]],
     intervals: Sequence[Interval],
     spans: Sequence[Span],
-    places: Sequence[Span] = (),
-    gradients: Iterable[tuple[float, int]] = (),
+    taken: Iterable[tuple[float, int, str]] = (),
 ) -> Live:
     """Return the bytes by kind over a step.
 
     `resident` has bytes and kind of the blocks before the step, by address. `events` are (seconds since the step began,
-    address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed. `places` are the
-    stretches in which memory was allocated for an action, before its span. `gradients` are (seconds, address) of blocks
-    that became gradients of parameters.
+    address, bytes) in order: bytes are positive for a new block, negative or 0 for one that was freed. `taken` are
+    (seconds, address, label) of blocks that were taken for an action; for a reduce, they are gradients of parameters.
     """
     before = [_Block(nbytes, 0.0, kind=kind) for nbytes, kind in resident.values()]
     blocks, changes = _blocks(dict(zip(resident, before, strict=True)), events)
-    running = _Running(spans, places)
-    _mark_gradients(blocks, gradients)
+    running = _Running(spans)
+    _mark_taken(blocks, taken)
     for block in blocks:
         block.kind = _kind_of(block, intervals, running)
     return _summed(before, changes)
@@ -101,8 +101,8 @@ CLOCKS_APART_S = 1e-4
 processor. Two gathers are further apart."""
 
 
-def _mark_gradients(blocks: Iterable[_Block], gradients: Iterable[tuple[float, int]]) -> None:
-    """Mark the blocks that became gradients: of those at the address, the one that was alive, or nearly so."""
+def _mark_taken(blocks: Iterable[_Block], taken: Iterable[tuple[float, int, str]]) -> None:
+    """Mark the blocks that were taken for an action: of those at the address, the one that was alive, or nearly so."""
     by_address: dict[int, list[_Block]] = {}
     for block in blocks:
         by_address.setdefault(block.address, []).append(block)
@@ -111,30 +111,26 @@ def _mark_gradients(blocks: Iterable[_Block], gradients: Iterable[tuple[float, i
         died_s = at_s if block.died_s is None else block.died_s
         return max(block.born_s - at_s, at_s - died_s, 0.0)
 
-    for at_s, address in gradients:
+    for at_s, address, label in taken:
         nearest = min(by_address.get(address, ()), key=lambda block: apart_s(block, at_s), default=None)
         if nearest is not None and apart_s(nearest, at_s) <= CLOCKS_APART_S:
-            nearest.is_gradient = True
+            nearest.taken_for = verb_of(label)
 
 
 class _Running:
     """Which work the thread of the step was doing at a time."""
 
-    def __init__(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span]) -> None:
         own = sorted((span for span in spans if span.lane in _UNTHREADED), key=lambda span: span.start_s)
         self._starts_s = [span.start_s for span in own]
         self._spans = own
-        self._places = sorted(places, key=lambda place: place.start_s)
 
     def verb_at(self, time_s: float) -> str:
-        """Return the verb of the place or else of the innermost span around `time_s`; empty if there is neither."""
-        before = bisect.bisect_right(self._places, time_s, key=lambda place: place.start_s) - 1
-        if before >= 0 and self._places[before].end_s >= time_s:
-            return _verb(self._places[before])
+        """Return the verb of the innermost span around `time_s`; empty if there is none."""
         for place in range(bisect.bisect_right(self._starts_s, time_s) - 1, -1, -1):
             span = self._spans[place]
             if span.end_s >= time_s:
-                return _verb(span)
+                return verb_of(span.label)
             if place < bisect.bisect_right(self._starts_s, time_s) - _DEEPEST:
                 break
         return ""
@@ -142,10 +138,6 @@ class _Running:
 
 _DEEPEST = 4
 """The most spans of one thread that are open at once, with one to spare: a copy in a gather in a region."""
-
-
-def _verb(span: Span) -> str:
-    return span.label.partition(" ")[0]
 
 
 def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) -> str:
@@ -156,14 +148,14 @@ def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) ->
     is_gone = block.died_s is not None and block.died_s <= interval.end_s
     if interval.phase is Phase.UPDATE:
         return Kind.TEMP if is_gone else Kind.MOMENT
-    verb = running.verb_at(block.born_s)
+    verb = block.taken_for or running.verb_at(block.born_s)
     if verb == Verb.GATHER:
         return Kind.GATHERED
     if verb == Verb.PREFETCH:
         return Kind.SAVED
     if interval.phase is Phase.FORWARD:
         return Kind.TEMP if is_gone else Kind.SAVED
-    return Kind.GRAD if block.is_gradient or not is_gone else Kind.TEMP
+    return Kind.GRAD if block.taken_for == Verb.REDUCE or not is_gone else Kind.TEMP
 
 
 def _interval_at(intervals: Sequence[Interval], time_s: float) -> Interval | None:

@@ -44,7 +44,8 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     host memory. `host_peak_bytes` are the slabs. On a CPU `step_s` includes the profiler, so time steps without it.
 
     `device` is `cpu` or `cuda`; None means the accelerator if any tensor is there. An exception of `fn` passes
-    through. Raises NestedMeasurement if another measurement is running.
+    through. Raises NestedMeasurement if another measurement is running, or if another thread trains on the CPU and its
+    step is measured against its budget.
 
     Example:
         record = elixir.measure_step(lambda: compiled(batch).backward())
@@ -53,7 +54,8 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     if not _measuring.acquire(blocking=False):
         raise NestedMeasurement()
     try:
-        drop_running_step_bytes()  # it holds the profiler
+        if not drop_running_step_bytes():  # it holds the profiler
+            raise NestedMeasurement("", True)
         measured = _device_of(device)
         finish_updates()  # of the previous step
         reset_peak_slab_bytes()

@@ -25,7 +25,7 @@ from elixir_compile.platforms import BlockRecord, platform_of
 from elixir_compile.runtime.slab import is_slab_memory
 
 _Event = tuple[int, int | None, int]
-_running: "StepBytes | None" = None
+_running: "_EventBytes | None" = None
 """What holds torch.profiler."""
 
 
@@ -44,6 +44,10 @@ class StepBytes(Protocol):
         """End the measurement, and return the peak in bytes of each place."""
         ...
 
+    def drop(self) -> None:
+        """End the measurement without a result: nothing reads its events."""
+        ...
+
 
 def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_bytes: int) -> StepBytes | None:
     """Begin to measure on `device`; None if that is not possible: torch.profiler is on, or torch keeps no history.
@@ -56,16 +60,32 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
     if platform_of(device).has_own_memory:
         blocks = platform_of(device).record_blocks(device)
         return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
-    if compat.is_profiling():
+    end_idle_profiler()
+    if _running is not None or compat.is_profiling() or compat.backward_pass_id() >= 0:
         return None
     _running = made = _EventBytes(tensors, more_bytes)
     return made
 
 
-def drop_running_step_bytes() -> None:
-    """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it."""
-    if _running is not None:
-        _running.stop()
+def drop_running_step_bytes() -> bool:
+    """End the measurement of a step that holds torch.profiler, without a result: somebody else needs it.
+
+    Returns whether none holds it now: see `_EventBytes.release`.
+    """
+    global _running
+    running = _running
+    if running is not None:
+        running.drop()
+        running.release()
+        if running.is_released or not running.thread.is_alive():
+            _running = None
+    return _running is None
+
+
+def end_idle_profiler() -> None:
+    """Stop torch.profiler if the measurement that holds it has ended where it could not be stopped."""
+    if _running is not None and _running.is_over:
+        drop_running_step_bytes()
 
 
 atexit.register(drop_running_step_bytes)  # torch 2.13 crashes if its profiler is on when the interpreter ends
@@ -87,7 +107,8 @@ class _EventBytes:
 
     def __init__(self, own: Sequence[torch.Tensor], more_bytes: int) -> None:
         self._more_bytes = more_bytes
-        self._thread = threading.get_ident()
+        self.thread = threading.current_thread()
+        """The thread that holds torch.profiler."""
         self._places: list[int | None] = []
         """The place of each mark."""
         self._events: list[_Event] = []
@@ -95,6 +116,8 @@ class _EventBytes:
         self._known: set[int] = set()
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._peaks: Mapping[int, int] | None = None
+        self.is_released = False
+        """Whether torch.profiler has been stopped."""
         self._profile = compat.AllocatorProfile()
         self.adopt(own)
 
@@ -116,21 +139,41 @@ class _EventBytes:
         return note
 
     def mark(self, place: int | None) -> None:
-        if self._peaks is None and threading.get_ident() == self._thread:
+        if self._peaks is None and threading.current_thread() is self.thread:
             self._profile.mark(len(self._places))
             self._places.append(place)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the measurement has ended."""
+        return self._peaks is not None
+
     def stop(self) -> Mapping[int, int]:
+        if self._peaks is None:
+            self.drop()
+            if self.is_released:
+                self._peaks = self._peaks_of(self._profile.events())
+        return self._peaks or {}
+
+    def drop(self) -> None:
         global _running
         if self._peaks is None:
             self._peaks = {}
-            if _running is self:
+            self._watches.clear()
+            self.release()
+            if self.is_released and _running is self:
                 _running = None
-            if threading.get_ident() == self._thread:
-                self._profile.stop()
-                self._watches.clear()
-                self._peaks = self._peaks_of(self._profile.events())
-        return self._peaks
+
+    def release(self) -> None:
+        """Stop torch.profiler, if it is not stopped and may be stopped here.
+
+        A measurement may end anywhere: the garbage collector may end it with its model. Only the thread that started
+        the profiler may stop it (torch 2.13 crashes), and not in a backward pass, whose end turns it on again: it
+        restores the state of the thread.
+        """
+        if not self.is_released and threading.current_thread() is self.thread and compat.backward_pass_id() < 0:
+            self.is_released = True
+            self._profile.stop()
 
     def _peaks_of(self, allocations: Sequence[_Event]) -> Mapping[int, int]:
         merged = sorted([*self._events, *allocations], key=lambda event: event[0])
@@ -185,3 +228,8 @@ class _HistoryBytes:
             merged = sorted([*self._marks, *events], key=lambda event: event[0])
             self._peaks = _peaks(merged, self._places, dict(self._blocks.nbytes_at), live_bytes) if events else {}
         return self._peaks
+
+    def drop(self) -> None:
+        if self._peaks is None:
+            self._peaks = {}
+            self._blocks.stop()

@@ -6,12 +6,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from elixir_compile.ir.kinds import Kind, Lane
+from elixir_compile.ir.kinds import Kind
 from elixir_compile.ir.observed import Live
 from elixir_compile.ir.record import Span
 from elixir_compile.measure.phases import StepTimes
 from elixir_compile.ops.shards import own_part
-from elixir_compile.runtime.recording import Anchor, Place
+from elixir_compile.runtime.recording import Anchor, Taken
 
 
 class StepMemory(Protocol):
@@ -29,13 +29,9 @@ class StepMemory(Protocol):
         self,
         times: StepTimes,
         spans: Sequence[Span],
-        places: Iterable[Place],
-        gradients: Iterable[tuple[int, int]],
+        taken: Iterable[Taken],
     ) -> Live | None:
-        """Return the bytes by kind over the step; None if events of the allocator were lost.
-
-        `gradients` are (time on the clock of `time.time_ns`, address) of blocks that became gradients.
-        """
+        """Return the bytes by kind over the step; None if events of the allocator were lost."""
         ...
 
 
@@ -46,17 +42,10 @@ class AllocatorClock(NamedTuple):
     """The moment at which the record of the allocator began."""
     step_began_s: float
     """As `time.perf_counter`."""
-    apart_s: float
-    """How far the times of the allocator may be from the clock of the host."""
 
     def at_s(self, time_ns: int) -> float:
         """Return the moment `time_ns` on the axis of the step."""
         return (time_ns - self.began.time_ns) / 1e9 + self.began.perf_s - self.step_began_s
-
-    def span_of(self, place: Place) -> Span:
-        """Return the span in which the allocator may have given memory for `place`."""
-        start_s, end_s = self.at_s(place.start_ns) - self.apart_s, self.at_s(place.end_ns) + self.apart_s
-        return Span(lane=Lane.COMPUTE, label=place.label, start_s=start_s, end_s=end_s)
 
 
 def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> dict[int, str]:

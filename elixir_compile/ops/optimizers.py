@@ -144,9 +144,9 @@ def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> N
         try:
             owner.require_whole_step()
         except IncompleteStep as error:  # every model must begin a new step
-            incomplete.append(error)
+            incomplete.append(error.renewed())
     for error in incomplete:
-        raise error
+        raise error.renewed()
 
 
 register_optimizer_step_pre_hook(_require_present)

@@ -13,6 +13,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.living import Living
 from elixir_compile.ops.shards import full_tensor, is_dtensor, is_sharded, own_part, version
 from elixir_compile.ops.tensor_axis import TensorAxis, TensorPart, is_over_data
 
@@ -76,15 +77,18 @@ class SlotOwner(Protocol):
 
 
 class Slot:
-    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
+    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor.
+
+    It has more than 20 methods: each is a question about the parameter, asked by another package.
+    """
 
     __slots__ = (
         "__weakref__",
         "_handles",
         "_made_as",
         "_node",
+        "_reducers",
         "device",
-        "is_reduced",
         "key",
         "name",
         "param",
@@ -103,8 +107,8 @@ class Slot:
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
         self._node: compat.AccumulateNode | None = None
-        self.is_reduced = False
-        """Whether a DistributedDataParallel reduces the gradient: its hook on the autograd node is unseen by Python."""
+        self._reducers: Living[object] | None = None
+        """The DistributedDataParallel modules that reduce the gradient; None if there never was one."""
 
     def check_form(self) -> None:
         """Raise UnsupportedModel if dtype, shape or strides of the parameter changed, as by `model.half()`."""
@@ -204,6 +208,20 @@ class Slot:
     def has_hooks(self) -> bool:
         """Whether the user registered a hook on the gradient of the parameter, or may have on its autograd node."""
         return compat.has_gradient_hooks(self.param) or self.has_node_holders
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a DistributedDataParallel reduces the gradient: its hook on the autograd node is unseen by Python.
+
+        With the module the hook goes.
+        """
+        return self._reducers is not None and bool(self._reducers)
+
+    def note_reducer(self, ddp: object) -> None:
+        """Note that the DistributedDataParallel `ddp` reduces the gradient."""
+        if self._reducers is None:
+            self._reducers = Living()
+        self._reducers.add(ddp)
 
     @property
     def has_node_holders(self) -> bool:

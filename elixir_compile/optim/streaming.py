@@ -15,7 +15,7 @@ more than steps. Step counters stay on the host: each piece gets the number of t
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,8 +78,9 @@ class Stream:
         if any(update.must_reorder_gradients for update in updates):
             self._lanes.host_waits(arrived)  # the host reads them here
         rows = [[[*rows_of(part, update.rule, is_away=update.is_away)] for part in update.parts] for update in updates]
-        with self._ledger.place(label(Verb.GATHER, StateRef(updates[0].bucket))) if updates else nullcontext():
-            self._allocate(rows)
+        self._allocate(rows)
+        if updates:
+            self._ledger.takes(label(Verb.GATHER, StateRef(updates[0].bucket)), self._rooms[:1])
         with self._lanes.h2d.beside_compute(arrived):  # all copies of the lane from now on are behind it
             pass
         try:

@@ -56,7 +56,8 @@ class BlockRecord:
         """
         with _lock:
             snapshot = compat.allocator_snapshot(self._device.type)
-            self._end()
+            if self._end.detach() is not None:
+                _end(self._device.type, snapshot)
         return block_events(snapshot, self._index, MOST_ENTRIES, self._mark)
 
 
@@ -73,12 +74,21 @@ def record_blocks(device: torch.device) -> BlockRecord | None:
             raise
 
 
-def _end(device_type: str) -> None:
-    """End one record of devices of the type, and the history with the last."""
+def _end(device_type: str, snapshot: Mapping[str, Any] | None = None) -> None:
+    """End one record of devices of the type, and the history with the last, unless somebody else began it anew.
+
+    `snapshot` is one of now; None if there is none yet.
+    """
     with _lock:
         _running[device_type] -= 1
-        if not _running[device_type]:
+        if not _running[device_type] and not _is_of_others(snapshot or compat.allocator_snapshot(device_type)):
             compat.stop_allocator_history(device_type)
+
+
+def _is_of_others(snapshot: Mapping[str, Any]) -> bool:
+    """Return whether the history in `snapshot` has stacks, as that of torch's own functions by default: this package
+    records none. A history that somebody else began just now, or without stacks, is not told apart."""
+    return any(entry.get("frames") for entries in snapshot["device_traces"] for entry in entries)
 
 
 def live_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, int]:

@@ -57,5 +57,5 @@ def on_cores(cores: Collection[int], work: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     if errors:
-        raise errors[0]
+        raise errors.pop()
     return results[0]

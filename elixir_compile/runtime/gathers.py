@@ -12,12 +12,12 @@ waits for this rank's update before it sends, and so does every other rank.
 """
 
 import threading
-import weakref
 from dataclasses import dataclass, field
 
 import torch
 
 from elixir_compile.ir import BucketRef, Lane, Verb, label
+from elixir_compile.living import Living
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer
@@ -82,7 +82,7 @@ class Gathers:
 
     def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
         self._lanes, self._ledger = lanes, ledger
-        self._late: weakref.WeakSet[Gather] = weakref.WeakSet()
+        self._late: Living[Gather] = Living()
 
     def begin(self, bucket: RunningBucket) -> Transfer:
         """Start copying `bucket` to the device; if an update of it is queued, the copy starts when the update ends."""
@@ -97,8 +97,8 @@ class Gathers:
         if copy is not None:
             return Transfer(name, None, copy)
         # Compute uses and frees it. The program waits for the copy before both.
-        with self._ledger.place(name):
-            flat = self._lanes.empty(bucket.flat_home().numel())
+        flat = self._lanes.empty(bucket.flat_home().numel())
+        self._ledger.takes(name, (flat,))
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
         allocated = self._lanes.mark_compute()
@@ -121,5 +121,5 @@ class Gathers:
 
     def call_off(self) -> None:
         """Keep the worker from starting any copy; called after an exception, when nothing waits for the copies."""
-        for gather in tuple(self._late):
+        for gather in self._late:
             gather.call_off()

@@ -139,7 +139,7 @@ class GradientAccumulator:
             return None
         params, grads = self.sums.with_sums(bucket, params, grads)
         if isinstance(bucket, ShardedBucket):
-            self._ledger.takes_gradients(grads)
+            self._ledger.takes(Verb.REDUCE, grads)
             land = functools.partial(self._add, backward)
             reducing = ShardReduce(bucket, params, grads, land, self._lanes, self._ledger)
             backward.reducing[bucket.spec.id] = reducing
@@ -161,7 +161,7 @@ class GradientAccumulator:
         if not backward.asks_for_all and compat.is_batched(grad):
             instead = "Ask for the gradients of one output after another"
             raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
-        self._ledger.takes_gradients((grad,))
+        self._ledger.takes(Verb.REDUCE, (grad,))
         _, total = backward.pending.get(slot.key, (slot, None))
         if total is None:
             # Not a view, as a transposed product is: a view keeps its base, and thereby the memory that the gradient

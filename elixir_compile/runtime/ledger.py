@@ -3,9 +3,8 @@
 import functools
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
+from elixir_compile.living import Living
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.recording import (
@@ -21,14 +21,14 @@ from elixir_compile.runtime.recording import (
     DeviceSpan,
     HostSpan,
     OnStream,
-    Placing,
     Recording,
     StepClock,
+    Taken,
     ThreadSeconds,
     Work,
 )
 
-_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+_ledgers: "Living[Ledger]" = Living()
 _NOTHING = nullcontext()
 
 
@@ -163,15 +163,10 @@ class Ledger:
         recordings = self._recordings_on(Lane.CALLER)
         return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
 
-    def place(self, label: str) -> AbstractContextManager[object]:
-        """While recording, note that the calling thread allocates device memory for `label` in the block."""
-        recordings = self._recordings
-        return Placing(recordings, label, self.graph) if recordings else _NOTHING
-
-    def takes_gradients(self, grads: Sequence[torch.Tensor]) -> None:
-        """While recording, note that the memory of `grads`, which the backward has computed, is gradients now."""
+    def takes(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """While recording, note that the device memory of `tensors` is there for the action `label` now."""
         for recording in self._recordings:
-            recording.gradients += ((time.time_ns(), grad.untyped_storage().data_ptr()) for grad in grads)
+            recording.taken += (Taken(label, time.time_ns(), tensor.untyped_storage().data_ptr()) for tensor in tensors)
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""

@@ -77,9 +77,10 @@ class OutstandingForward:
         name, nbytes = label(Verb.PREFETCH, Kept.OUTSTANDING), sum(host.numel() for _, host in back)
         with ledger.span(Lane.H2D, name, nbytes, times=0):
             for storage, host in back:
-                with ledger.place(name):
-                    storage.resize_(host.numel())
-                compat.bytes_of(storage).copy_(host)
+                storage.resize_(host.numel())
+                there = compat.bytes_of(storage)
+                ledger.takes(name, (there,))
+                there.copy_(host)
         self._free_emptied(pool)
 
     def in_flight(self) -> list[Event]:

@@ -112,16 +112,13 @@ class Work(NamedTuple):
         )
 
 
-class Place(NamedTuple):
-    """A stretch in which a thread allocates device memory for an action."""
+class Taken(NamedTuple):
+    """A block of the device's allocator that was taken for an action."""
 
     label: str
-    graph: str
-    thread: int
-    """As `threading.get_ident`."""
-    start_ns: int
-    """As `time.time_ns`, the clock of allocations."""
-    end_ns: int
+    at_ns: int
+    """A moment at which the block was there, as `time.time_ns`, the clock of allocations."""
+    address: int
 
 
 class Recording:
@@ -139,10 +136,8 @@ class Recording:
         self._on_host: list[tuple[Work, float, float]] = []
         self._on_device: list[tuple[Work, float, TimedEvent, TimedEvent]] = []
         self._num_open = 0
-        self.places: list[Place] = []
-        """Where device memory was allocated for an action, in the order of their ends."""
-        self.gradients: list[tuple[int, int]] = []
-        """(time on the clock of `time.time_ns`, address) of each block that became a gradient."""
+        self.taken: list[Taken] = []
+        """The blocks that were taken for actions, in that order; for a reduce, those that became gradients."""
 
     @property
     def num_open(self) -> int:
@@ -271,23 +266,3 @@ class DeviceSpan:
                 last = self._lanes.timed_event()
         for recording in self._recordings:
             recording.add_on_device(self._work, self._issued_s, self._first, last)
-
-
-class Placing:
-    """Notes the allocations of its block."""
-
-    __slots__ = ("_graph", "_label", "_recordings", "_start_ns")
-
-    def __init__(self, recordings: Sequence[Recording], label: str, graph: str) -> None:
-        self._recordings, self._label, self._graph = recordings, label, graph
-
-    def __enter__(self) -> Self:
-        self._start_ns = time.time_ns()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        place = Place(self._label, self._graph, threading.get_ident(), self._start_ns, time.time_ns())
-        for recording in self._recordings:
-            recording.places.append(place)

@@ -143,8 +143,8 @@ class SavedActivations:
         name, after, h2d = label(Verb.PREFETCH, GroupRef(GroupId(group))), offloaded.transfer.event, self._lanes.h2d
         # Compute uses and frees them. The program waits for the copy before both.
         whole = {place: host.numel() for place, host in enumerate(offloaded.on_host) if nums[place] == 1}
-        with self._ledger.place(name):
-            flats = {place: self._lanes.empty(nbytes) for place, nbytes in whole.items()}
+        flats = {place: self._lanes.empty(nbytes) for place, nbytes in whole.items()}
+        self._ledger.takes(name, flats.values())
         whole_bytes = sum(flat.numel() for flat in flats.values())
         with h2d.behind_compute(after), self._ledger.span(Lane.H2D, name, whole_bytes):
             for place, flat in flats.items():

@@ -74,8 +74,8 @@ class LeavingStorage:
     def begin(self) -> None:
         """Let compute issued from now on fill the slice: it waits until the slice before has left."""
         if self.slice is None:
-            with self._ledger.place(self._label):
-                self.slice = self._lanes.empty(self.nbytes // self.num)
+            self.slice = self._lanes.empty(self.nbytes // self.num)
+            self._ledger.takes(self._label, (self.slice,))
         self._lanes.compute_waits(self._event)
         self._lanes.touches((), (self.slice,))
 
@@ -131,8 +131,8 @@ class ArrivingStorage:
     def _start(self, number: int) -> tuple[torch.Tensor, Event | None]:
         size, h2d = self._on_host.numel() // self._num, self._lanes.h2d
         # Compute uses and frees it, and waits for the copy before both.
-        with self._ledger.place(self._label):
-            flat = self._lanes.empty(size)
+        flat = self._lanes.empty(size)
+        self._ledger.takes(self._label, (flat,))
         with h2d.behind_compute(), self._ledger.span(Lane.H2D, self._label, size, times=0, piece=1 + number):
             h2d.copy(flat, self._on_host[number * size : (number + 1) * size])
         return flat, h2d.mark()

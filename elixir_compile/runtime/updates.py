@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from elixir_compile.living import Living
 from elixir_compile.runtime.landing import Landings
 from elixir_compile.runtime.lanes import Event, Lanes
 
@@ -181,14 +182,17 @@ class UpdateLine:
         """Raise the exception of a failed update; only once for each failure."""
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # see `ElixirError.renewed`
 
     def fail(self, error: BaseException) -> None:
         """Keep `error` for the next `check` or wait on this line."""
         self._failure, self.num_failures = error, self.num_failures + 1
 
 
-_lines: "weakref.WeakSet[UpdateLine]" = weakref.WeakSet()
+_lines: "Living[UpdateLine]" = Living()
 
 
 def _let_worker_end() -> None:

@@ -248,7 +248,7 @@ def _tried(problem: Problem, tried_bytes: int, search: Search) -> Plan | NoFeasi
     try:
         return search(replace(problem, host_budget_bytes=tried_bytes))
     except NoFeasiblePlan as error:
-        return error
+        return error.renewed()
 
 
 def _next(refused_bytes: int, held_bytes: int, enough_bytes: int) -> int:

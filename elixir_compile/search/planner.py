@@ -99,7 +99,7 @@ def _without_solver(
     try:
         return search(problem)
     except NoFeasiblePlan:
-        raise with_min_host_bytes(problem, error, search, timeout_s) from None
+        raise with_min_host_bytes(problem, error, search, timeout_s).renewed() from None
 
 
 def _place_without_solver(evaluator: Evaluator, planner: Planner) -> DraftPlan:

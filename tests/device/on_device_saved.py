@@ -36,4 +36,4 @@ def test_offloading_an_outstanding_forward_leaves_its_tensors_on_the_host_alone(
     assert torch.equal(values.cpu(), torch.arange(8.0))
     found = [(span.lane, span.label, span.nbytes) for span in recording.stop()]
     assert found == [(Lane.D2H, "offload outstanding", 32), (Lane.H2D, "prefetch outstanding", 32)]
-    assert [place.label for place in recording.places] == ["prefetch outstanding"]
+    assert [block.label for block in recording.taken] == ["prefetch outstanding"]

@@ -39,6 +39,7 @@ SAMPLES: list[ElixirError] = [
     errors.UnknownSchedule("looped", ["gpipe", "looped-bfs"]),
     errors.UnknownSchedule("DualPipeV", ["gpipe", "looped-bfs"], True),
     errors.NoFeasibleStages("gpipe", "h.0 .. h.3", 3 << 30, 2 << 30, "device", 8),
+    errors.NestedMeasurement("", True),
     errors.UnknownSubject("b9", ["b0", "fwd.0"]),
     errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),

@@ -332,6 +332,31 @@ def wraps_sequential(rank: int, world_size: int) -> dict[str, list[int]]:
     return found
 
 
+def outlives_a_wrapper(rank: int, world_size: int) -> list[tuple[bool, float]]:
+    """Train a compiled model inside the wrapper, then without it once the wrapper is freed: return for both whether a
+    wrapper reduces its gradients, and how far they are from those of eager training."""
+    found = []
+    model, eager = Net(), Net()
+    eager.load_state_dict(model.state_dict())
+    torch.compiler.reset()
+    model.compile(backend="elixir", options=OPTIONS)
+    warnings.simplefilter("ignore", elixir.RanksApart)
+    for is_inside in (True, False):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+        own = [DistributedDataParallel(each) if is_inside else each for each in (model, eager)]
+        for each in own:
+            each(x).square().mean().backward()
+        slots = executor_of(model).slots.values()
+        pairs = zip(model.parameters(), eager.parameters(), strict=True)
+        apart = max((one.grad - other.grad).abs().max().item() for one, other in pairs)  # type: ignore[operator]
+        found.append((any(slot.is_reduced for slot in slots), apart))
+        for param in (*model.parameters(), *eager.parameters()):
+            param.grad = None
+        del own, each
+        gc.collect()
+    return found
+
+
 def moves_nothing(rank: int, world_size: int) -> bool:
     """Return whether `model.to(device)` leaves the shards of a model whose optimizer is made."""
     model = _shared()
@@ -346,5 +371,6 @@ def moves_nothing(rank: int, world_size: int) -> bool:
 def reports(rank: int, world_size: int) -> dict[str, Any]:
     """Return what several of these functions return, by name."""
     return {
-        one.__name__: one(rank, world_size) for one in (refuses, warns_of_ranks_apart, wraps_sequential, moves_nothing)
+        one.__name__: one(rank, world_size)
+        for one in (refuses, warns_of_ranks_apart, wraps_sequential, outlives_a_wrapper, moves_nothing)
     }

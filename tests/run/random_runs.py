@@ -2,7 +2,7 @@
 
     python -m tests.run.random_runs --runs 200          prints a line for each run, and fails if any run is wrong
     python -m tests.run.random_runs --runs 200 --others the same with convolutions, Fourier transforms, RNNs captured
-                                                        whole, losses of all kinds, and graph breaks
+                                                        whole, losses of all kinds, `torch.cond`, and graph breaks
 
 A run is drawn from its seed alone: model, budget, micro-batches per step, clipping, update mode, treatments of
 activations. If the budget is below the smallest possible one, the run trains under the smallest, which the error names.
@@ -31,8 +31,9 @@ SLACK_BYTES = 4096
 """Step counters of the optimizer, tickets and losses: beside a GPU most of them are host tensors."""
 _MOST_ERRORS = 3
 """Attempts of a run: a budget may be too small for one micro-batch, then for the gradients of several."""
-NUM_STEPS = 2
-"""Steps of a run. The last is measured."""
+NUM_STEPS, NUM_STEPS_BROKEN = 2, 6
+"""Steps of a run, and of one with code between graphs: its bytes are known once a step was measured, and steps are
+planned again with room for them. The last step is measured."""
 
 
 class Stack(nn.Module):
@@ -98,15 +99,38 @@ class Filter(nn.Module):
         return x + self.out(torch.fft.irfft(spectrum * self.scale, n=x.shape[1], dim=1))
 
 
+class Branching(nn.Module):
+    """A block that takes one of two ways by its input, which hold other activations; a way may branch again."""
+
+    def __init__(self, width: int, *, is_nested: bool) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.inner = Branching(width, is_nested=False) if is_nested else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def long(value: torch.Tensor) -> torch.Tensor:
+            found = self.narrow(functional.gelu(self.wide(value)))
+            return found if self.inner is None else found + self.inner(found)
+
+        return x + torch.cond(x.mean() > x[0].mean(), long, lambda value: torch.tanh(self.out(value)), (x,))
+
+
 class Sequences(nn.Module):
-    """Blocks on sequences, of one kind: filters in frequencies, layers behind a graph break, or captured whole RNNs."""
+    """Blocks on sequences, of one kind: filters in frequencies, layers behind a graph break, captured whole RNNs, or
+    blocks that branch by their input."""
 
     def __init__(self, chance: random.Random, kind: str) -> None:
         super().__init__()
         width = chance.choice((32, 64))
         self.kind = kind
         self.rnn = chance.choice((nn.GRU, nn.RNN))(width, width, batch_first=True) if kind == "recurrent" else None
-        makers = {"frequencies": Filter, "recurrent": lambda width: nn.Linear(width, width), "broken": Filter}
+        makers: dict[str, Callable[[int], nn.Module]] = {
+            "frequencies": Filter,
+            "recurrent": lambda width: nn.Linear(width, width),
+            "broken": Filter,
+            "branching": lambda width: Branching(width, is_nested=chance.random() < 0.3),
+        }
         self.blocks = nn.ModuleList(makers[kind](width) for _ in range(3))
         self.loss = chance.choice(LOSSES)
 
@@ -181,6 +205,7 @@ _MODELS: dict[str, Callable[[random.Random], tuple[nn.Module, Callable[[torch.Ge
     "frequencies": _sequences("frequencies"),
     "recurrent": _sequences("recurrent"),
     "broken": _sequences("broken"),
+    "branching": _sequences("branching"),
 }
 _EXACT = ("gpt2", "stack")
 """Models of one graph whose plans say the peak within 1 %. Others may have results that their kernels do not make."""
@@ -231,11 +256,16 @@ class Draw:
         """Return the run of `seed` with a model whose kernels, or whose graphs, are not those of `of`."""
         return replace(cls.of(seed), model=random.Random(f"model {seed}").choice(_OTHERS))
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps."""
+        return NUM_STEPS_BROKEN if self.model == "broken" else NUM_STEPS
+
     def made(self) -> tuple[nn.Module, list[Any]]:
         """Return the model, and a batch for each micro-batch of all steps."""
         model, batch = _MODELS[self.model](random.Random(self.seed))
         generator = torch.Generator().manual_seed(self.seed)
-        return model, [batch(generator) for _ in range(NUM_STEPS * self.num_micro_batches)]
+        return model, [batch(generator) for _ in range(self.num_steps * self.num_micro_batches)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +287,8 @@ class Outcome:
         found = [] if self.is_same else ["other losses or weights than aot_eager"]
         if self.peak_bytes > self.budget_bytes + SLACK_BYTES:
             found.append(f"{self.peak_bytes / self.budget_bytes - 1:.1%} over the budget")
+        if self.draw.model == "broken":  # code between graphs is in no plan
+            return found
         more_bytes = self.planned_bytes - self.peak_bytes
         # A backward that updates adds each gradient to its sum as soon as it is complete: the plan is an upper limit.
         may_be_less = self.draw.update == "in_backward" and self.draw.num_micro_batches > 1
@@ -327,7 +359,7 @@ def _steps(
         own = batches[len(found) :][: draw.num_micro_batches]
         found.extend([loss.item() for loss in train(draw, compiled, model, optimizer, own)])
 
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(draw.num_steps - 1):
         step()
     return found, elixir.measure_step(step, device="cpu")
 
@@ -391,7 +423,9 @@ def outcomes(seeds: Iterable[int], draw: Callable[[int], Draw] = Draw.of) -> lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200, help="number of runs")
-    parser.add_argument("--others", action="store_true", help="convolutions, Fourier transforms, RNNs, graph breaks")
+    parser.add_argument(
+        "--others", action="store_true", help="convolutions, Fourier transforms, RNNs, cond, graph breaks"
+    )
     parser.add_argument("--first", type=int, default=None, help="first seed; drawn anew by default")
     asked = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if asked.first is None else asked.first

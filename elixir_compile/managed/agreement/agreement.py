@@ -12,6 +12,7 @@ Each step is one exchange over the control channel. If a rank fails before an ex
 all ranks raise after that exchange.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -106,7 +107,7 @@ def agreed_facts(
     def own_facts() -> RankFacts:
         nonlocal lines, ops
         if failure is not None:
-            raise failure
+            raise copy.copy(failure)  # see `ElixirError.renewed`
         assert problem is not None
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
         return facts_of(problem, lines, ops, control.rank)
@@ -131,7 +132,7 @@ def _taken_over(
         except InvalidPlan as fault:
             if len(set(ops_digests)) == 1:
                 raise
-            return fault
+            return fault.renewed()
 
     plan, said = run_on_all_ranks(control, "plans taken over", own_plan, _digest_or_fault)
     faults = [

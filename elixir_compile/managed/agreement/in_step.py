@@ -142,7 +142,7 @@ def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket
         try:
             return plan_in_step(problem, buckets, homes, because)
         except NoFeasiblePlan as error:
-            return error
+            return error.renewed()
 
     def attempts() -> list[Plan | NoFeasiblePlan]:
         return [attempt(homes) for homes in homes_in_step(problem, buckets)]

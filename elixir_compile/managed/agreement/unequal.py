@@ -77,7 +77,7 @@ def _attempt(work: Callable[[int], Plan], number: int) -> Plan | NoFeasiblePlan:
     try:
         return work(number)
     except NoFeasiblePlan as error:
-        return error.with_traceback(None)
+        return error.renewed()
 
 
 def _text_of(made: Plan | NoFeasiblePlan | None) -> str:

@@ -58,14 +58,17 @@ class HostThreads:
             return [part(*span) for span in spans]
         jobs = self._started()
         futures = [Future[T]() for _ in spans]
-        for future, span in zip(futures, spans, strict=True):
-            jobs.put((future, part, span))
+        for number, span in enumerate(spans):
+            jobs.put((futures[number], part, span))
         # Wait for all parts before raising: a running part writes to memory that the caller may free.
         failures = [future.exception() for future in futures]
-        for failure in failures:
+        failure = next(filter(None, failures), None)
+        try:
             if failure is not None:
                 raise failure
-        return [future.result() for future in futures]
+            return [future.result() for future in futures]
+        finally:
+            del failure, failures, futures  # see `ElixirError.renewed`
 
     def _started(self) -> "SimpleQueue[Any]":
         with self._lock:

@@ -102,7 +102,7 @@ class DiskQueue:
         with self._lock:
             refusal = self._refusal(transfer)
             if refusal is not None:
-                raise refusal
+                raise refusal.renewed()
             for earlier in self._unfinished:
                 if earlier.is_before(transfer):
                     earlier.later.append(transfer)

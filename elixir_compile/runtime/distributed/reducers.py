@@ -9,12 +9,12 @@ into flat buckets, and sum the buckets over all ranks while the backward runs. S
 """
 
 from collections.abc import Iterable
-from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elixir_compile import compat
+from elixir_compile.living import Living
 from elixir_compile.ops.registry import Slot
 
 _COUNTS_BYTES = 8
@@ -25,7 +25,7 @@ class Reducers:
     """The DistributedDataParallel modules in whose forwards graphs of an executor have run."""
 
     def __init__(self) -> None:
-        self._found: WeakSet[DistributedDataParallel] = WeakSet()
+        self._found: Living[DistributedDataParallel] = Living()
 
     def __bool__(self) -> bool:
         """Whether any such module exists."""
@@ -38,7 +38,8 @@ class Reducers:
         """Note that `ddp` reduces the gradients of those `slots` whose parameters it has."""
         reduced = {id(param) for param in compat.reduced_by(ddp)}
         for slot in slots:
-            slot.is_reduced = slot.is_reduced or id(slot.param) in reduced
+            if id(slot.param) in reduced:
+                slot.note_reducer(ddp)
         self._found.add(ddp)
 
     def bucket_bytes(self, device: torch.device) -> int:

@@ -175,13 +175,13 @@ class ShardGather(Transfer):
 
     def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
         name = label(Verb.GATHER, BucketRef(bucket.spec.id))
-        with ledger.place(name):
-            own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
+        own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
+        ledger.takes(name, (self._rows,))
         self._lanes, h2d = lanes, lanes.h2d
         lanes.touches((), (self._rows,))  # compute allocates it
         if bucket.is_on_host:
-            with ledger.place(name):
-                there = torch.empty_like(own, device=lanes.device)
+            there = torch.empty_like(own, device=lanes.device)
+            ledger.takes(name, (there,))
             lanes.touches((), (there,))
             with h2d.behind_compute(), ledger.span(Lane.H2D, name, own.nbytes, times=0):
                 h2d.copy(there, own)

@@ -153,7 +153,7 @@ def _with_better_loss(chunks: Chunks, make: Callable[[LossAttempt], Made], *, is
         if error.because:  # other ranks run other graphs, and do not try chunks
             raise
         # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
-        unchunked: Unchunked = error.with_traceback(None)
+        unchunked: Unchunked = error.renewed()
     except NotTaken as refused:
         unchunked = refused.plan
     try:
@@ -164,7 +164,7 @@ def _with_better_loss(chunks: Chunks, make: Callable[[LossAttempt], Made], *, is
     except NotTaken:
         pass
     if isinstance(unchunked, NoFeasiblePlan):
-        raise unchunked
+        raise unchunked.renewed()
     return make(LossAttempt(chunks=whole, is_last=True))
 
 
@@ -196,7 +196,7 @@ def _raise_smaller_need(unchunked: Unchunked, chunked: NoFeasiblePlan) -> None:
     """If the step fits neither unchunked nor chunked, raise the error of the step that needs fewer bytes."""
     if isinstance(unchunked, NoFeasiblePlan):
         is_chunked_less = chunked.memory == unchunked.memory and chunked.needed_bytes < unchunked.needed_bytes
-        raise chunked if is_chunked_less else unchunked
+        raise (chunked if is_chunked_less else unchunked).renewed()
 
 
 def if_better(chunks: Chunks, chunked: Plan, unchunked: Unchunked) -> Plan | None:

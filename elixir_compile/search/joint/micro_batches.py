@@ -101,13 +101,13 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
     except NoFeasiblePlan as error:
         if error.memory != "device":
             raise
-        whole = error.with_traceback(None)
+        whole = error.renewed()
     if isinstance(whole, Plan) and (is_last_resort or not is_pressed(whole)):
         return whole
     numbers = candidates(problem)
     if not numbers:
         if isinstance(whole, NoFeasiblePlan):
-            raise whole
+            raise whole.renewed()
         return whole
     evaluators = {number: Evaluator(gather_facts(replace(problem, micro_batches=number))) for number in numbers}
     floors = {number: leanest(evaluator).floor_bytes for number, evaluator in evaluators.items()}
@@ -131,7 +131,7 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
         return with_gib_bound_of(best, others, clock.until(timeout_s + 2.0))
     if isinstance(whole, Plan):
         return whole
-    raise _leanest_error(problem, whole, floors, search)
+    raise _leanest_error(problem, whole, floors, search).renewed()
 
 
 def candidates(problem: Problem) -> list[int]:
@@ -222,5 +222,5 @@ def _leanest_error(problem: Problem, whole: NoFeasiblePlan, floors: dict[int, in
     try:
         search(replace(problem, micro_batches=number), 1.0)
     except NoFeasiblePlan as error:
-        return error.with_traceback(None)
+        return error.renewed()
     raise AssertionError(f"{number} micro-batches need {floors[number]} bytes, and a plan was found in fewer")

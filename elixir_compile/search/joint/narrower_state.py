@@ -32,10 +32,10 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: Search) -> S
     try:
         return search(problems)
     except NoFeasiblePlan as error:
-        missing = error.with_traceback(None)
+        missing = error.renewed()
     saved_bytes = _savings(problems[0])
     if not saved_bytes:
-        raise missing
+        raise missing.renewed()
     order = sorted(saved_bytes, key=lambda param: (-saved_bytes[param], param))
     share = min(_share(problem) for problem in problems)
     wanted_bytes, exact = 0, missing
@@ -47,7 +47,7 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: Search) -> S
         try:
             return _narrower(problems, chosen, search, exact)
         except NoFeasiblePlan as error:
-            missing = error.with_traceback(None)
+            missing = error.renewed()
     return _narrower(problems, order, search, exact)
 
 

@@ -79,7 +79,7 @@ def tune(
         deadline = clock.until(timeout_s * number / len(states))
         trials += search.trials_of(own, trials, deadline)
     if all(trial.plan is None for trial in trials):
-        raise _smallest_need(trials, questions)
+        raise _smallest_need(trials, questions).renewed()
     return Tuned(trials=tuple(sorted(trials, key=order)))
 
 
@@ -91,7 +91,7 @@ def _smallest_need(trials: Sequence[Trial], questions: Questions) -> NoFeasibleP
     try:
         questions.plan(least.setting)
     except NoFeasiblePlan as error:
-        return error.with_traceback(None)
+        return error.renewed()
     raise AssertionError(f"{least.setting} needs {least.needed} bytes, and a plan was found in fewer")
 
 
@@ -242,7 +242,7 @@ class _Search:
         try:
             plan, problem = self.questions.plan(setting)
         except NoFeasiblePlan as error:
-            trial.needed, trial.stage = error.with_traceback(None), Stage.TOO_LARGE
+            trial.needed, trial.stage = error.renewed(), Stage.TOO_LARGE
             return
         num_more = setting.forwards - 1
         again, more_bound_s = None, 0.0

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.managed.over_budget import TOLERATED_BYTES
-from elixir_compile.measure.step_bytes import drop_running_step_bytes
+from elixir_compile.measure.step_bytes import drop_running_step_bytes, start_step_bytes
 from tests.run.processes import apart
 
 WIDTH, NUM_STEPS = 64, 5
@@ -115,22 +116,28 @@ SHARES: Mapping[str, float] = {"GRU": 0.62, "LSTM": 0.68, "disabled layers first
 """The budget as a share of the peak where everything stays; half for the others."""
 
 
-def trained(make: Callable[[], nn.Module], num_steps: int, **options: Any) -> elixir.Record:
-    """Return the record of a step after `num_steps` others."""
+def trained(make: Callable[[], nn.Module], num_steps: int, **options: Any) -> tuple[elixir.Record, int]:
+    """Return the record of a step after `num_steps` others, and how many of these, without the first, which compiles,
+    left tensors to the garbage collector."""
     torch._dynamo.reset()
     model = make()
     compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **options})
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
 
-    def step() -> None:
-        compiled(torch.randn(4, 16, WIDTH)).backward()
+    def step() -> TensorWeakRef:
+        batch = torch.randn(4, 16, WIDTH)
+        compiled(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
+        return TensorWeakRef(batch)
 
     torch.manual_seed(1)
-    for _ in range(num_steps):
-        step()
-    return elixir.measure_step(step)
+    step()
+    gc.collect()
+    gc.disable()
+    num_left = sum(step()() is not None for _ in range(num_steps - 1))
+    gc.enable()
+    return elixir.measure_step(step), num_left
 
 
 class Lines(logging.Handler):
@@ -145,18 +152,22 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def measured(names: Sequence[str]) -> Mapping[str, tuple[int, int, list[str]]]:
-    """Return the peak of a settled step, its budget and the warnings, by model; run in a process of its own."""
+Measured = Mapping[str, tuple[int, int, list[str], int]]
+"""The peak of a settled step, its budget, the warnings, and how many steps left tensors, by model."""
+
+
+def measured(names: Sequence[str]) -> Measured:
+    """Return the figures of models; run in a process of its own."""
     warnings.simplefilter("ignore")
     found = {}
     for name in names:
-        free = trained(MODELS[name], 2)
+        free, _ = trained(MODELS[name], 2)
         gc.collect()
         budget_bytes = int(SHARES.get(name, 0.5) * free.device_peak_bytes)
         lines = Lines()
-        record = trained(MODELS[name], NUM_STEPS, device_memory=budget_bytes)
+        record, num_left = trained(MODELS[name], NUM_STEPS, device_memory=budget_bytes)
         logging.getLogger("elixir_compile").removeHandler(lines)
-        found[name] = record.device_peak_bytes, budget_bytes, lines.lines
+        found[name] = record.device_peak_bytes, budget_bytes, lines.lines, num_left
     return found
 
 
@@ -164,13 +175,14 @@ QUICK = ("branches on values", "GRU")
 
 
 @pytest.fixture(scope="module")
-def settled() -> Mapping[str, tuple[int, int, list[str]]]:
+def settled() -> Measured:
     return apart(measured, QUICK)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_code_between_graphs_is_in_the_budget(name: str, settled: Mapping[str, tuple[int, int, list[str]]]) -> None:
-    peak_bytes, budget_bytes, lines = settled[name]
+def test_code_between_graphs_is_in_the_budget(name: str, settled: Measured) -> None:
+    peak_bytes, budget_bytes, lines, num_left = settled[name]
+    assert num_left == 0, "the frames of a search without a plan held the tensors of a step that was planned again"
     assert peak_bytes <= budget_bytes + TOLERATED_BYTES
     [line] = [line for line in lines if "a step of Around took" in line]
     assert f"in code that runs op by op after {__file__}:{LINE_OF_CALL}" in line
@@ -179,7 +191,7 @@ def test_code_between_graphs_is_in_the_budget(name: str, settled: Mapping[str, t
 
 @pytest.mark.slow
 def test_all_kinds_of_code_between_graphs_are_in_the_budget() -> None:
-    for name, (peak_bytes, budget_bytes, _) in apart(measured, [*MODELS.keys() - QUICK]).items():
+    for name, (peak_bytes, budget_bytes, *_) in apart(measured, [*MODELS.keys() - QUICK]).items():
         assert peak_bytes <= budget_bytes + TOLERATED_BYTES, name
 
 
@@ -198,3 +210,13 @@ def test_an_evaluation_is_not_measured(grad: bool) -> None:
         for _ in range(3):
             compiled(batch).sum()
     assert not compat.is_profiling()
+
+
+def test_a_measurement_without_a_result_reads_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_running_step_bytes()  # of a model of another test
+    measured = start_step_bytes(torch.device("cpu"), (), 0)
+    assert measured is not None
+    monkeypatch.setattr(compat.AllocatorProfile, "events", lambda profile: pytest.fail("its events were read"))
+    measured.drop()
+    assert not compat.is_profiling()
+    assert measured.stop() == {}

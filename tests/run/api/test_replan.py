@@ -296,6 +296,24 @@ def test_the_step_profiler_returns_stats_once_and_then_stops_recording(asked: As
     assert not executor.ledger.is_recording
 
 
+def test_a_step_profiler_gives_up_if_other_forwards_end_its_measurements(
+    asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As evaluations do after each step or two: on an accelerator each measurement reads the allocator's history."""
+    executor = Executor(torch.device("cpu"), "m")
+    watch = StepProfiler(executor, "m", Options(), records=True)
+    began = []
+    with caplog.at_level("INFO", "elixir_compile"):
+        for _ in range(STEPS_SKIPPED + 6):
+            watch.forward_begins(asked.problem)
+            began.append(executor.ledger.is_recording)
+            watch.restart()
+    assert began == [False] * STEPS_SKIPPED + [True] * 3 + [False] * 3
+    assert [record.message for record in caplog.records] == [
+        f"no step is measured: other forwards run between any {STEPS_TIMED} steps   m"
+    ]
+
+
 def test_a_stopped_step_profiler_returns_no_stats(asked: Asked) -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, "m", Options(), records=True)

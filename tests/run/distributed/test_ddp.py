@@ -136,3 +136,7 @@ def test_a_model_of_torch_itself_in_ddp_is_captured_or_warned_of(reports: list[d
 
 def test_moving_a_shared_model_leaves_its_parameters(reports: list[dict[str, Any]]) -> None:
     assert all(found["moves_nothing"] for found in reports)
+
+
+def test_a_wrapper_that_is_gone_leaves_gradients_and_plans_to_the_model(reports: list[dict[str, Any]]) -> None:
+    assert all(found["outlives_a_wrapper"] == [[True, 0.0], [False, 0.0]] for found in reports)

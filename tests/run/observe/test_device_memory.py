@@ -14,7 +14,7 @@ from elixir_compile.measure.device_memory import DeviceMemory, drawn_by_device
 from elixir_compile.measure.phases import StepTimes
 from elixir_compile.platforms import PeakRecord, Platform, blocks
 from elixir_compile.platforms.blocks import block_events, live_blocks, record_blocks
-from elixir_compile.runtime.recording import Anchor, Place
+from elixir_compile.runtime.recording import Anchor, Taken
 
 MS = 1e-3
 DEVICE = torch.device("cuda", 1)
@@ -88,8 +88,7 @@ def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
         resident: Mapping[int, int] = {},
         kinds: Mapping[int, str] = {},
         spans: tuple[Span, ...] = (),
-        places: tuple[Place, ...] = (),
-        gradients: tuple[tuple[int, int], ...] = (),
+        taken: tuple[Taken, ...] = (),
     ) -> Live | None:
         allocator = Allocator(snapshot(resident), snapshot({}, *entries)).installed(monkeypatch)
         monkeypatch.setattr("elixir_compile.measure.device_memory.anchor", lambda: Anchor(TIMES.began_s, BEGAN_NS))
@@ -99,7 +98,7 @@ def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
         memory.start()
         memory.stop()
         assert not allocator.is_on
-        return memory.live(TIMES, spans, places, gradients)
+        return memory.live(TIMES, spans, taken)
 
     return live
 
@@ -148,12 +147,12 @@ def test_kinds_are_told_by_when_the_host_asked(live_of: Callable[..., Live | Non
     assert live.at_s == pytest.approx([0, 5 * MS, 6 * MS, 7 * MS, (10 + 20 / 3) * MS, 35 * MS])
 
 
-def test_a_copy_that_is_asked_for_has_its_memory_by_its_place(live_of: Callable[..., Live | None]) -> None:
-    place = Place("gather b0", "", 0, BEGAN_NS + 499_000, BEGAN_NS + 501_000)
+def test_a_copy_that_is_asked_for_has_its_memory_by_its_address(live_of: Callable[..., Live | None]) -> None:
+    block = Taken("gather b0", BEGAN_NS + 501_000, 11)
     entries = [entry("alloc", 0.5, 11, 100), entry("free_completed", 1.5, 11, 100)]
     # On the device, the gather runs at another time than that at which the host took memory for it.
     gather = Span(lane=Lane.H2D, label="gather b0", start_s=6 * MS, end_s=8 * MS, issued_s=0.6 * MS)
-    found = [live_of(entries, spans=(gather,), places=places) for places in ((place,), ())]
+    found = [live_of(entries, spans=(gather,), taken=taken) for taken in ((block,), ())]
     assert [live.at_peak() for live in found if live is not None] == [{Kind.GATHERED: 100}, {Kind.TEMP: 100}]
 
 
@@ -169,7 +168,7 @@ def test_a_gradient_that_leaves_late_is_told_by_its_address(live_of: Callable[..
         Span(lane=Lane.D2H, label="offload b0.grad", start_s=20 * MS, end_s=25 * MS, issued_s=3 * MS),
         Span(lane=Lane.COMPUTE, label="run bwd.1", start_s=20 * MS, end_s=25 * MS, issued_s=3.5 * MS),
     )
-    live = live_of(entries, spans=spans, gradients=((BEGAN_NS + 2_900_000, 11),))
+    live = live_of(entries, spans=spans, taken=(Taken("reduce", BEGAN_NS + 2_900_000, 11),))
     assert live is not None
     assert live.at_peak() == {Kind.GRAD: 100, Kind.TEMP: 10}
 
@@ -209,11 +208,26 @@ def test_records_share_a_history_which_ends_with_the_last(monkeypatch: pytest.Mo
 
 
 def test_a_record_whose_owner_is_gone_ends_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(snapshot({})).installed(monkeypatch)
+    allocator = Allocator(snapshot({}), snapshot({})).installed(monkeypatch)
     record = record_blocks(DEVICE)
     assert allocator.is_on
     del record
     assert not allocator.is_on
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_history_that_somebody_else_began_meanwhile_goes_on(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_stacks = {**entry("alloc", 1, 11, 100), "frames": [{"filename": "user.py", "line": 1, "name": "step"}]}
+    allocator = Allocator(snapshot({}), snapshot({}, with_stacks)).installed(monkeypatch)
+    record = record_blocks(DEVICE)
+    assert record is not None
+    if is_stopped:
+        assert [nbytes for *_, nbytes in record.stop() or ()] == [100]
+    del record
+    assert allocator.is_on
+    assert not allocator.snapshots
 
 
 def test_a_history_of_somebody_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,23 +57,26 @@ def test_phase_lifetime_and_label_tell_the_kind(born: float, died: float | None,
     assert live.at_peak() == {kind: 100}
 
 
-def test_memory_for_a_copy_is_taken_before_its_span() -> None:
-    events = [(0.5 * MS, 64, 100), (9 * MS, 64, -100)]
-    places = [span("gather b0", 0.4, 0.6)]
-    assert live_by_kind({}, events, PHASES, SPANS, places).at_peak() == {Kind.GATHERED: 100}
-    assert live_by_kind({}, events, PHASES, SPANS).at_peak() == {Kind.TEMP: 100}
+@pytest.mark.parametrize(("action", "kind"), [("gather b0", Kind.GATHERED), ("prefetch g0", Kind.SAVED)])
+def test_memory_for_a_copy_is_taken_before_its_span(action: str, kind: Kind) -> None:
+    """An activation that follows at once, in the same microsecond, is not taken for the copy."""
+    events = [(0.5 * MS, 64, 100), (0.5 * MS, 32, 10), (9 * MS, 32, -10), (9 * MS, 64, -100)]
+    taken = [(0.501 * MS, 64, action)]
+    assert live_by_kind({}, events, PHASES, SPANS, taken).at_peak() == {kind: 100, Kind.TEMP: 10}
+    assert live_by_kind({}, events, PHASES, SPANS).at_peak() == {Kind.TEMP: 110}
 
 
 def test_a_block_that_became_a_gradient_is_one_whenever_it_is_freed() -> None:
     """The second block at the address did not, nor did the activation."""
     events = [(14 * MS, 64, 100), (19.5 * MS, 64, -100), (19.8 * MS, 64, 10), (19.9 * MS, 64, -10)]
-    live = live_by_kind({}, [(4 * MS, 32, 1), *events], PHASES, SPANS, gradients=[(15 * MS, 64), (15 * MS, 32)])
+    taken = [(15 * MS, 64, "reduce"), (15 * MS, 32, "reduce")]
+    live = live_by_kind({}, [(4 * MS, 32, 1), *events], PHASES, SPANS, taken)
     assert {kind: max(values) for kind, values in live.by_kind.items()} == {
         Kind.GRAD: 100,
         Kind.TEMP: 10,
         Kind.SAVED: 1,
     }
-    late = live_by_kind({}, events, PHASES, SPANS, gradients=[(12 * MS, 64)])
+    late = live_by_kind({}, events, PHASES, SPANS, taken=[(12 * MS, 64, "reduce")])
     assert Kind.GRAD not in late.by_kind
 
 

@@ -9,9 +9,11 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
+from elixir_compile import compat
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
+from elixir_compile.measure import step_bytes
 from elixir_compile.measure.step import Resident, measure_step, peak_bytes
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.ledger import Ledger
@@ -267,3 +269,49 @@ def test_cuda_peak_is_the_allocators() -> None:
     base_bytes = torch.cuda.memory_allocated()
     assert record.device_peak_bytes - base_bytes == pytest.approx(80 * MB, rel=0.05)
     assert held.numel() == 10 * MB
+
+
+def test_a_measured_step_that_another_thread_ends_leaves_no_profiler_on() -> None:
+    """A model, and with it the measurement of its step, may end wherever the garbage collector runs."""
+    step_bytes.drop_running_step_bytes()  # of a model of another test
+    running = step_bytes.start_step_bytes(torch.device("cpu"), (), 0)
+    assert running is not None
+    found: list[object] = []
+
+    def other_thread() -> None:
+        found.append(running.stop())
+        found.append(step_bytes.drop_running_step_bytes())
+        found.append(step_bytes.start_step_bytes(torch.device("cpu"), (), 0))
+        with pytest.raises(NestedMeasurement, match="another thread"):
+            measure_step(lambda: None, device="cpu")
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert found == [{}, False, None]
+    assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
+
+
+def test_a_measured_step_that_ends_in_a_backward_pass_leaves_no_profiler_on() -> None:
+    step_bytes.drop_running_step_bytes()  # of a model of another test
+    running = step_bytes.start_step_bytes(torch.device("cpu"), (), 0)
+    assert running is not None
+    param = torch.ones(3, requires_grad=True)
+    found: list[object] = []
+    param.register_post_accumulate_grad_hook(
+        lambda _: found.extend((running.stop(), step_bytes.start_step_bytes(torch.device("cpu"), (), 0)))
+    )
+    param.sum().backward()
+    assert found == [{}, None]
+    assert compat.is_profiling()
+    step_bytes.end_idle_profiler()
+    assert not compat.is_profiling()
+    assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
+
+
+def test_a_measured_step_ends_with_the_thread_that_began_it() -> None:
+    step_bytes.drop_running_step_bytes()  # of a model of another test
+    thread = threading.Thread(target=step_bytes.start_step_bytes, args=(torch.device("cpu"), (), 0))
+    thread.start()
+    thread.join()
+    assert measured_beyond_base(lambda: ones(20)) == pytest.approx(20 * MB, rel=0.01)
