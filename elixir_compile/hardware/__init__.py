@@ -12,6 +12,7 @@ from elixir_compile.hardware.cluster import (
     cluster_to_json,
     hardware_fingerprint,
 )
+from elixir_compile.hardware.device_names import is_name_of
 from elixir_compile.hardware.fleet import (
     Fleet,
     Seat,
@@ -49,6 +50,7 @@ __all__ = [
     "fleet_to_json",
     "hardware_fingerprint",
     "is_fleet",
+    "is_name_of",
     "parse_fleet",
     "parse_hardware",
     "preset",

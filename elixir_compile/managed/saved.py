@@ -10,7 +10,7 @@ from elixir_compile.analysis import plan_at, verify
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch, QuestionFileError
 from elixir_compile.folders import write_whole
-from elixir_compile.hardware import Cluster
+from elixir_compile.hardware import Cluster, is_name_of
 from elixir_compile.ir import (
     ONCE,
     BackwardOrder,
@@ -199,12 +199,15 @@ def load_plan_for(
 
 
 def require_same_machine(plan: Plan, cluster: Cluster) -> None:
-    """Raise PlanMismatch if `plan` is for another number of ranks or another machine than `cluster`."""
+    """Raise PlanMismatch if `plan` is for another number of ranks or another machine than `cluster`.
+
+    A plan for a common machine, as `h100-80g`, is for a device with that chip and memory.
+    """
     num_ranks = plan.num_ranks * plan.num_copies
     if num_ranks != cluster.num_ranks:
         here = f"{cluster.num_ranks} ({cluster.name})"
         raise PlanMismatch("number of ranks", f"{num_ranks} ({plan.cluster})", here)
-    if plan.cluster != cluster.name:
+    if not is_name_of(plan.cluster, cluster):
         raise PlanMismatch("machine", plan.cluster, cluster.name)
 
 

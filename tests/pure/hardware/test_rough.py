@@ -3,7 +3,7 @@
 import pytest
 
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import preset, profile_for
+from elixir_compile.hardware import is_name_of, preset, profile_for, with_devices
 from elixir_compile.units import GIB
 
 
@@ -39,6 +39,32 @@ def test_an_unmeasured_gpu_of_a_common_machine_has_its_rates(name: str, memory_g
     assert (found.h2d, found.d2h) == (known.h2d, known.d2h)
     assert (found.device.name, found.device.memory_bytes) == (name, memory_gib * GIB)
     assert (found.host.memory_bytes, found.host.pinned_bytes) == (50 * GIB, 50 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("planned", "here", "memory_gib", "is_same"),
+    [
+        ("h100-80g", "NVIDIA H100 80GB HBM3", 80, True),
+        ("NVIDIA H100 80GB HBM3", "h100-80g", 80, True),
+        ("h100-80g", "h100-80g", 80, True),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g", 40, True),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24g", 24, True),
+        ("NVIDIA A100-SXM4-40GB", "a100-80g", 80, False),
+        ("a100-80g", "NVIDIA A100-SXM4-40GB", 40, False),
+        ("h100-80g", "NVIDIA H200", 141, False),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3", 80, False),
+        ("h100-80g", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, False),
+        ("box", "other box", 10, False),
+        ("rtx4090-24g", "NVIDIA GeForce RTX 4090 Laptop GPU", 16, False),
+    ],
+)
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a_common_machine_and_the_device_that_its_driver_names_are_one(
+    planned: str, here: str, memory_gib: int, is_same: bool, num_devices: int
+) -> None:
+    cluster = with_devices(profile_for("cuda", memory_gib * GIB, 50 * GIB, here), num_devices)
+    assert is_name_of(f"{num_devices} x {planned}", cluster) == is_same
+    assert not is_name_of(f"2 x {num_devices} x {planned}", cluster)
 
 
 @pytest.mark.parametrize(
