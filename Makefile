@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
 
-.PHONY: venv demo test test-slow test-clients races mutants cuda fuzz lint docs docs-blocks pictures format bench clean
+.PHONY: venv demo test test-slow test-clients races mutants cuda cuda-compile fuzz lint docs docs-blocks pictures format bench clean
 
 venv: $(INSTALLED)
 
@@ -59,6 +59,12 @@ CUDA_TORCH := 2.11.0
 cuda:
 	$(MAKE) venv TORCH=$(CUDA_TORCH)
 	.venv-$(CUDA_TORCH)/bin/python -m tests.cuda_standin.run $(PARTS)
+
+# Steps of four models, compiled by Inductor and Triton for GPUs that are not there: the same torch over a device that does
+# nothing.
+cuda-compile:
+	$(MAKE) venv TORCH=$(CUDA_TORCH)
+	.venv-$(CUDA_TORCH)/bin/python -m tests.cuda_compile.compile_all --workers $(WORKERS)
 
 # Random training runs of `make fuzz`, a few seconds each.
 RUNS ?= 200

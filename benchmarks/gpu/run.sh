@@ -17,12 +17,8 @@ root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 results=$folder/results
 
-# Stands for an installation: the name of the backend, and a version for checkpoints.
-installed=$folder/installed/elixir_compile.egg-info
-mkdir -p "$installed" "$results"
-printf '[torch_dynamo_backends]\nelixir = elixir_compile.api.backend:elixir\n' >"$installed/entry_points.txt"
-printf 'Metadata-Version: 2.1\nName: elixir-compile\nVersion: 0.1.0\n' >"$installed/PKG-INFO"
-export PYTHONPATH="$folder/installed:$root${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$results"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export ELIXIR_CACHE_DIR="${ELIXIR_CACHE_DIR:-$folder/cache}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$folder/inductor}"
 cd "$root" || exit 1

@@ -115,7 +115,7 @@ def facts() -> None:
         "ulimit -l; cat /sys/fs/cgroup/memory.max; ls /proc/self/numa_maps",
         "which git gcc g++ nvcc; gcc --version; uname -a",
         f"{sys.executable} -m pip list",
-        f"{sys.executable} -c 'from elixir_compile.cli.main import main; main()' doctor",
+        f"{sys.executable} -m elixir_compile doctor",
     )
     for command in commands:
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)

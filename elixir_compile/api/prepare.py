@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.api.backend import elixir
 from elixir_compile.api.stage import calls_asked, take_calls
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
 from elixir_compile.ir.share import Share, check_shares
@@ -92,6 +93,7 @@ def prepare(
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
             take_calls(prepared, asked, outstanding)
             return model
+        compat.name_backend(elixir)
         managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
         take_calls(managed, asked, outstanding)
         managed.swap_modules()

@@ -33,6 +33,7 @@ from elixir_compile.compat.compilers import lower_plainly_with_inductor as lower
 from elixir_compile.compat.compilers import lower_with_inductor as lower_with_inductor
 from elixir_compile.compat.compilers import min_cut_partition as min_cut_partition
 from elixir_compile.compat.compilers import report_forward as report_forward
+from elixir_compile.compat.compilers import timed_within as timed_within
 from elixir_compile.compat.data_parallel import active_ddp as active_ddp
 from elixir_compile.compat.data_parallel import has_communication_hook as has_communication_hook
 from elixir_compile.compat.data_parallel import is_cut_by_ddp as is_cut_by_ddp
@@ -66,6 +67,7 @@ from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_op_overload as is_op_overload
 from elixir_compile.compat.dynamo import is_operator as is_operator
 from elixir_compile.compat.dynamo import mark_dynamic as mark_dynamic
+from elixir_compile.compat.dynamo import name_backend as name_backend
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
 from elixir_compile.compat.dynamo import new_input as new_input
 from elixir_compile.compat.dynamo import no_collection_at_end as no_collection_at_end

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import EntryPoint
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -112,6 +113,22 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
     from torch._dynamo import OptimizedModule
 
     return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def name_backend(backend: Callable[..., Any]) -> None:
+    """Make torch find `backend`, a function of a module, by its name, if no installed package has registered the name.
+
+    A source tree on the path of Python has no entry points. Dynamo collects those of packages at the first name that it
+    does not know; equal names are then replaced by theirs.
+
+    `torch._dynamo.backends.registry._BACKENDS`: torch 2.11 to 2.13. Gone: packages must be installed, as before.
+    """
+    from torch._dynamo.backends import registry
+
+    known = getattr(registry, "_BACKENDS", None)
+    if known is not None:
+        name = backend.__name__
+        known.setdefault(name, EntryPoint(name, f"{backend.__module__}:{name}", "torch_dynamo_backends"))
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -79,6 +79,11 @@ class Programs:
             )
 
     @property
+    def _room_bytes(self) -> int:
+        """Device bytes that the plan leaves free at its peak."""
+        return max(0, self.plan.budget_bytes - self.plan.prediction.device_peak_bytes)
+
+    @property
     def output_strides(self) -> list[compat.Strides]:
         """The strides of each output of the forward; None for an output whose strides Inductor did not choose."""
         outputs = outputs_of(self._partition.captured.forward.graph)
@@ -171,7 +176,7 @@ class Programs:
         if is_whole_forward and self.chooses_strides:
             visible = self._visible(region)
         is_inference = self._partition.captured.backward is None
-        compiled = self._regions.lower(region, visible, is_inference=is_inference)
+        compiled = self._regions.lower(region, visible, is_inference=is_inference, room_bytes=self._room_bytes)
         if is_whole_forward:
             names = [node.name for node in region.outputs]
             self._strides = dict(zip(names, compiled.strides, strict=False))
@@ -185,7 +190,7 @@ class Programs:
 
     def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
         def lower(part: RegionGraph) -> CompiledRegion:
-            return self._regions.lower(part, range(len(part.outputs)))
+            return self._regions.lower(part, range(len(part.outputs)), room_bytes=self._room_bytes)
 
         head = None if divided.head is None else lower(divided.head)
         tail = None if divided.tail is None else lower(divided.tail)

@@ -5,6 +5,7 @@ different parameters and activations, so the twelve layers of a transformer are 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,10 +34,23 @@ class CompiledRegion(torch.nn.Module):
         super().__init__()
         self.constants = constants
         """The constants of the graph, kept alive with the region because its key has their identity."""
-        self.run = run
+        self._code = run
+        self.room_bytes: int | None = None
+        """Device bytes that the plan leaves free at its peak, in which the first run may time kernels; None if no plan
+        says."""
+        self._has_run = False
         self.num_ops = num_ops
         self.strides = strides
         """Strides of the outputs if Inductor chose them, else empty."""
+
+    def run(self, box: list[Any]) -> Any:
+        """Return the outputs for the inputs in `box`, which is emptied. The first run times kernels to choose among."""
+        if self._has_run:
+            return self._code(box)
+        with nullcontext() if self.room_bytes is None else compat.timed_within(self.room_bytes):
+            results = self._code(box)
+        self._has_run = True
+        return results
 
     def forward(self, box: list[Any]) -> Any:
         return self.run(box)
@@ -68,14 +82,23 @@ class RegionCompiler:
         self._compiled: dict[str, CompiledRegion] = {}
         self._kernels = compat.Kernels()
 
-    def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
+    def lower(
+        self,
+        region: RegionGraph,
+        visible: Sequence[int],
+        *,
+        is_inference: bool = False,
+        room_bytes: int | None = None,
+    ) -> CompiledRegion:
         """Return `region` compiled, or the earlier compilation of an equal region.
 
-        `visible` holds the positions of outputs that keep the strides of the graph.
+        `visible` holds the positions of outputs that keep the strides of the graph. `room_bytes` are the device bytes
+        that the plan leaves free at its peak; None if no plan says.
         """
         key = f"{region_key(region)}\n{list(visible)}"
         if key not in self._compiled:
             self._compiled[key] = self._compile(region, visible, is_inference)
+        self._compiled[key].room_bytes = None if self._inner == "aot_eager" else room_bytes
         return self._compiled[key]
 
     def start_kernels(self) -> None:
