@@ -5,7 +5,8 @@
   streamed           h2d, compute and d2h, behind the gradient; compute waits for the last copy of all streamed updates,
                      and so does the program, now or before it uses the bucket again
   by the host        the program or the thread of the updates, behind the gradient and the last gather; parameters on
-                     the device take a copy on d2h before it, and a copy on h2d behind it
+                     the device take a copy on d2h before it, for all buckets of the program before its first update,
+                     and a copy on h2d behind it
 ```
 """
 
@@ -32,12 +33,24 @@ def update(works: Works, buckets: Sequence[BucketLanes], arrived: Moment = BEGIN
     for bucket in on_device:
         with works.at(bucket.place):
             works.issue(works.compute, (bucket.updated_by,), (bucket.home, bucket.state))
-    for bucket in left:
-        if bucket.placement.update is not Tier.DEVICE:
-            with works.at(bucket.place):
-                _in_place(works, bucket, arrived) if bucket.is_on_host else _by_copies(works, bucket)
+    on_host = [bucket for bucket in left if bucket.placement.update is not Tier.DEVICE]
+    for bucket in on_host:
+        if bucket.is_queued:
+            _by_host(works, [bucket], arrived)
+    _by_host(works, [bucket for bucket in on_host if not bucket.is_queued], arrived)
     if streamed:
         _stream(works, streamed, arrived)
+
+
+def _by_host(works: Works, buckets: Sequence[BucketLanes], arrived: Moment) -> None:
+    """Update `buckets` on the host, one after the other; all copies of them to the host start first."""
+    copied = {bucket: _copy_out(works, bucket) for bucket in buckets if not bucket.is_on_host}
+    for bucket in buckets:
+        with works.at(bucket.place):
+            if bucket.is_on_host:
+                _in_place(works, bucket, arrived)
+            else:
+                _by_copies(works, bucket, copied[bucket])
 
 
 def _stream(works: Works, buckets: Sequence[BucketLanes], arrived: Moment) -> None:
@@ -95,11 +108,16 @@ def _in_place(works: Works, bucket: BucketLanes, arrived: Moment) -> None:
         bucket.queued = Queued(done=done, landed=BEGIN, by_thread=True)
 
 
-def _by_copies(works: Works, bucket: BucketLanes) -> None:
-    """Copy the parameters and their gradient to the host, update them there, and copy the parameters back."""
+def _copy_out(works: Works, bucket: BucketLanes) -> Moment:
+    """Copy the parameters and their gradient to the host; return when they are there."""
+    with works.at(bucket.place):
+        works.behind_compute(works.d2h)
+        return works.issue(works.d2h, (bucket.home, bucket.updated_by), (bucket.staged,))
+
+
+def _by_copies(works: Works, bucket: BucketLanes, arrived: Moment) -> None:
+    """Update on the host, after `arrived`, what was copied there, and copy the parameters back."""
     staged = (bucket.staged,)
-    works.behind_compute(works.d2h)
-    arrived = works.issue(works.d2h, (bucket.home, bucket.updated_by), staged)
     thread, before = _begin_thread(works, bucket, arrived), works.h2d.over
     done = works.issue(thread, staged, (bucket.staged, bucket.state))
     if not bucket.is_queued:

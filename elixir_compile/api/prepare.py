@@ -59,9 +59,8 @@ def prepare(
 
     With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
-    each rank. All ranks get the values of the first rank. Make the optimizer after this call.
-
-    If `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+    each rank. All ranks get the values of the first rank. Make the optimizer after this call. If `parallelize_module`
+    of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges

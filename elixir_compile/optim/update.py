@@ -76,9 +76,11 @@ class Updater:
         for update in updates:
             if update.is_on_device and not update.bucket.placement.streamed:
                 update.run()
-        for update in updates:
-            if not update.is_on_device:
-                self._run_on_host(update, arrived)
+        on_host = [update for update in updates if not update.is_on_device]
+        for update in on_host:
+            if update.bucket.update is not Update.AFTER_BACKWARD:
+                self._queue(update, arrived)
+        _run_now([update for update in on_host if update.bucket.update is Update.AFTER_BACKWARD])
         # Last, because they may wait for their copies, beside which queued host updates run.
         self._stream([update for update in updates if update.bucket.placement.streamed], arrived)
 
@@ -164,16 +166,11 @@ class Updater:
             bucket.queued.add(landing, update.params)
         self._landing[bucket] = landing
 
-    def _run_on_host(self, update: "BucketUpdate", arrived: Event | None) -> None:
-        threads = host_threads_for(update.executor.device)
-        if update.bucket.update is Update.AFTER_BACKWARD:
-            with at_least_threads(threads.num_threads):
-                update.run()
-            return
+    def _queue(self, update: "BucketUpdate", arrived: Event | None) -> None:
         for param in update.params:
             if param.grad is not None:
                 watch(param.grad)
-        work = on_host_threads(update.work(arrived), threads)
+        work = on_host_threads(update.work(arrived), host_threads_for(update.executor.device))
         queued = self.line.queue(work, update.label, update.executor.lanes)
         update.bucket.queued.add(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
@@ -212,10 +209,7 @@ class BucketUpdate:
         return label(Verb.UPDATE, BucketRef(self.bucket.spec.id))
 
     def run(self) -> None:
-        """Run the update now. Device kernels may still run when this returns; host updates have finished."""
-        if not self.is_on_device:
-            self.executor.lanes.compute_waits(self.work(None)())
-            return
+        """Run the update on the device, whose kernels may still run when this returns."""
         with self.executor.ledger.span(Lane.COMPUTE, self.label, graph=""):
             for part in self.parts:
                 self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
@@ -294,6 +288,14 @@ class BucketUpdate:
         ledger = self.executor.ledger
         with d2h.behind_compute(), ledger.span(Lane.D2H, name, nbytes, times=0, piece=number, graph=""):
             return self.buffers.copies(self.bucket, kind, dict(zip(params, values, strict=True)), d2h)
+
+
+def _run_now(updates: Sequence[BucketUpdate]) -> None:
+    """Run `updates` on the host. All copies from the device start first, so that they run beside the updates."""
+    works = [update.work(None) for update in updates]
+    for update, work in zip(updates, works, strict=True):
+        with at_least_threads(host_threads_for(update.executor.device).num_threads):
+            update.executor.lanes.compute_waits(work())
 
 
 def _store_results(states: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:

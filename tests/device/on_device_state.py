@@ -1,6 +1,7 @@
 """What else a model does on a second device: alignment, checkpoints, reentrant backwards, its measured machine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.cli import demo
 from elixir_compile.measure.machine import measure_machine, rates
+from elixir_compile.optim.state import StateBuffers
+from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.platforms import platform_of
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.lanes import Event
+from elixir_compile.runtime.updates import Work
 from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, tight_bytes
@@ -126,3 +132,29 @@ def test_the_demo_keeps_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     real, eager = torch.compile, {"inner": "aot_eager", "plan_cache": False}
     monkeypatch.setattr(torch, "compile", lambda *model, options, **more: real(*model, options=options | eager, **more))
     assert demo.run_demo(text=None, num_steps=4) == 0
+
+
+def test_updates_on_the_host_start_all_their_copies_before_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of later buckets run beside the update of the first, as the simulator counts them."""
+    happened: list[str] = []
+    copies, work = StateBuffers.copies, BucketUpdate.work
+
+    def noted_copies(self: StateBuffers, bucket: RunningBucket, *args: Any) -> list[torch.Tensor]:
+        happened.append("copy")
+        return copies(self, bucket, *args)
+
+    def noted_work(self: BucketUpdate, arrived: Event | None) -> Work:
+        update = work(self, arrived)
+        return lambda: (happened.append("update"), update())[1]
+
+    options = {**PLAIN, "planner": "zero_offload", "update": "after_backward"}
+    expected = by_elixir(model(), **options).train(batches())
+    monkeypatch.setattr(StateBuffers, "copies", noted_copies)
+    monkeypatch.setattr(BucketUpdate, "work", noted_work)
+    with emulated.policy(emulated.LATE):
+        got = by_elixir(model(), **options).train(batches())
+    assert_same(expected, got)
+    num = happened.count("update") // len(batches())
+    assert num > 1, "the plan updates one bucket on the host: there is nothing to overlap"
+    of_a_step = ["copy"] * (happened.count("copy") // len(batches())) + ["update"] * num
+    assert happened == of_a_step * len(batches())

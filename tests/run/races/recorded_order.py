@@ -22,7 +22,7 @@ import pytest
 from elixir_compile.analysis import as_run, lane_updates
 from elixir_compile.analysis.lane_buckets import BucketLanes, Queued
 from elixir_compile.analysis.lane_rules import issue_steps
-from elixir_compile.analysis.lane_works import Memory, Work, Works
+from elixir_compile.analysis.lane_works import BEGIN, Memory, Work, Works
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.touches import region_touches
 from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, StepGraph, Verb
@@ -212,6 +212,7 @@ def claims_of(graph: StepGraph, plan: Plan) -> Claims:
     """
     works = Works()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane_updates, "_copy_out", lambda works, bucket: BEGIN)
         patch.setattr(lane_updates, "_by_copies", _in_one_memory)
         patch.setattr(BucketLanes, "await_update", _await_in_one_memory)
         patch.setattr(BucketLanes, "is_departing", False)  # so no copy reads gradients of the device
@@ -285,7 +286,7 @@ def _names(actions: Sequence[Action]) -> list[str]:
     return found
 
 
-def _in_one_memory(works: Works, bucket: BucketLanes) -> None:
+def _in_one_memory(works: Works, bucket: BucketLanes, arrived: int) -> None:
     """Update parameters on the device by the host as a CPU does, whose device and host are one: without copies.
 
     The check of a run takes the parameters and their gradient for memory of compute.
