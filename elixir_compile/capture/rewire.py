@@ -17,9 +17,12 @@ input: the last gather of a handle takes the place of the handle, the others com
 two reads has two gradients, and neither is kept until the other is computed. `capture/joint.py` turns these inputs
 into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
 
-Two kinds of gathers stay as they are: gathers in the graphs that nodes run, such as the inside of a `checkpoint`, and
-gathers of parameters in the memory of an output, because AOTAutograd would make such an output from the input,
-which is a handle.
+Gathers in the branches of a `cond`, or in the body of a loop, move before it: torch runs these graphs as they are, so
+nothing else would know of a parameter that is read there alone.
+
+Two kinds of gathers stay as they are: gathers in the graphs that AOTAutograd traces as part of the step, such as the
+inside of a `checkpoint`, and gathers of parameters in the memory of an output, because AOTAutograd would make such an
+output from the input, which is a handle.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -56,7 +59,9 @@ class PassedUnmanaged:
 
 
 def split_gathers(gm: fx.GraphModule) -> list[int]:
-    """Give each use of a gather in a Dynamo graph a separate gather; return the keys in order of first use."""
+    """Give each use of a gather in a Dynamo graph a separate gather, outside of branches and loops; return the keys in
+    order of first use."""
+    _move_out_of_bodies(gm)
     keys = dict.fromkeys(key_of(node) for node in gathers_of(gm))
     for node in list(gm.graph.find_nodes(op="call_function", target=GATHER)):
         for user in list(node.users)[1:]:
@@ -66,6 +71,33 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
             user.replace_input_with(node, twin)
     gm.recompile()
     return list(keys)
+
+
+_APART = ("associative_scan", "cond", "map_impl", "scan", "while_loop")
+"""Functions of torch whose graphs AOTAutograd does not trace as part of the step."""
+
+
+def _move_out_of_bodies(gm: fx.GraphModule) -> None:
+    """Gather parameters before each branch and loop that gathers them inside."""
+    for node in list(gm.graph.nodes):
+        bodies = dict.fromkeys(bodies_of(gm, node))
+        if str(node.target) not in _APART:
+            for body in bodies:
+                _move_out_of_bodies(body)
+            continue
+        for gather in {key_of(gather): gather for body in bodies for gather in gathers_of(body)}.values():
+            slot = slot_by_key(key_of(gather))
+            inside = {body: handles for body in bodies if (handles := _handles_of(body, slot))}
+            (handle,) = [each for each in node.all_input_nodes if id(example_of(each)) in set().union(*inside.values())]
+            with gm.graph.inserting_before(node):
+                full = gm.graph.call_function(GATHER, (handle, *gather.args[1:]))
+            full.meta = dict(gather.meta)
+            node.replace_input_with(handle, full)
+            for body in inside:
+                taken = _placeholder_of(body, slot)
+                _replace_gathers(body, slot, taken)
+                taken.meta["example_value"] = full.meta["example_value"]
+                body.recompile()
 
 
 def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:

@@ -37,6 +37,17 @@ def branch_of_two_sizes(model: Calling, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() > -1e9, model.f, lambda t: t + 1, (x,))
 
 
+def branch_not_taken(model: Calling, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() < -1e9, model.f, lambda t: t + 1, (x,))
+
+
+def branch_in_branch(model: Calling, x: torch.Tensor) -> torch.Tensor:
+    def outer(t: torch.Tensor) -> torch.Tensor:
+        return model.f(t) + torch.cond(t.mean() > -1e9, lambda u: u @ model.weights[0], lambda u: model.f(u), (t,))
+
+    return torch.cond(x.sum() > -1e9, outer, lambda t: t + 1, (x,))
+
+
 def each_row(model: Calling, x: torch.Tensor) -> torch.Tensor:
     return map_rows(model.f, x)
 

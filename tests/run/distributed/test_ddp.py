@@ -37,7 +37,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
 }
 """Cases of `ddp_checks.trained`, several habits in each."""
 
-SLOW: Mapping[str, Mapping[str, Any]] = {
+SLOW: Mapping[str, Mapping[str, Any]] = {  # of `tests/run/habits/test_ranks_habits.py`
     "plain": {},
     "no unused parameters, but asked for": {"ddp": UNUSED},
     "static graph": {"ddp": {"static_graph": True}},
@@ -69,13 +69,6 @@ def assert_trained(found: list[dict[str, Any]], names: Mapping[str, Any]) -> Non
 
 def test_two_ranks_in_ddp_train_bit_for_bit_as_under_aot_eager(tmp_path: Path) -> None:
     assert_trained(spawn(ddp_checks.trains_as_eager, 2, QUICK, folder=tmp_path, limit_s=LIMIT_S), QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_each_habit_of_ddp_trains_bit_for_bit_as_under_aot_eager(name: str, tmp_path: Path) -> None:
-    case = {name: SLOW[name]}
-    assert_trained(spawn(ddp_checks.trains_as_eager, 2, case, folder=tmp_path, limit_s=LIMIT_S), case)
 
 
 def test_a_model_that_a_wrapper_takes_after_its_first_step_is_planned_again(tmp_path: Path) -> None:

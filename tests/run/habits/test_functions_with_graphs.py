@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import elixir_compile as elixir
 from tests.run import calling_models
 from tests.run.habits.habit import habit
-from tests.run.habits.same import BUDGETS, assert_trains_as_eager, compiled
+from tests.run.habits.same import BUDGETS, assert_trains_as_eager, compiled, eager
 from tests.run.habits.stories import BATCHES, WIDTH
-from tests.run.training import Run
+from tests.run.training import Run, assert_same, by_elixir, fused_adamw
 
 region = torch.compiler.nested_compile_region
 
@@ -201,3 +201,41 @@ def test_rows_of_an_eager_map() -> None:
         model(calling_models.batch()).backward()
     for one, other in zip(expected.parameters(), got.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-7)
+
+
+class Inside(nn.Module):
+    """A model whose parameters are all read inside of the graphs that `call` runs; returns the loss."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = calling_models.seeded(call)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.call(self.inner, x).square().mean()
+
+
+ALL_INSIDE = (
+    calling_models.branch,
+    calling_models.branch_not_taken,
+    calling_models.branch_in_branch,
+    calling_models.scan_of_weights,
+    calling_models.branch_in_scan,
+)
+
+
+@habit(
+    "A prepared model whose parameters are read by branches and loops alone, also by those not taken", area="Modules"
+)
+@pytest.mark.parametrize(
+    "call", [*ALL_INSIDE[:2], *(pytest.param(call, marks=pytest.mark.slow) for call in ALL_INSIDE[2:])]
+)
+def test_parameters_of_bodies_alone(call: Callable[..., torch.Tensor]) -> None:
+    batches = [calling_models.batch(seed) for seed in range(2)]
+    model = Inside(call)
+    expected, got = eager(model), by_elixir(model, optimizer=fused_adamw, **BUDGETS["offload"])
+    for run in (expected, got):
+        run.losses += [step(run, batch).detach().clone() for batch in batches]
+    assert_same(expected, got)
+    (record,) = elixir.compilations(got.model)
+    assert record.plan is not None
+    assert any("inner.up.weight" in bucket.params for bucket in record.plan.buckets)

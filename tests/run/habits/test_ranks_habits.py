@@ -1,0 +1,67 @@
+"""Models that several ranks share by a wrapper of torch, which the user or a library puts around them.
+
+Slow: each test starts two ranks. `tests/run/distributed/test_ddp.py` has the quick cases of both.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import elixir_compile as elixir
+from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from tests.run import ddp_checks
+from tests.run.clients import ddp_clients
+from tests.run.distributed.test_ddp import LIMIT_S, SLOW, assert_trained
+from tests.run.habits.habit import habit
+from tests.run.processes import spawn
+
+pytestmark = pytest.mark.slow
+
+
+@habit(
+    "`DistributedDataParallel` around or inside of `torch.compile`, with `no_sync()`, `static_graph`, views, unused "
+    "parameters, communication hooks",
+    area="Training loops",
+    note="to the bit of `aot_eager` in the wrapper; parameters stay on their device",
+)
+@pytest.mark.parametrize("name", SLOW)
+def test_distributed_data_parallel(name: str, tmp_path: Path) -> None:
+    case = {name: SLOW[name]}
+    assert_trained(spawn(ddp_checks.trains_as_eager, 2, case, folder=tmp_path, limit_s=LIMIT_S), case)
+
+
+LIBRARIES = {"Trainer": "transformers", "Accelerate": "accelerate", "Lightning": "lightning"}
+
+
+@habit(
+    "The Trainer of transformers, Accelerate and Lightning on several ranks, in their `DistributedDataParallel`",
+    area="Training loops",
+    note="to the bit of `aot_eager` there, within the budget of each rank",
+)
+@pytest.mark.parametrize("client", ddp_clients.CLIENTS)
+def test_libraries_in_distributed_data_parallel(client: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(LIBRARIES[client]) is None:
+        pytest.skip(f"needs {client}: `pip install elixir-compile[clients]`")
+    for found in spawn(ddp_clients.trains, 2, client, str(tmp_path), folder=tmp_path, limit_s=180.0):
+        assert found["apart"] == []
+        assert not found["ranks_differ"]
+        assert found["is_reduced"]
+        assert found["peak_bytes"] <= found["budget_bytes"] + TOLERATED_BYTES < found["eager_bytes"]
+
+
+REFUSED = ("fully_shard", "fully_shard of layers", "FullyShardedDataParallel", "its flat parameters", "DeepSpeed")
+
+
+@habit(
+    "A model of `fully_shard`, `FullyShardedDataParallel` or DeepSpeed's engine",
+    area="Training loops",
+    refused=elixir.UnsupportedWrapper,
+    says="prepare(model, mesh=mesh)",
+)
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_wrappers(name: str, tmp_path: Path) -> None:
+    (found, other) = spawn(ddp_checks.refuses, 2, folder=tmp_path)
+    assert found[name] == other[name]
+    kind, _, text = found[name].partition(": ")
+    raise getattr(elixir, kind)("", "", "", text)
