@@ -30,8 +30,8 @@ from tests.run.training import fused_adamw, hybrid_adamw, loss_of
 SLACK_BYTES = 4096
 """Step counters of the optimizer, tickets and losses: beside a GPU most of them are host tensors."""
 _MOST_ERRORS, _MOST_ERRORS_BROKEN = 3, 6
-"""Attempts of a run: a budget may be too small for one micro-batch, then for the gradients of several; with code between
-graphs, for one graph, for all, and for that code, once its bytes were measured."""
+"""Attempts of a run: a budget may be too small for one micro-batch, then for the gradients of several; with code
+between graphs, for one graph, for all, and for that code, once its bytes were measured."""
 NUM_STEPS, NUM_STEPS_BROKEN = 2, 6
 """Steps of a run, and of one with code between graphs: its bytes are known once a step was measured, and steps are
 planned again with room for them. The last step is measured."""

@@ -46,7 +46,6 @@ def test_libraries_in_distributed_data_parallel(client: str, tmp_path: Path) -> 
     for found in spawn(ddp_clients.trains, 2, client, str(tmp_path), folder=tmp_path, limit_s=180.0):
         assert found["apart"] == []
         assert not found["ranks_differ"]
-        assert found["is_reduced"]
         assert found["peak_bytes"] <= found["budget_bytes"] + TOLERATED_BYTES < found["eager_bytes"]
 
 
