@@ -179,17 +179,7 @@ def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
 def _compile_gathers(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
 ) -> Callable[..., Any]:
-    """Compile a graph with gathers, and its loss in chunks if their plan is better.
-
-    Raises UnsupportedModel if an input is a nested tensor: the number of its rows is no number, so no plan counts it.
-    """
-    if any(isinstance(value, torch.Tensor) and value.is_nested for value in inputs):
-        raise UnsupportedModel(
-            f"a nested tensor that enters a graph of {model.executor.name}",
-            "the length of its jagged dimension is a symbol without a value, by which no bytes can be counted. "
-            "Pass its `values()` and `offsets()`, and make it inside of the forward: "
-            "`torch.nested.nested_tensor_from_jagged(values, offsets)`",
-        )
+    """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     model.use(options)
     chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.peers is not None)
 

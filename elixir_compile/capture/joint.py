@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.input_sizes import add_sizes
 from elixir_compile.capture.markers import (
     TICKET,
     first_op,
@@ -72,6 +73,7 @@ def partition_hidden(
     `keys` has the key of each parameter among the inputs, by position. `options` are the partitioner's own:
     `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
     """
+    add_sizes(joint.graph)
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
     num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
     known = options.pop("static_lifetime_input_indices", None) or []
@@ -111,6 +113,7 @@ def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
 
     `keys` has the key of each parameter among the inputs, by position.
     """
+    add_sizes(module.graph)
     graph, first = module.graph, first_op(module.graph)
     for node, position in compat.inputs_at(graph, keys).items():
         if node.users:

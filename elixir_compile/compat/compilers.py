@@ -326,15 +326,17 @@ def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
     }
 
 
-def inputs_that_must_be_real() -> set[int]:
-    """Return the positions of the inputs that the graph writes, or of which it returns views.
+def inputs_that_must_be_real(graph: fx.Graph) -> set[int]:
+    """Return the positions of the inputs that AOTAutograd's forward `graph` writes, or of which it returns views.
 
     The compiled code reads these inputs themselves, so the caller cannot pass other tensors in their place. Called
-    while AOTAutograd compiles.
+    while AOTAutograd compiles `graph`. The positions are those in the graph from which it was made: a tensor subclass
+    before an input moves the input, because the tensors inside are inputs each.
 
-    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`: checked on torch 2.11 and 2.13. Gone:
-    ImportError or AttributeError at the first capture.
+    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`, `PlainAOTInput.idx`: checked on torch 2.11
+    and 2.13. Gone: ImportError or AttributeError at the first capture.
     """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
     from torch._functorch._aot_autograd.schemas import OutputType
     from torch._guards import TracingContext
 
@@ -343,4 +345,6 @@ def inputs_that_must_be_real() -> set[int]:
         position for position, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata
     }
     views = (OutputType.alias_of_input, OutputType.is_input)
-    return written | {info.base_idx for info in metadata.output_info if info.output_type in views}
+    real = written | {info.base_idx for info in metadata.output_info if info.output_type in views}
+    given = [node.meta.get("desc") for node in graph.find_nodes(op="placeholder")]
+    return {given[place].idx for place in real if isinstance(given[place], PlainAOTInput)}

@@ -11,12 +11,24 @@ _Size = int | torch.SymInt
 _FIRST_STAND_IN = 1 << 60
 
 
-def symbol_of(size: _Size) -> str:
-    """Return the name of the symbol that `size` is, "" if it is a number or another expression.
+def is_jagged(value: object) -> bool:
+    """Return whether `value` is the length of the jagged dimension of a nested tensor.
+
+    Such a value names the offsets of the tensor, and only stands where a size does: it is no number, it can be compared
+    with others of its kind, and no tensor without subclass has it among its sizes.
+
+    `SymNode.is_nested_int`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    return isinstance(value, torch.SymInt) and value.node.is_nested_int()
+
+
+def symbol_of(size: object) -> str:
+    """Return the name of the symbol that `size` is, "" if it is a number, another expression, or anything else.
 
     `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
     """
-    return size.node.expr.name if isinstance(size, torch.SymInt) and size.node.expr.is_symbol else ""
+    is_size = isinstance(size, torch.SymInt) and not is_jagged(size)
+    return size.node.expr.name if is_size and size.node.expr.is_symbol else ""
 
 
 def symbols_in(number: Any) -> frozenset[str]:
@@ -24,7 +36,7 @@ def symbols_in(number: Any) -> frozenset[str]:
 
     `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
     """
-    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) or is_jagged(number):
         return frozenset()
     return frozenset(symbol.name for symbol in number.node.expr.free_symbols)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from elixir_compile.compat.symbols import is_jagged
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key of the storage of `tensor`, real or fake; a tensor and its views have the same key.
@@ -85,12 +87,13 @@ def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
 
 
 def expression_of(size: "int | torch.SymInt") -> tuple[str, Mapping[str, int]]:
-    """Return `size` as an expression, "" if it is a number, and its symbols by name with their values at the capture.
+    """Return `size` as an expression, "" if it is a number or jagged, and its symbols by name with their values at the
+    capture.
 
     `SymNode.expr`, `ShapeEnv.backed_var_to_val` or by its earlier name `var_to_val`: torch 2.11 to 2.13. Gone:
     AttributeError at the first dynamic capture.
     """
-    if isinstance(size, int) or size.node.expr.is_number:
+    if isinstance(size, int) or is_jagged(size) or size.node.expr.is_number:
         return "", {}
     expression, env = size.node.expr, size.node.shape_env
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val

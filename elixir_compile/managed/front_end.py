@@ -9,6 +9,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.capture.batch import mark_inputs_of_modules
+from elixir_compile.capture.input_sizes import added_sizes, sizes_in
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
 from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.capture.rewire import ParameterInputs, with_handles
@@ -77,25 +78,26 @@ class FrontEnd:
     ) -> Callable[[list[Any]], Any]:
         """Return the function to run the forward or the backward graph `gm`."""
         if not is_backward:
-            self._check_inputs()
+            self._check_inputs(gm.graph)
         if not self._is_captured and reads_parameters(gm.graph, self._keys):
             show_in_inference(gm, self._keys)
             self._capture(gm, None, len(outputs_of(gm.graph)))
         if self._is_captured:
             run = with_deep_calls(partial(self._planned.runner, is_backward=is_backward))
-            return run if is_backward else compat.boxed(partial(self._run_forward, run))
+            return run if is_backward else compat.boxed(partial(self._run_forward, run, added_sizes(gm.graph)))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
 
-    def _check_inputs(self) -> None:
+    def _check_inputs(self, forward: fx.Graph) -> None:
         """Raise UnsupportedModel if the compiled code would read or write a parameter whose input is only a handle."""
-        for position in sorted(compat.inputs_that_must_be_real() & self._keys.keys()):
+        for position in sorted(compat.inputs_that_must_be_real(forward) & self._keys.keys()):
             because = (
                 "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"
             )
             raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
 
-    def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def _run_forward(self, run: Callable[[list[Any]], Any], added: Sequence[tuple[int, int]], args: list[Any]) -> Any:
+        args += sizes_in(args, added)
         with self._model.executor.phases.forward(is_training=not self._planned.is_inference):
             self._gate.begin(partial(self._model.begin_forward, self._planned, args))
             return run(args)
