@@ -32,7 +32,6 @@ from elixir_compile.errors import (
     NoFeasiblePlan,
     NotPrepared,
     ParameterReplaced,
-    UnsupportedModel,
     UnsupportedWrapper,
 )
 from elixir_compile.managed.compiled_code import for_compiled_code

@@ -6,8 +6,8 @@
   here         values, offsets, s1                s1 becomes the last input; each call reads it from the tensor
 ```
 
-So what counts, saves and divides by numbers among the inputs does so for the tensors inside of subclasses too. The length
-of the jagged dimension of a nested tensor stays an input that nothing reads: it names the offsets and is no number.
+So what counts, saves or divides by numbers among the inputs does so for tensors inside of subclasses too. The length of
+the jagged dimension of a nested tensor stays an input that no op reads: it names the offsets and is no number.
 """
 
 from collections.abc import Iterator, Sequence

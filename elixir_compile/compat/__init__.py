@@ -111,10 +111,12 @@ from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import is_profiling as is_profiling
+from elixir_compile.compat.tensors import is_wrapper as is_wrapper
 from elixir_compile.compat.tensors import memory_address as memory_address
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
+from elixir_compile.compat.tensors import rewrapped as rewrapped
 from elixir_compile.compat.tensors import schema_of as schema_of
 from elixir_compile.compat.tensors import storage_key as storage_key
 from elixir_compile.compat.tensors import unwrapped as unwrapped

@@ -62,6 +62,29 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
 
 
+def is_wrapper(value: object) -> bool:
+    """Return whether `value` is a tensor that torch takes apart into the tensors inside when it captures a graph, as a
+    jagged nested tensor is, or a DTensor.
+
+    `torch.utils._python_dispatch.is_traceable_wrapper_subclass`: torch 2.11 to 2.13. Gone: ImportError at the first
+    plan without a run.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(value)
+
+
+def rewrapped(value: Any, inside: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tensor like `value`, of which `is_wrapper` is true, around `inside` of each tensor in it.
+
+    `__tensor_flatten__`, `__tensor_unflatten__`, the protocol of such classes: torch 2.11 to 2.13. Gone: AttributeError
+    at a plan without a run of a model with such an input.
+    """
+    names, context = value.__tensor_flatten__()
+    inner = {name: inside(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+
+
 def schema_of(target: object) -> Any:
     """Return the schema of the operator `target`, None if it has none, as Python functions of torch.
 

@@ -236,6 +236,9 @@ def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dyna
         return type(value)(_empty(item, device, made, dynamic) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
+    if id(value) not in made and compat.is_wrapper(value):
+        like = compat.rewrapped(value, lambda inner: _empty(inner, device, made, dynamic=False))
+        made[id(value)] = like.requires_grad_(value.requires_grad)
     if id(value) not in made:
         empty = compat.like_in_strides(value, value.stride(), device)
         if dynamic and empty.dim():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import func, nn
 
-import elixir_compile as elixir
 from elixir_compile.compat import unwrapped
 from tests.run.habits.habit import habit
 
@@ -105,47 +104,6 @@ def test_a_parameter_that_a_transform_writes_is_written() -> None:
             losses[-1].backward()
     assert losses[:2] == losses[2:]
     assert models[0].seen[0] == models[1].seen[0] == 2
-
-
-class Jagged(nn.Module):
-    """A layer over a jagged nested tensor, given as such, or made of values and offsets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
-        nested = x if offsets is None else torch.nested.nested_tensor_from_jagged(x, offsets)
-        return self.layer(nested).values().square().mean()
-
-
-def jagged_losses(backend: str, options: Any) -> list[float]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Jagged()
-    step, losses = torch.compile(model, backend=backend, options=options), []
-    for lengths in ((3, 5, 2), (3, 5, 2), (4, 4, 6)):
-        loss = step(torch.ones(sum(lengths), WIDTH), torch.tensor([0, *lengths]).cumsum(0))
-        loss.backward()
-        losses += [loss.item(), model.layer.weight.grad.norm().item()]
-    return losses
-
-
-@habit("Jagged nested tensors made in the forward of values and offsets", area="Modules")
-def test_jagged_tensors_of_the_forward() -> None:
-    assert jagged_losses("elixir", {**OPTIONS, "planner": "keep_all"}) == jagged_losses("aot_eager", None)
-
-
-@habit(
-    "Jagged nested tensors as inputs",
-    area="Modules",
-    refused=elixir.UnsupportedModel,
-    says="Pass its `values()` and `offsets()`, and make it inside of the forward",
-)
-def test_jagged_inputs() -> None:
-    torch._dynamo.reset()
-    step = torch.compile(Jagged(), backend="elixir", options=OPTIONS)
-    step(torch.nested.nested_tensor_from_jagged(torch.ones(10, WIDTH), torch.tensor([0, 4, 10])))
 
 
 def test_wrappers_of_all_levels_come_off() -> None:
