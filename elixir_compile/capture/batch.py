@@ -111,8 +111,7 @@ def _not_free(batch: torch.SymInt, *halves: fx.Graph) -> str:
     if not compat.may_have_any_value_from(LEAST_ROWS, batch):
         return "the model reads conditions from its number of rows, which a part of them may not meet"
     for graph in halves:
-        numbers = (value_of(node) for node in graph.find_nodes(op="placeholder"))
-        if symbol not in (compat.symbol_of(number) for number in numbers if isinstance(number, torch.SymInt)):
+        if all(compat.symbol_of(value_of(node)) != symbol for node in graph.find_nodes(op="placeholder")):
             return "its number of rows is no input of the graph"
     return ""
 

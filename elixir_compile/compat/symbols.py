@@ -27,8 +27,9 @@ def symbol_of(size: object) -> str:
 
     `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
     """
-    is_size = isinstance(size, torch.SymInt) and not is_jagged(size)
-    return size.node.expr.name if is_size and size.node.expr.is_symbol else ""
+    if not isinstance(size, torch.SymInt) or is_jagged(size):
+        return ""
+    return size.node.expr.name if size.node.expr.is_symbol else ""
 
 
 def symbols_in(number: Any) -> frozenset[str]:

@@ -50,7 +50,7 @@ def symbols_of(region: RegionGraph) -> Mapping[str, tuple[int, fx.Node]]:
     return {
         name: (place, node)
         for place, node in enumerate(region.module.graph.find_nodes(op="placeholder"))
-        if isinstance(value := value_of(node), torch.SymInt) and (name := compat.symbol_of(value))
+        if (name := compat.symbol_of(value_of(node)))
     }
 
 
