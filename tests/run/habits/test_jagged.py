@@ -1,5 +1,6 @@
 """Jagged nested tensors, whose sequences differ in length: torch takes them apart into values and offsets."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.ir import fingerprint
+from elixir_compile.measure.step import Resident
 from tests.run.habits.habit import habit
 from tests.run.models import seeded
+from tests.run.random_runs import SLACK_BYTES
 from tests.run.training import assert_same, by_elixir_unprepared, by_torch, planned_peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
@@ -163,8 +166,11 @@ def test_the_measured_peak_keeps_the_budget_while_sequences_grow() -> None:
     model, lengths = seeded(Words, "loss of the values"), (300, 200, 100)
     free = by_elixir_unprepared(model, plan_cache=False).train([batch_of("loss of the values", lengths)], step)
     budget_bytes = int(0.7 * planned_peak_bytes(free))
+    gc.collect()
+    with Resident() as resident:
+        foreign_bytes = resident.nbytes
     run = by_elixir_unprepared(model, plan_cache=False, device_memory=budget_bytes)
     run.train([batch_of("loss of the values", own) for own in ((30, 20, 10), lengths, lengths)], step)
     batch = batch_of("loss of the values", (250, 150, 200))
     record = elixir.measure_step(lambda: step(run.compiled, run.optimizer, batch), device="cpu")
-    assert 0.9 * budget_bytes < record.device_peak_bytes <= budget_bytes + 2048
+    assert 0.9 * budget_bytes < record.device_peak_bytes - foreign_bytes <= budget_bytes + SLACK_BYTES

@@ -111,11 +111,11 @@ def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: 
     return sum((given.grad.sum() for given in batch if given.requires_grad), loss.detach())
 
 
-KINDS = ["input", "input returned", "input that needs a gradient", "buffer", "frozen weight", "inside", "causal bias"]
+KINDS = ["input", "input returned", "input that needs a gradient", "buffer", "frozen weight", "inside"]
 
 
 @habit("Tensor subclasses with `__tensor_flatten__`: inputs, frozen weights, buffers, attention biases", area="Modules")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, pytest.param("causal bias", marks=pytest.mark.slow)])
 def test_a_tensor_subclass_trains_as_by_torch(name: str) -> None:
     model = seeded(Net, name)
     runs = [by_torch(model, backend="aot_eager"), by_elixir_unprepared(model, **OFFLOAD)]
