@@ -36,6 +36,7 @@ CANNOT = {
 PARTS = (
     Part("itself", [f"{_HERE}/on_cuda_itself.py"], is_quick=True),
     Part("truth", [f"{_HERE}/on_cuda_truth.py"], is_quick=True),
+    Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
     Part("gpu", ["tests/gpu", *(f"--deselect={name}" for name in CANNOT)]),
     Part("device", []),
 )
