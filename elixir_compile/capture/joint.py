@@ -43,7 +43,14 @@ from elixir_compile.capture.node_facts import (
     value_of,
 )
 from elixir_compile.capture.views import viewed
+from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.gather import GATHER, REDUCE
+from elixir_compile.ops.registry import slot_by_key
+
+_GRADIENT_IN_SUBCLASS = (
+    "its gradient is a tensor subclass: an op of the forward reads it together with one, and plans move plain tensors. "
+    "Let the subclass return a plain tensor from such an op, or take the tensors inside out of it before"
+)
 
 
 @dataclass(slots=True)
@@ -156,8 +163,11 @@ def _turn_gradients_into_extra_outputs(
 ) -> None:
     """Move the gradients of all parameters behind the other outputs, in the order in which they are computed.
 
-    The parameters are the inputs `given` and the gathered parameters.
+    The parameters are the inputs `given` and the gathered parameters. Raises UnsupportedModel if the gradient of one is
+    a tensor subclass.
     """
+    for position in compat.gradients_in_subclasses_at(graph, given.values()):
+        raise UnsupportedModel(slot_by_key(keys[position]).name, _GRADIENT_IN_SUBCLASS)
     output, outputs = graph.output_node(), list(outputs_of(graph))
     descriptions = list(output.meta.get("desc", [None] * len(outputs)))
     reduces = graph.find_nodes(op="call_function", target=REDUCE)

@@ -25,6 +25,7 @@ from elixir_compile.compat.compilers import compile_plainly as compile_plainly
 from elixir_compile.compat.compilers import compile_with_aot_eager as compile_with_aot_eager
 from elixir_compile.compat.compilers import compile_with_inductor as compile_with_inductor
 from elixir_compile.compat.compilers import gradients_at as gradients_at
+from elixir_compile.compat.compilers import gradients_in_subclasses_at as gradients_in_subclasses_at
 from elixir_compile.compat.compilers import has_cpp_compiler as has_cpp_compiler
 from elixir_compile.compat.compilers import inductor_random_ops as inductor_random_ops
 from elixir_compile.compat.compilers import inputs_at as inputs_at

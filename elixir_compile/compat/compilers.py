@@ -326,6 +326,26 @@ def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
     }
 
 
+def gradients_in_subclasses_at(graph: fx.Graph, positions: Collection[int]) -> set[int]:
+    """Return those of `positions` at which an input has a tensor subclass for its gradient.
+
+    Joint `graph` returns the tensors inside.
+
+    `node.meta["desc"]` of the output, `SubclassGetAttrAOTOutput.base`, `GradAOTOutput.grad_of`: checked on torch 2.11
+    and 2.13. Gone: ImportError or KeyError at the first capture.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, SubclassGetAttrAOTOutput
+
+    found: set[int] = set()
+    for description in graph.output_node().meta["desc"] if positions else ():
+        outer = description
+        while isinstance(outer, SubclassGetAttrAOTOutput):
+            outer = outer.base
+        if outer is not description and isinstance(outer, GradAOTOutput) and isinstance(outer.grad_of, PlainAOTInput):
+            found.add(outer.grad_of.idx)
+    return found & set(positions)
+
+
 def inputs_that_must_be_real(graph: fx.Graph) -> set[int]:
     """Return the positions of the inputs that AOTAutograd's forward `graph` writes, or of which it returns views.
 

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
+import elixir_compile as elixir
 from tests.run.habits.habit import habit
 from tests.run.models import seeded
 from tests.run.processes import spawn
@@ -124,6 +126,17 @@ def test_a_tensor_subclass_trains_as_by_torch(name: str) -> None:
         torch.manual_seed(0)
         run.train([batch_of(name, rows) for rows in (8, 8, 12)], step)
     assert_same(*runs)
+
+
+@habit(
+    "Tensor subclasses for which torch makes the gradient of a weight a subclass too",
+    area="Modules",
+    refused=elixir.UnsupportedModel,
+    says="its gradient is a tensor subclass",
+)
+def test_a_gradient_that_is_a_subclass() -> None:
+    run = by_elixir_unprepared(seeded(Net, "plain"), **OFFLOAD)
+    run.compiled(TwoTensor(torch.ones(4, WIDTH), torch.ones(4, WIDTH)))
 
 
 class Sharded(Net):
