@@ -67,8 +67,8 @@ class Options:
     """
 
     device_memory: int | None = None
-    """Bytes on the device that training may use at once, as `"20GiB"` or a number. None: free memory less the
-    reserve."""
+    """Bytes on the device that this model and all others of the process with such a budget may use at once while this
+    one runs, as `"20GiB"` or a number. None: free memory less the reserve."""
     host_memory: int | None = None
     """Bytes of host memory for parameters, gradients, optimizer state and activations. None: the free memory of the
     host, shared by its ranks."""

@@ -194,8 +194,11 @@ def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
 def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
     """Return the bytes of gradients that a backward leaves on the device of rank 0 if each parameter has a gradient.
 
-    They are there until the update. Sums of gradients are left out, because they are in `resting`.
+    They are there until the update. With sums of gradients there are none: the end of the backward adds the gradients
+    to the sums, which are in `resting`.
     """
+    if bucket.sum_nbytes:
+        return 0
     end, is_away = 3, placement.param is not Tier.DEVICE
     wait = 1 if is_away or bucket.is_sharded else end
     return bytes_at(2, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))

@@ -37,7 +37,7 @@ from elixir_compile.errors import (
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
 from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
-from elixir_compile.managed.plain_state import warn_of_plain_state
+from elixir_compile.managed.plain_state import count_plain_state
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
 from elixir_compile.managed.wrappers import refuse_wrappers
@@ -233,7 +233,7 @@ def _compile_as(
     op_by_op = compat.copy_of(gm) if untracked else None
     graph = model.new_graph(options, compat.graph_break_of(gm))
     if model.executor.device.type == "cpu":
-        warn_of_plain_state(model)
+        count_plain_state(model)
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     given = gathers_to_inputs(gm, inputs)
     repeated = given.repeated  # `run` must not keep `given`, which holds the first batch

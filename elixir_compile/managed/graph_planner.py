@@ -5,7 +5,7 @@
 ```
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from elixir_compile.managed.variants import ActivePlan, PlannedSizes
 from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.known_kernels import KnownKernels
-from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
+from elixir_compile.problem.planning import ExternalUsage, bytes_beside, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
 from elixir_compile.problem.workspaces import workspace_bytes
 from elixir_compile.runtime.executor import Executor
@@ -36,7 +36,10 @@ Made = TypeVar("Made")
 
 
 class GraphPlanner:
-    """Builds the problems of a graph and answers them."""
+    """Builds the problems of a graph and answers them.
+
+    It has more than 20 methods: 8 are questions to the options, which other classes ask.
+    """
 
     def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
         self._executor = executor
@@ -67,10 +70,15 @@ class GraphPlanner:
 
     @property
     def may_replan(self) -> bool:
-        """Whether the first steps may change the plan: it is neither the user's, nor a plan of several ranks, nor of
-        several calls in a step, whose seconds include waiting for other stages."""
-        may = self._options.replan and self._options.plan is None and self._executor.peers is None
-        return may and self._executor.calls.spec.num == 1
+        """Whether the first steps may change the plan."""
+        return self._options.replan and self.may_move
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another plan may take the place of this one: it is neither the user's, nor a plan of several ranks,
+        nor of several calls in a step, whose seconds include waiting for other stages."""
+        is_free = self._options.plan is None and self._executor.peers is None
+        return is_free and self._executor.calls.spec.num == 1
 
     @property
     def is_budget_given(self) -> bool:
@@ -154,12 +162,19 @@ class GraphPlanner:
         may_move = executor.peers is None and not executor.saved.outstanding_owners()
         return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
 
-    def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
-        """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` of external
-        usage; its buckets are free to move if the optimizer's state can follow them."""
+    def bytes_beside(self, read: Collection[str]) -> int:
+        """Return the device bytes of the model outside of its training graphs, which read the parameters `read`."""
+        return bytes_beside(self._executor, read, self._options, ExternalUsage(), is_training=True)
+
+    def joint_problem(self, active: ActivePlan, base_bytes: int, external: ExternalUsage) -> Problem:
+        """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` held outside
+        of it; its buckets are free to move if the optimizer's state can follow them.
+
+        `external` has the bytes of other models that are planned together with its model.
+        """
         captured = active.captured
         graph = graph_of(captured, self._executor, self.sizes.with_headroom())
-        problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
+        problem = problem_of(captured, graph, self._executor, self._options, external)
         problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)

@@ -73,7 +73,7 @@ class ManagedModel:
         """The records of `graphs`, in the same order."""
         self.unmanaged_because: dict[str, str] = {}
         """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
-        self._outstanding = OutstandingForwards(self.executor, self.graphs)
+        self._outstanding = OutstandingForwards(self.executor, self.graphs, self._unplaced)
         self._outstanding.watch.tensors = self._tensors
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
@@ -89,6 +89,13 @@ class ManagedModel:
         self.unmanaged_because[name] = reason
         if param.requires_grad:
             self.executor.gradients.unmanaged[name] = param
+
+    def _unplaced(self) -> Iterable[torch.Tensor]:
+        """Yield the buffers of the models, and all parameters without a slot."""
+        for root in self.roots:
+            yield from root.buffers()
+            params = (param for module in root.modules() for param in module._parameters.values())
+            yield from (param for param in params if param is not None and self.executor.slot_for(param) is None)
 
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
@@ -250,8 +257,9 @@ class ManagedModel:
                 else:
                     other.profiler.stop()  # The steps of two graphs alternate.
             graph.learn_from_steps(args)
-            self._outstanding.begin(graph)
+        self._outstanding.begin(graph)
         graph.keep_current(args)
+        self._outstanding.make_room(graph)
         graph.programs.drop_old()
         watch.forward_begins(args, is_training=not graph.is_inference)
         self.executor.begin()
@@ -311,6 +319,8 @@ def prepare_again(old: ManagedModel) -> None:
         new.executor.calls.spec = before.calls.spec
         if old._outstanding.stages is not None:
             old._outstanding.stages.replace(old._outstanding, new._outstanding)
+        new._outstanding.neighbours.replace(old._outstanding.neighbours)
+        new.executor.plain_state = before.plain_state
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()

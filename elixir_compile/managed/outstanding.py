@@ -1,4 +1,4 @@
-"""Outstanding forwards of several graphs: noticed while the graphs run, then planned together between two steps.
+"""Outstanding forwards of several graphs, and other models on the device: planned together between two steps.
 
 ```text
   step 0    A.fwd B.fwd           B does not fit beside the activations of A: they are offloaded
@@ -6,31 +6,35 @@
   step 1    no forward is outstanding: A and B are planned again, each with room for the other (`joint_budget`)
 ```
 
-If no two plans keep the budget together, activations of outstanding forwards are offloaded in every step.
+A and B may belong to different models that run in turn (see `neighbours`); then each also counts what the other keeps
+on the device. If no two plans keep the budget together, activations of outstanding forwards are offloaded in every
+step.
 """
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Phase, Plan, StepGraph
+from elixir_compile.ir import Phase, Plan, StepGraph, Tier
 from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.neighbours import Neighbours
 from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, Overrun, StepWatch, note_overrun
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.options import Options
-from elixir_compile.problem.machine import library_bytes, scalar_bytes
-from elixir_compile.problem.outside import outside_bytes
-from elixir_compile.problem.planning import ExternalUsage
+from elixir_compile.problem.machine import library_bytes
+from elixir_compile.problem.planning import ExternalUsage, may_move_back
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly
+from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly, rebased
 from elixir_compile.units import format_bytes
 
 log = logging.getLogger("elixir_compile")
@@ -41,7 +45,7 @@ Answer = TypeVar("Answer")
 class GraphRuns:
     """What is known of the runs of a graph since the graphs of its model were last planned together."""
 
-    has_trained: bool = False
+    has_run: bool = False
     beside: tuple[object, ...] = ()
     """The graphs of the most forwards that were outstanding at once, one entry per forward."""
     offloads_first: bool = False
@@ -50,6 +54,15 @@ class GraphRuns:
     def positions_in(self, graphs: Sequence[object]) -> tuple[int, ...]:
         """Return the positions in `graphs` of the outstanding forwards' graphs, one per forward."""
         return tuple(graphs.index(other) for other in self.beside if other in graphs)
+
+
+class Beside(NamedTuple):
+    """Device bytes that others may hold while a graph runs under its plan."""
+
+    outstanding_bytes: int
+    """Other outstanding forwards of its model."""
+    neighbour_bytes: int = 0
+    """Models that run in turn with its model."""
 
 
 class JointGraph(Protocol):
@@ -75,19 +88,32 @@ class JointGraph(Protocol):
     def is_inference(self) -> bool: ...
 
     @property
+    def needed_bytes(self) -> int:
+        """The peak of the plan in use, beside what models in turn hold by now."""
+        ...
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether models in turn hold so much by now that the plan in use exceeds the budget that the user gave."""
+        ...
+
+    @property
     def param_names(self) -> Sequence[str]:
         """The parameters read by the graph, and all others in their buckets."""
         ...
 
-    def joint_problem(self, base_bytes: int) -> Problem:
-        """Return the problem of the graph with `base_bytes` of external usage, its buckets free to move."""
+    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
+        """Return the problem of the graph with `base_bytes` held outside of it, and its buckets free to move.
+
+        `external` has the bytes of other models that are planned together with it.
+        """
         ...
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem`."""
         ...
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: "Beside") -> None:
         """Run `programs` of `plan` from the next forward on."""
         ...
 
@@ -97,10 +123,20 @@ class JointGraph(Protocol):
 
 
 class OutstandingForwards:
-    """The outstanding forwards of a model, whose graphs wait for their backward while other graphs run."""
+    """The outstanding forwards of a model, whose graphs wait for their backward while other graphs run.
 
-    def __init__(self, executor: Executor, graphs: Sequence[JointGraph]) -> None:
-        """`graphs` are the captured graphs of the model, which adds later ones to the same sequence."""
+    The other graphs belong to the same model, or to its neighbours on the device. It has more than 20 methods: a
+    `PlannedGraph` asks 9 of them for words and numbers about the outstanding forwards.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        graphs: Sequence[JointGraph],
+        unplaced: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        """`graphs` are the captured graphs of the model, which adds later ones to the same sequence. `unplaced` returns
+        the tensors of the model that no plan places."""
         self._executor = executor
         self._graphs = graphs
         self.stages: StagesOfRank | None = None
@@ -108,33 +144,102 @@ class OutstandingForwards:
         self.has_breaks = False
         """Whether a graph ends at a graph break, so that a call of the model runs several graphs."""
         self.is_crowded = False
-        """Whether a forward found too little device memory beside the activations of outstanding forwards."""
+        """Whether a forward found too little device memory beside outstanding forwards or models in turn."""
         self.watch = StepWatch(executor)
         """The measured bytes of the first steps."""
-        self._outside = Outside()
+        self.outside = Outside()
+        """The measured bytes of code between the graphs."""
+        self.neighbours: Neighbours[OutstandingForwards] = Neighbours(self, unplaced)
+        self._warned_of: tuple[Sequence[str], int] = ([], 0)
+        """The names of the other models beside which a plan exceeded its budget last, and by how much."""
 
     def plan_beside(self, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
-        """Return the result of `plan` for the device bytes of outstanding forwards now.
+        """Return the result of `plan` for the device bytes of outstanding forwards and of models in turn.
 
         `reserved_bytes` are left free if a plan fits without them. If none fits, activations of outstanding forwards
-        are offloaded and `plan` is called again. Raises NoFeasiblePlan if `plan` raises it after that.
+        are offloaded and `plan` is called again; at last beside as many bytes of models in turn as leave room for it.
+        Raises NoFeasiblePlan if the model does not fit alone.
         """
-        executor, saved = self._executor, self._executor.saved
-        outstanding_bytes = saved.held_bytes()
+        executor, in_turn_bytes = self._executor, self.neighbours.bytes_in_turn()
         # The last ranks have no rows of a small parameter, and outstanding forwards may hold less on some ranks. All
         # ranks must take the same branch.
         if any_of_all(executor, reserved_bytes > 0, "room to be left"):
             try:
-                return plan(ExternalUsage(outstanding_bytes=outstanding_bytes, reserved_bytes=reserved_bytes))
+                return plan(self._usage(in_turn_bytes, reserved_bytes))
             except NoFeasiblePlan:
                 self.is_crowded = True
         try:
-            return plan(ExternalUsage(outstanding_bytes=outstanding_bytes))
+            return plan(self._usage(in_turn_bytes))
         except NoFeasiblePlan:
-            if not any_of_all(executor, saved.offload_outstanding(), "room that was made"):
+            if not any_of_all(executor, self.offload(), "room that was made") and not in_turn_bytes:
                 raise
-        self.is_crowded = True
-        return plan(ExternalUsage(outstanding_bytes=saved.held_bytes()))
+        self.is_crowded, in_turn_bytes = True, self.neighbours.bytes_in_turn()
+        try:
+            return plan(self._usage(in_turn_bytes))
+        except NoFeasiblePlan as error:
+            if not in_turn_bytes:
+                raise
+            in_turn_bytes -= error.needed_bytes - error.budget_bytes if error.memory == "device" else in_turn_bytes
+        if in_turn_bytes > 0:
+            with suppress(NoFeasiblePlan):
+                return plan(self._usage(in_turn_bytes))
+        return plan(self._usage(0))
+
+    def _usage(self, in_turn_bytes: int, reserved_bytes: int = 0) -> ExternalUsage:
+        """Return the external usage of a graph of the model beside `in_turn_bytes` of models in turn."""
+        return ExternalUsage(
+            outstanding_bytes=self._executor.saved.held_bytes(),
+            reserved_bytes=reserved_bytes,
+            neighbour_bytes=in_turn_bytes,
+            neighbour_host_bytes=self.neighbours.host_bytes_in_turn() if in_turn_bytes else 0,
+        )
+
+    def offload(self) -> bool:
+        """Copy the activations of outstanding forwards of this model and of models in turn to the host; return whether
+        any memory was freed."""
+        executors = [self._executor, *(model.executor for model in self.neighbours.in_turn())]
+        return sum(executor.saved.offload_outstanding() for executor in executors) > 0
+
+    def make_room(self, graph: JointGraph) -> None:
+        """Let other models move to the host if the plan of `graph` exceeds the budget of the user beside them; warn of
+        what stays."""
+        plan, neighbours = graph.active.plan, self.neighbours
+        if not graph.planner.is_budget_given or not neighbours.are_news_for(plan):
+            return
+        excess_bytes, (names, said_bytes) = self._excess_bytes(plan), self._warned_of
+        if excess_bytes <= TOLERATED_BYTES or (excess_bytes <= said_bytes and names == [*neighbours.holders()]):
+            return
+        gc.collect()  # a deleted model is there until then
+        excess_bytes, holders = min(excess_bytes, self._excess_bytes(plan)), neighbours.holders()
+        self._warned_of = [*holders], excess_bytes
+        if excess_bytes > TOLERATED_BYTES and holders:
+            log.warning(
+                "a step of %s exceeds its budget of %s by up to %s beside other models, which cannot move to the host "
+                "now: %s. Models that run in turn are planned together from their second step on; delete those that "
+                "are not needed, and tensors that share their memory, or raise the budget",
+                graph.name,
+                format_bytes(plan.budget_bytes),
+                format_bytes(excess_bytes),
+                ", ".join(f"{name} holds {format_bytes(nbytes)}" for name, nbytes in holders.items()),
+            )
+
+    def _excess_bytes(self, plan: Plan) -> int:
+        """Return the bytes by which `plan` exceeds its budget beside other models, after these have made room."""
+        excess_bytes = plan.prediction.device_peak_bytes + self.neighbours.idle_bytes() - plan.budget_bytes
+        return excess_bytes - self.neighbours.make_room(excess_bytes)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the buckets of the model may move to the host now, and back: no forward is outstanding, neither other
+        ranks nor a plan of the user decide where they are, and the host has room."""
+        executor, planned = self._executor, [graph for graph in self._graphs if graph.is_planned]
+        if executor.saved.outstanding_owners() or not all(graph.planner.may_move for graph in planned):
+            return False
+        problems = [graph.active.problem for graph in planned]
+        free_bytes = min((problem.host_budget_bytes for problem in problems), default=0)
+        held = self.neighbours.held()
+        may_move = all(may_move_back(problem, executor) for problem in problems)
+        return may_move and held.resident_bytes + held.grad_bytes <= free_bytes
 
     @property
     def executor(self) -> Executor:
@@ -157,31 +262,53 @@ class OutstandingForwards:
         return self.stages.answered(self, problem, make, options)
 
     def begin(self, graph: JointGraph) -> None:
-        """Record a forward of `graph`; first plan all graphs of the last steps together if memory was short and no
-        forward is outstanding."""
-        outstanding = self._executor.saved.outstanding_owners()
+        """Record a forward of `graph`; first plan all graphs of the last steps together, with those of models in turn,
+        if memory was short and no forward is outstanding.
+
+        Raises NoFeasiblePlan if a measured step was too large and the model fits under no plan.
+        """
+        is_alone = self._executor.peers is None and self.stages is None
+        self.neighbours.begin(is_sharing=is_alone and graph.planner.is_budget_given)
+        if graph.is_inference and any(own.runs.has_run and not own.is_inference for own in self._graphs):
+            return  # it runs with the homes of training
+        models = [self, *self.neighbours.in_turn()]
+        outstanding = _owners(models)
+        is_pressed = graph.is_pressed
+        if is_pressed and graph.runs.offloads_first and self.offload():
+            is_pressed = graph.is_pressed
+        self.is_crowded |= is_pressed
         if not outstanding:
-            graphs = [
-                other
-                for other in self._graphs
-                if other.runs.has_trained and not other.is_superseded and not other.is_inference
-            ]
+            self.is_crowded |= any(own.is_pressed for model in models[1:] for own in model.joint_graphs())
+            graphs = [own for own in self.joint_graphs() if not own.is_inference]
             overrun = self._overrun(graphs) if graphs else None
-            if graphs and (self.is_crowded or overrun is not None):
-                self.is_crowded = False
-                self._replan_together(graphs, overrun)
-        graph.runs.has_trained = True
-        self._note(graph, outstanding)
+            if overrun is not None or any(model.is_crowded for model in models):
+                replan_together(models, overrun)
+        if self.neighbours.is_away:
+            self._return(graph, is_pressed=is_pressed)
+        graph.runs.has_run = True
+        self._note(graph, _owners([self, *self.neighbours.others()]))
+
+    def _return(self, graph: JointGraph, *, is_pressed: bool) -> None:
+        """Move buckets that left for the host back, after other models have made room; if models in turn hold too much,
+        let `graph` be planned again for where the buckets are."""
+        if is_pressed:
+            self.neighbours.stay()
+        else:
+            self.make_room(graph)
+            self.neighbours.come_back()
 
     def _overrun(self, graphs: Sequence[JointGraph]) -> Overrun | None:
         """Return how the measured step exceeded the budget, and note by what; None if it did not, or if no plan may be
-        changed."""
+        changed.
+
+        Steps of models in turn hold what others allocate, so their figures tell nothing about `graphs`.
+        """
         peaks, self.watch.peaks = self.watch.peaks, {}
         budget_bytes = graphs[0].planner.given_budget_bytes
         peak_bytes = max(peaks.values(), default=0)
-        if budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
+        if self.neighbours.in_turn() or budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
             return None
-        causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self._outside)
+        causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self.outside)
         if not causes:
             return None  # the plans themselves say so
         found = Overrun(peak_bytes=peak_bytes, budget_bytes=budget_bytes, causes=causes)
@@ -194,7 +321,8 @@ class OutstandingForwards:
 
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""
-        self._note(graph, self._executor.saved.outstanding_owners(leaving_out=ticket))
+        own = self._executor.saved.outstanding_owners(leaving_out=ticket)
+        self._note(graph, [*own, *_owners(self.neighbours.others())])
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
         """Record the graphs of all `outstanding` forwards, if these are more than ever beside `graph`."""
@@ -235,64 +363,132 @@ class OutstandingForwards:
 
     def supersede(self, before: JointGraph, graph: JointGraph) -> None:
         """Replace `before`, an earlier capture of the same step, by `graph` in all records."""
-        self._outside.replace(before, graph)
+        self.outside.replace(before, graph)
         before.is_superseded = True
-        graph.runs.has_trained |= before.runs.has_trained
+        graph.runs.has_run |= before.runs.has_run
         for other in (before, *self._graphs):
             other.runs.beside = tuple(graph if entry is before else entry for entry in other.runs.beside)
         graph.runs.beside = before.runs.beside
 
-    def _replan_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> None:
-        """Plan `graphs`, which ran in the last steps, together and let them follow the plans; no forward is
-        outstanding.
-
-        Raises NoFeasiblePlan after an `overrun` if nothing fits.
-        """
-        planned = self._planned_together(graphs, overrun)
-        beside = [graph.runs.positions_in(graphs) for graph in graphs]
-        for graph in graphs:
-            graph.runs = GraphRuns(offloads_first=not planned)
-        programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=False)]
-        if not programs:
-            return
-        for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
-            beside_bytes = sum(programs[other].device_bytes + programs[other].given_bytes for other in others)
-            graph.follow(problem, plan, own, beside_bytes)
-        buckets = [bucket for _, plan in planned for bucket in plan.buckets]
-        self._executor.buckets.move(buckets, [home for _, plan in planned for home in plan.placements])
-        for graph in graphs:
-            graph.mark_in_force()
+    def fixed_bytes(self, graphs: Sequence[JointGraph]) -> int:
+        """Return the device bytes of the model outside of its `graphs`, which no plan of them changes."""
+        read = {name for graph in graphs for name in graph.param_names}
+        return graphs[0].planner.bytes_beside(read)
 
     def _base_bytes(self, graphs: Sequence[JointGraph]) -> int:
         """Return the device bytes held outside all of `graphs`, without what their steps took beyond their plans."""
-        read = {name for graph in graphs for name in graph.param_names}
-        executor = self._executor
-        fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
-        return outside_bytes(executor, read) + fixed_bytes
+        return self.fixed_bytes(graphs) + library_bytes(self._executor.device)
 
     def _requests(self, graphs: Sequence[JointGraph]) -> list[GraphRequest]:
         """Return the requests of `graphs` beside each other, without the code between them."""
-        base_bytes = self._base_bytes(graphs)
+        base_bytes, usage = self._base_bytes(graphs), ExternalUsage()
         return [
-            GraphRequest(problem=graph.joint_problem(base_bytes), beside=graph.runs.positions_in(graphs))
+            GraphRequest(problem=graph.joint_problem(base_bytes, usage), beside=graph.runs.positions_in(graphs))
             for graph in graphs
         ]
 
-    def _planned_together(self, graphs: Sequence[JointGraph], overrun: Overrun | None) -> Sequence[Planned]:
-        """Return problems of `graphs` and plans within their common budget; empty if there are no such plans.
+    def joint_graphs(self) -> list[JointGraph]:
+        """Return the graphs that ran in the last steps: those that train, or all if none does."""
+        ran = [own for own in self._graphs if own.runs.has_run and own.is_planned and not own.is_superseded]
+        return [own for own in ran if not own.is_inference] or ran
 
-        Raises NoFeasiblePlan after an `overrun` if there are none.
-        """
-        if not all(graph.planner.may_replan for graph in graphs):
-            return ()
-        requests = self._requests(graphs)
-        requests += self._outside.requests(graphs, replace(requests[0].problem, base_bytes=self._base_bytes(graphs)))
-        try:
-            planner = next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
-            return plan_jointly(requests, planner.search, may_divide=planner.may_divide)
-        except NoFeasiblePlan as error:
-            if overrun is not None:
-                raise
+
+def _owners(models: Iterable[OutstandingForwards]) -> list[object]:
+    """Return the graph of each outstanding forward of `models`, in order for each model."""
+    return [owner for model in models for owner in model.executor.saved.outstanding_owners()]
+
+
+def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | None = None) -> None:
+    """Plan the graphs of `models`, which ran in the last steps, together and let them follow the plans; no forward is
+    outstanding.
+
+    Raises NoFeasiblePlan if no plans keep the budgets of several models, or after an `overrun`.
+    """
+    graphs_of: dict[OutstandingForwards, list[JointGraph]] = {}
+    for model in models:
+        model.is_crowded = False
+        found = model.joint_graphs()
+        if found and all(graph.planner.may_replan for graph in found):
+            graphs_of[model] = found
+        else:
+            for graph in found:
+                graph.runs = GraphRuns(offloads_first=True)
+    graphs = [graph for own in graphs_of.values() for graph in own]
+    if not graphs:
+        return
+    ran_beside = [graph.runs.positions_in(graphs) for graph in graphs]
+    beside, planned = _planned_together(graphs_of, ran_beside, overrun)
+    for graph in graphs:
+        graph.runs = GraphRuns(offloads_first=not planned or beside != ran_beside)
+    programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=False)]
+    if not programs:
+        return
+    plan_of = {id(graph): plan for graph, (_, plan) in zip(graphs, planned, strict=True)}
+    for leaves_alone in (True, False):  # what leaves the device leaves first, of whatever model it is
+        for model, own in graphs_of.items():
+            plans = [plan_of[id(graph)] for graph in own]
+            _move(model.executor, plans, leaves_alone=leaves_alone)
+    for model in graphs_of:
+        model.neighbours.stay()
+    for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
+        left = [(graphs[other], programs[other].device_bytes + programs[other].given_bytes) for other in others]
+        graph.follow(problem, plan, own, _beside(graph, graphs_of, left))
+    for graph in graphs:
+        graph.mark_in_force()
+
+
+def _move(executor: Executor, plans: Sequence[Plan], *, leaves_alone: bool) -> None:
+    """Move the buckets of `plans` to their homes; if `leaves_alone`, only those that keep something off the device."""
+    pairs = {
+        bucket.id: (bucket, home) for plan in plans for bucket, home in zip(plan.buckets, plan.placements, strict=True)
+    }
+    moving = [(bucket, home) for bucket, home in pairs.values() if not leaves_alone or home.optim is not Tier.DEVICE]
+    executor.buckets.move([bucket for bucket, _ in moving], [home for _, home in moving])
+
+
+def _beside(
+    graph: JointGraph,
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]],
+    left: Sequence[tuple[JointGraph, int]],
+) -> Beside:
+    """Return the bytes beside `graph` under new plans of the graphs of each model; `left` has the graph and the bytes
+    of each outstanding forward beside it."""
+    own_bytes = neighbour_bytes = 0
+    for model, graphs in graphs_of.items():
+        left_bytes = sum(nbytes for other, nbytes in left if other in graphs)
+        if graph in graphs:
+            own_bytes = left_bytes
+            neighbour_bytes += model.neighbours.bytes_in_turn(leaving_out=list(graphs_of))
+        else:
+            held = model.neighbours.held()
+            neighbour_bytes += held.resident_bytes + max(left_bytes, held.grad_bytes)
+    return Beside(own_bytes, neighbour_bytes)
+
+
+_Beside = Sequence[tuple[int, ...]]
+"""The positions of the graphs beside each graph."""
+
+
+def _planned_together(
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, overrun: Overrun | None
+) -> tuple[_Beside, Sequence[Planned]]:
+    """Return the positions of the graphs beside each graph of `graphs_of`, and the problem and the plan of each; no
+    plans if there are none that keep the budget of a single model. `beside` are the positions as the graphs ran.
+
+    Several models are at least beside no graph, because activations of outstanding forwards can be offloaded before
+    each run. If they fit under no plans then, their plans exceed the budget by what is missing.
+
+    Raises NoFeasiblePlan if there are no plans after an `overrun`.
+    """
+    apart: _Beside = [() for _ in beside]
+    try:
+        return beside, _jointly(graphs_of, beside)
+    except NoFeasiblePlan as error:
+        if overrun is not None:
+            raise
+        missing_bytes = error.needed_bytes - error.budget_bytes
+        is_of_device = error.memory == "device"
+        if len(graphs_of) == 1:
             log.warning(
                 "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "
                 "activations are offloaded in every step",
@@ -300,4 +496,62 @@ class OutstandingForwards:
                 format_bytes(error.needed_bytes),
                 error.memory,
             )
-            return ()
+            return beside, ()
+    if any(beside):
+        try:
+            return apart, _jointly(graphs_of, apart)
+        except NoFeasiblePlan as error:
+            missing_bytes = error.needed_bytes - error.budget_bytes
+            is_of_device = error.memory == "device"
+    with suppress(NoFeasiblePlan):
+        return apart, _jointly(graphs_of, apart, missing_bytes=missing_bytes) if is_of_device else ()
+    return apart, ()
+
+
+def _jointly(
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, missing_bytes: int = 0
+) -> Sequence[Planned]:
+    """Return the problem and the plan of each graph, beside the graphs `beside` each; the plans exceed their budgets by
+    `missing_bytes`. Raises NoFeasiblePlan if there are no such plans."""
+    requests = _requests_of(graphs_of, beside)
+    planners = [graph.planner for graphs in graphs_of.values() for graph in graphs]
+    planner = next((own for own in planners if own.may_divide), planners[0])
+    less = [
+        replace(request, problem=replace(request.problem, base_bytes=request.problem.base_bytes - missing_bytes))
+        for request in requests
+    ]
+    found = plan_jointly(less, planner.search, may_divide=planner.may_divide)
+    if not missing_bytes:
+        return found
+    return [
+        (
+            replace(problem, base_bytes=problem.base_bytes + missing_bytes),
+            rebased(plan, plan.base_bytes + missing_bytes),
+        )
+        for problem, plan in found
+    ]
+
+
+def _requests_of(
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: Sequence[tuple[int, ...]]
+) -> list[GraphRequest]:
+    """Return the requests of all graphs, beside the graphs `beside` each, then those of the code between them."""
+    joint = list(graphs_of)
+    fixed_bytes = {model: model.fixed_bytes(graphs) for model, graphs in graphs_of.items()}
+    problems: list[tuple[int, Problem]] = []
+    codes: list[GraphRequest] = []
+    everything = [graph for graphs in graphs_of.values() for graph in graphs]
+    for number, (model, graphs) in enumerate(graphs_of.items()):
+        base_bytes = sum(fixed_bytes.values()) + library_bytes(model.executor.device)
+        base_bytes += sum(other.neighbours.unplaced_bytes() for other in joint if other is not model)
+        base_bytes += model.neighbours.bytes_in_turn(leaving_out=joint)
+        usage = ExternalUsage(neighbour_host_bytes=model.neighbours.host_bytes_in_turn())
+        own = [graph.joint_problem(base_bytes, usage) for graph in graphs]
+        problems += [(number, problem) for problem in own]
+        code = model.outside.requests(everything, replace(own[0], base_bytes=base_bytes))
+        codes += [replace(request, model=number) for request in code]
+    graphs_first = [
+        GraphRequest(problem=problem, beside=own, model=number)
+        for (number, problem), own in zip(problems, beside, strict=True)
+    ]
+    return [*graphs_first, *codes]

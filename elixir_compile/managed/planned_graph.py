@@ -26,16 +26,16 @@ from elixir_compile.managed.agreement.roll_call import Step
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
-from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
+from elixir_compile.managed.outstanding import Beside, GraphRuns, OutstandingForwards
 from elixir_compile.managed.program_versions import ProgramVersions
 from elixir_compile.managed.programs import Programs, storages_of, ticket_position
 from elixir_compile.managed.same_step import EarlierCaptures
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
-from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan
+from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan, with_neighbours
 from elixir_compile.options import Options
-from elixir_compile.problem.outside import unread_bytes
+from elixir_compile.problem.outside import unplanned_bytes, unread_bytes
 from elixir_compile.problem.planning import ExternalUsage, param_names_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -87,6 +87,8 @@ class PlannedGraph:
         self._stats: StepStats | None = None
         """The measurements of the first steps, until the plan is corrected by them."""
         self.programs = ProgramVersions(executor, regions, self._progress)
+        self._unplanned_bytes = 0
+        """The bytes that plain optimizers kept beside the parameters when the plan was made."""
         self._ticket_position = -1
         self._staying = StayingGradients(executor, options, self._progress)
         self._earlier = EarlierCaptures(executor, self._staying)
@@ -154,16 +156,17 @@ class PlannedGraph:
             answer, beside_bytes = self.planner.answer_for(own), executor.saved.held_bytes()
             joined, problem, plan = planned_in_step(executor, own, self._options, self.planner.sizes.values, answer)
             require_disk(plan, executor.buckets.disk)
-            self._active = active_plan(joined, problem, plan, beside_bytes)
+            self._active = active_plan(joined, problem, plan, beside_bytes, self._bytes_in_turn())
             return None
         make = partial(self._plan_beside, own, self.planner.graph(own))
-        return self._outstanding.plan_beside(unread_bytes(own, executor, param_names_of(own, executor)), make)
+        unread = unread_bytes(own, executor, param_names_of(own, executor))
+        return self._outstanding.plan_beside(unread, make)
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
-        executor, beside_bytes = self._executor, external.outstanding_bytes
+        executor = self._executor
         outdated = self._earlier.outdated(self, self._graphs, graph)
         is_new = outdated is not None or self._shortage.wants_plan
-        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
+        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, external)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -175,19 +178,25 @@ class PlannedGraph:
             problem = self.planner.problem(own, graph, external, is_new=before is None)
             is_short = self._active is not None and self._staying.is_missing_in(self._active.plan)
             freed = self._active if is_short else outdated and outdated.active
-            return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
+            if freed is None or self._outstanding.neighbours.in_turn():  # homes that leave room for others stay
+                return problem
+            return self.planner.with_free_buckets(problem, freed.plan)
 
         make = partial(plan_for_all, executor, search=search, options=self._options)
         answer = partial(self._outstanding.answered, make=make, options=self._options)
         problem = asked_by_all(executor, ask)
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
-        self._active = active_plan(own, problem, plan, beside_bytes)
+        active = active_plan(own, problem, plan, external.outstanding_bytes, external.neighbour_bytes)
+        # Models in turn may hold more than leaves room for a plan: its peak says so.
+        self._active = with_neighbours(active, max(external.neighbour_bytes, self._bytes_in_turn()))
+        self._unplanned_bytes = unplanned_bytes(executor)
         if outdated is not None:
             self._active = replace(self._active, moves_at=executor.buckets.generation)
             self._earlier.replaced_by(self)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
-        self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
+        has_others = bool(external.reserved_bytes) or bool(self._outstanding.neighbours.in_turn())
+        self._outstanding.is_crowded |= has_others and is_pressed(plan)
         return before or outdated
 
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
@@ -261,28 +270,30 @@ class PlannedGraph:
             if not outcome.is_new:
                 self._active = replace(self.active, plan=outcome.plan)
                 return
-            problem, beside_bytes = self.active.problem, self.active.beside_bytes
-            self.follow(problem, outcome.plan, self.write_programs(problem, outcome.plan), beside_bytes)
+            problem, beside = self.active.problem, Beside(self.active.beside_bytes, self.active.neighbour_bytes)
+            self.follow(problem, outcome.plan, self.write_programs(problem, outcome.plan), beside)
             self._executor.buckets.move(outcome.plan.buckets, outcome.plan.placements)
             self.mark_in_force()
 
     # Planned together with other graphs of the step: see `outstanding.JointGraph`.
 
-    def joint_problem(self, base_bytes: int) -> Problem:
-        """Return the problem to plan together with other graphs, with `base_bytes` of external usage."""
-        return self.planner.joint_problem(self.active, base_bytes)
+    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
+        """Return the problem to plan together with other graphs, with `base_bytes` held outside of it; `external` has
+        the bytes of other models that are planned together with it."""
+        return self.planner.joint_problem(self.active, base_bytes, external)
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem` and is not in force yet."""
         return self.programs.write_next(self.active.captured, problem.graph, plan)
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: Beside) -> None:
         """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.
 
-        `beside_bytes` are device bytes for other outstanding forwards meanwhile.
+        Others may hold the device bytes `beside` meanwhile.
         """
-        now = active_plan(self.active.captured, problem, plan, beside_bytes)
+        now = active_plan(self.active.captured, problem, plan, *beside)
         self._active = replace(now, generation=self.active.generation)
+        self._unplanned_bytes = unplanned_bytes(self._executor)
         self.planner.sizes.take(dict(problem.graph.symbols))
         self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
         if programs is not self.programs.last:
@@ -313,6 +324,29 @@ class PlannedGraph:
         if self._executor.buckets.generation != self.active.generation:
             with _compile_lock:
                 self._put_in_force()
+        if self.planner.is_budget_given and self.needed_bytes > self.active.plan.prediction.device_peak_bytes:
+            self._active = with_neighbours(self.active, self._bytes_in_turn())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak of the plan in use, beside what models in turn hold by now."""
+        more_bytes = self._bytes_in_turn() - self.active.neighbour_bytes
+        return self.active.plan.prediction.device_peak_bytes + max(0, more_bytes)
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether models in turn hold so much by now that the plan in use exceeds the budget that the user gave."""
+        may = self.is_planned and self.planner.is_budget_given and self._options.plan is None
+        return may and self.active.plan.budget_bytes < self.needed_bytes > self.active.plan.prediction.device_peak_bytes
+
+    @property
+    def _misses_plain_state(self) -> bool:
+        """Whether plain optimizers keep more beside the parameters than the plan in use counts."""
+        may = self._options.plan is None and not self.is_inference
+        return may and unplanned_bytes(self._executor) > self._unplanned_bytes
+
+    def _bytes_in_turn(self) -> int:
+        return self._outstanding.neighbours.bytes_in_turn() if self.planner.is_budget_given else 0
 
     def _put_in_force(self) -> None:
         executor, active = self._executor, self.active
@@ -327,9 +361,10 @@ class PlannedGraph:
         executor, active, plan = self._executor, self.active, self.active.plan
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
-            is_crowded = not executor.saved.offload_outstanding()
+            is_crowded = not self._outstanding.offload()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
+        is_crowded |= self.is_pressed or self._misses_plain_state
         is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
         has_grown = self.planner.has_grown(active, args)

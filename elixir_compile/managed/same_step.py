@@ -7,6 +7,7 @@ from elixir_compile.ir import StepGraph
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.variants import ActivePlan
+from elixir_compile.problem.planning import ExternalUsage
 from elixir_compile.runtime.executor import Executor
 
 _MOST_RETURNS = 4
@@ -44,13 +45,15 @@ class EarlierCaptures:
         """Times that the graph was superseded and took the homes of buckets back."""
 
     def in_force(
-        self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph, beside_bytes: int
+        self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph, external: ExternalUsage
     ) -> _Captured | None:
         """Return the first capture of `step`, the step of `own`, among `graphs` whose plan is in force and serves `own`
-        beside `beside_bytes` of other outstanding forwards; None if there is none."""
+        beside the outstanding forwards and the models in turn of `external`; None if there is none."""
         for other in self._of(own, graphs, step):
             plan = other.active.plan
-            is_same = own.planner.plans_like(other.planner) and other.active.beside_bytes >= beside_bytes
+            is_same = own.planner.plans_like(other.planner)
+            is_same = is_same and other.active.beside_bytes >= external.outstanding_bytes
+            is_same = is_same and other.active.neighbour_bytes >= external.neighbour_bytes
             is_same = is_same and not self._staying.is_missing_in(plan)
             if is_same and self._executor.buckets.agree(plan.buckets, plan.placements, may_adopt=False):
                 return other

@@ -16,6 +16,7 @@ from elixir_compile.managed.programs import Programs, saved_device_bytes
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.joint_budget import rebased
 
 _GROWTH_DIVISOR = 8
 """A size that has grown is planned an eighth larger."""
@@ -93,6 +94,8 @@ class ActivePlan:
     plan: Plan
     beside_bytes: int
     """Device bytes that other outstanding forwards may hold while the graph runs under this plan."""
+    neighbour_bytes: int = 0
+    """Device bytes that models which run in turn with the graph's may hold meanwhile."""
     generation: int = -1
     """The executor's generation when the plan was last in force; -1 if the plan has not been in force yet."""
     moves_at: int = -1
@@ -109,13 +112,27 @@ class ActivePlan:
         return self.graph == replace(graph, name=self.graph.name)
 
 
-def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: int) -> ActivePlan:
+def active_plan(
+    captured: Captured, problem: Problem, plan: Plan, beside_bytes: int, neighbour_bytes: int = 0
+) -> ActivePlan:
     """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
     problem = replace(problem, micro_batches=micro_batches_of(plan))
     if plan.calls.outstanding > 1:  # the plan counts other outstanding forwards of the graph
         beside_bytes += (plan.calls.outstanding - 1) * given_bytes(problem.graph)
         beside_bytes += _saved_beside_bytes(problem.graph, plan)
-    return ActivePlan(captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes)
+    return ActivePlan(
+        captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes, neighbour_bytes=neighbour_bytes
+    )
+
+
+def with_neighbours(active: ActivePlan, neighbour_bytes: int) -> ActivePlan:
+    """Return `active` beside models in turn that hold `neighbour_bytes`; its schedule is unchanged."""
+    more_bytes = neighbour_bytes - active.neighbour_bytes
+    if not more_bytes:
+        return active
+    problem = replace(active.problem, base_bytes=active.problem.base_bytes + more_bytes)
+    plan = rebased(active.plan, active.plan.base_bytes + more_bytes)
+    return replace(active, problem=problem, plan=plan, neighbour_bytes=neighbour_bytes)
 
 
 def _saved_beside_bytes(graph: StepGraph, plan: Plan) -> int:

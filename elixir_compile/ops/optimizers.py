@@ -63,6 +63,38 @@ def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
     _HYBRID[param] = weakref.ref(owner)
 
 
+class PlainState:
+    """The bytes of state that plain optimizers keep beside parameters of a model, where no plan places it."""
+
+    def __init__(self) -> None:
+        self.is_counted = False
+        """Whether plans count it: a step exceeded its budget with it."""
+        self._found: weakref.WeakKeyDictionary[Optimizer, Mapping[str, int]] = weakref.WeakKeyDictionary()
+
+    def note(self, optimizer: Optimizer, nbytes: Mapping[str, int]) -> None:
+        """Note that `optimizer` keeps `nbytes` of state, by the name of the parameter, in place of what it kept."""
+        self._found[optimizer] = nbytes
+
+    def all_by_name(self) -> dict[str, int]:
+        """Return the bytes that all live optimizers keep, by the name of the parameter."""
+        found: dict[str, int] = {}
+        for nbytes in list(self._found.values()):
+            for name, own in nbytes.items():
+                found[name] = found.get(name, 0) + own
+        return {name: own for name, own in found.items() if own}
+
+    def by_name(self) -> dict[str, int]:
+        """Return `all_by_name()` if plans count it, else nothing."""
+        return self.all_by_name() if self.is_counted else {}
+
+
+def has_state(param: torch.Tensor) -> bool:
+    """Return whether a hybrid optimizer keeps state for `param` already."""
+    reference = _HYBRID.get(param)
+    owner = None if reference is None else reference()
+    return owner is not None and param in vars(owner)["state"]  # the attribute waits for queued updates
+
+
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
     """Return the state of `params` in hybrid optimizers, by the id of the parameter.
 

@@ -50,6 +50,7 @@ def watch_plain_optimizers(backend: Callable[..., Any], hybrid: type[Optimizer])
     """From now on, warn after the first step of each optimizer that is no `hybrid` one, if nothing of its model was
     captured although `torch.compile` was to compile the model by `backend`."""
     seen: WeakSet[Optimizer] = WeakSet()
+    compiled = _Compiled(backend)
 
     def inspect(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if optimizer in seen:
@@ -61,7 +62,7 @@ def watch_plain_optimizers(backend: Callable[..., Any], hybrid: type[Optimizer])
         is_asked = not isinstance(optimizer, hybrid) and not any(
             slot_of(param) is not None or param in _captured for param in params
         )
-        if is_asked and _is_compiled_by(backend, params):
+        if is_asked and any(map(compiled.has, params)):
             warn_if_unplanned(optimizer)
 
     hook: Any = torch.compiler.disable(inspect)
@@ -72,9 +73,33 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _is_compiled_by(backend: Callable[..., Any], params: Iterable[torch.Tensor]) -> bool:
-    """Return whether a module in the process with any of `params` is compiled by `backend` and was not prepared."""
-    wanted = {id(param) for param in params}
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    compiled = [module for module in modules if compat.backend_of(module) is backend and model_of(module) is None]
-    return any(id(param) in wanted for module in compiled for param in module.parameters())
+class _Compiled:
+    """Finds the parameters of modules that `torch.compile` was to compile by one backend, and that were not prepared.
+
+    It looks through all objects of the process, once for all parameters of a model, which may have an optimizer each.
+    """
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+        self._has = WeakIdKeyDictionary()
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Return whether `param` was such a parameter when one of its model was looked for first."""
+        if param not in self._has:
+            self._has[param] = False
+            modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+            children = {id(child) for module in modules for child in module.children()}
+            roots = [module for module in modules if id(module) not in children]
+            for root in roots:
+                params = list(root.parameters())
+                if any(own is param for own in params):
+                    self._note(root, params)
+        return bool(self._has[param])
+
+    def _note(self, root: nn.Module, params: Iterable[torch.Tensor]) -> None:
+        """Note which of `params`, those of `root`, belong to a module in it that was to be compiled."""
+        backend = self._backend
+        compiled = [each for each in root.modules() if compat.backend_of(each) is backend and model_of(each) is None]
+        wanted = {id(own) for module in compiled for own in module.parameters()}
+        for own in params:
+            self._has[own] = id(own) in wanted or self._has.get(own, False)

@@ -1,19 +1,22 @@
 """Count the bytes outside of the graph of a problem: parameters, state and gradients of other graphs, or of none."""
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Bucket, Kind, Placement
-from elixir_compile.ops.optimizers import ParamState, planned_states
+from elixir_compile.ops.optimizers import ParamState, has_state, planned_states
 from elixir_compile.ops.registry import Slot, gathered_numel, slot_of
+from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
 from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.slab import is_slab_memory
 
 
 def state_of_hybrid_adamw(param: torch.Tensor) -> ParamState:
@@ -86,11 +89,19 @@ def _share(slot: Slot, bucket: RunningBucket, nbytes: int) -> int:
     return nbytes * slot.own_nbytes // max(bucket.spec.shard_nbytes(), 1)
 
 
-def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
-    """Return the device bytes outside of the training graphs that read the parameters `read`.
+class Held(NamedTuple):
+    """Device bytes that graphs or models hold while another one runs."""
 
-    Includes the larger of `outstanding_bytes` and the gradients of other graphs: these gradients are made while the
-    activations of outstanding forwards are freed. Sums of gradients over several backward passes are there always.
+    resident_bytes: int
+    """Parameters, optimizer state and sums of gradients; and all that belongs to parameters trained eagerly."""
+    grad_bytes: int
+    """Gradients, made while the activations of outstanding forwards are freed."""
+
+
+def held_outside(executor: Executor, read: Collection[str]) -> Held:
+    """Return the device bytes outside of the training graphs that read the parameters `read`, as planned.
+
+    Sums of gradients over several backward passes are there always.
     """
     grads_bytes = sums_bytes = eager_bytes = 0
     for slot in executor.slots.values():
@@ -99,11 +110,44 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
             continue
         if bucket is not None:
             sums_bytes += _share(slot, bucket, _resting_bytes(bucket, Kind.GRAD))
-            grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement))
+            if bucket.spec.trainable:
+                grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement))
         elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
     held_bytes = device_bytes(executor, leaving_out=read) + sums_bytes + unmanaged_state_bytes(executor)
-    return held_bytes + max(outstanding_bytes, grads_bytes) + eager_bytes
+    return Held(held_bytes + eager_bytes, grads_bytes)
+
+
+def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
+    """Return the device bytes outside of the training graphs that read the parameters `read`.
+
+    Includes the larger of `outstanding_bytes` and the gradients of other graphs: these gradients are made while the
+    activations of outstanding forwards are freed.
+    """
+    held = held_outside(executor, read)
+    return held.resident_bytes + max(outstanding_bytes, held.grad_bytes)
+
+
+def present_bytes(executor: Executor) -> int:
+    """Return the device bytes of parameters, gradients, optimizer state and outstanding forwards that are there now.
+
+    State that a plan places on the device is there from the first update on.
+    """
+    total = on_device_bytes(executor) + executor.saved.held_bytes()
+    for slot in executor.slots.values():
+        grad = slot.param.grad
+        if grad is not None and grad.device == executor.device and not is_slab_memory(own_part(grad).data_ptr()):
+            total += own_part(grad).nbytes
+        bucket = executor.buckets.of(slot)
+        if bucket is not None and has_state(slot.param):
+            total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
+    return total
+
+
+def unplanned_bytes(executor: Executor) -> int:
+    """Return the device bytes beside the parameters that no plan can place: state of plain optimizers that plans count,
+    and the buckets of DistributedDataParallel."""
+    return sum(executor.plain_state.by_name().values()) + executor.reducers.bucket_bytes(executor.device)
 
 
 def unmanaged_state_bytes(executor: Executor) -> int:

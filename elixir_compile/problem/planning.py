@@ -33,6 +33,7 @@ from elixir_compile.problem.outside import (
     outside_bytes,
     outside_host_bytes,
     state_of_hybrid_adamw,
+    unplanned_bytes,
 )
 from elixir_compile.problem.planned_calls import calls_of
 from elixir_compile.runtime.distributed.peers import Peers
@@ -106,6 +107,10 @@ class ExternalUsage:
     """Activations and inputs of outstanding forwards."""
     reserved_bytes: int = 0
     """Bytes left free for the state and gradients of parameters that no graph has read yet."""
+    neighbour_bytes: int = 0
+    """What models that run in turn with that of the graph hold (see `managed.neighbours`)."""
+    neighbour_host_bytes: int = 0
+    """Host bytes of the buckets of these models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,26 +217,26 @@ def problem_of(
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
+    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets.in_force(for_training=is_training)
-    held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
-    if is_training:
-        held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
-        held_bytes += sum(param.nbytes for param in executor.gradients.unmanaged.values()) if accumulates else 0
-    if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
-        held_bytes += executor.reducers.bucket_bytes(executor.device)
-    fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
+    plain_state = executor.plain_state.by_name()
+    if plain_state:
+        in_force = tuple((_without_plain_state(bucket, plain_state), home) for bucket, home in in_force)
+    held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
-        base_bytes=held_bytes + fixed_bytes,
+        base_bytes=held_bytes + library_bytes(executor.device),
         host_budget_bytes=host_budget_bytes(options, peers),
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
-        host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
+        host_base_bytes=0
+        if options.host_memory is None
+        else outside_host_bytes(in_force, own) + external.neighbour_host_bytes,
     )
     return build_problem(
         graph,
         cluster,
         options,
-        params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
+        params=_trained_params(trained, ranks, plain_state),
         memory=memory,
         disk=executor.buckets.disk is not None,
         accumulates=accumulates,
@@ -246,9 +251,34 @@ def problem_of(
     )
 
 
-def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:
+def bytes_beside(
+    executor: Executor, read: Collection[str], options: Options, external: ExternalUsage, *, is_training: bool
+) -> int:
+    """Return the device bytes outside of the graphs that read the parameters `read`, on top of `external` usage,
+    without the workspaces of libraries."""
+    nbytes = scalar_bytes(executor.slots.values(), executor.device) + external.neighbour_bytes
+    if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
+        nbytes += unplanned_bytes(executor)
+    if not is_training:
+        return nbytes + device_bytes(executor, leaving_out=read) + external.outstanding_bytes
+    if executor.gradients.stay:
+        nbytes += sum(param.nbytes for param in executor.gradients.unmanaged.values())
+    return nbytes + outside_bytes(executor, read, external.outstanding_bytes) + external.reserved_bytes
+
+
+def _without_plain_state(bucket: Bucket, plain_state: Collection[str]) -> Bucket:
+    """Return `bucket`, in force, without state if no plan places that of any of its parameters."""
+    return replace(bucket, state_nbytes=0, state_dtype=None) if set(bucket.params) <= set(plain_state) else bucket
+
+
+def _trained_params(trained: Sequence[Slot], ranks: Ranks | None, plain_state: Collection[str]) -> TrainedParams:
+    """Return the facts about the parameters of the slots `trained`; the state of those named in `plain_state` counts
+    elsewhere."""
     known = planned_states([slot.param for slot in trained])
-    states = states_by_name(trained, known)
+    states = {
+        name: replace(state, nbytes=0, narrower_nbytes={}) if name in plain_state else state
+        for name, state in states_by_name(trained, known).items()
+    }
     return TrainedParams(
         state_bytes={name: state.nbytes for name, state in states.items()},
         state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},

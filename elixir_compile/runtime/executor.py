@@ -15,6 +15,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import IncompleteStep, StaleParameters, UnsupportedBackward
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
+from elixir_compile.ops.optimizers import PlainState
 from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.ops.tensor_axis import TensorAxis
@@ -81,6 +82,8 @@ class Executor:
         self.phases = Phases(self.slots, self.lanes, self.ledger)
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
+        self.plain_state = PlainState()
+        """The optimizer state on the device that no plan places: see `managed.plain_state`."""
         self.calls = StepCalls(name)
         """Which call of a step runs, if a step calls the model several times."""
         self.saved = SavedActivations(self.lanes, self.ledger)

@@ -148,13 +148,15 @@ class PlacedBuckets:
         let_state_follow([slot.param for slot in moved])
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
-        """Put `buckets` in force under new placements, between two training steps.
+        """Put `buckets` in force under new placements, between two steps, for training if the buckets in force are.
 
         Buckets that leave the device move first, so that the others find free memory there.
         """
         pairs = zip(buckets, placements, strict=True)
         in_order = sorted(pairs, key=lambda pair: pair[1].param is Tier.DEVICE)
-        self.adopt([bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=True)
+        self.adopt(
+            [bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=self._serves_training
+        )
         # What left the device leaves holes between tensors that stay, and no large tensor fits a hole.
         platform_of(self._lanes.device).empty_cache()
 

@@ -7,13 +7,13 @@ layer by layer                                   from the first and from the lea
 The limits are the fewest device bytes of a graph, and its device bytes if nothing moves, both without a search.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
-from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph
+from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Placement, Plan, Saving, StepGraph
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
@@ -54,18 +54,28 @@ class Extent:
     """The peak of a step, `resident_bytes` included."""
     left_bytes: int
     """Activations, inputs and gathered copies live between its forward and its backward."""
-    resident_bytes: int
-    """Parameters, optimizer state and sums of gradients on the device, during the whole step."""
-    grad_bytes: int
-    """Gradients on the device between its backward and the update."""
+    resident: Mapping[BucketId, int]
+    """By bucket: parameters, optimizer state and sums of gradients on the device, during the whole step."""
+    grads: Mapping[BucketId, int]
+    """By bucket: gradients on the device between its backward and the update."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of `resident`."""
+        return sum(self.resident.values())
+
+    @property
+    def grad_bytes(self) -> int:
+        """The bytes of `grads`."""
+        return sum(self.grads.values())
 
     def towards(self, other: "Extent", share: float) -> "Extent":
         """Return the extent at `share` of the way to `other`: this extent at 0, the other at 1."""
         return Extent(
             peak_bytes=_between(self.peak_bytes, other.peak_bytes, share),
             left_bytes=_between(self.left_bytes, other.left_bytes, share),
-            resident_bytes=_between(self.resident_bytes, other.resident_bytes, share),
-            grad_bytes=_between(self.grad_bytes, other.grad_bytes, share),
+            resident=_each_between(self.resident, other.resident, share),
+            grads=_each_between(self.grads, other.grads, share),
         )
 
 
@@ -99,18 +109,15 @@ def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
 
 
 def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kept_bytes: int) -> Extent:
-    resident_bytes = grad_bytes = copies_bytes = 0
+    resident: dict[BucketId, int] = {}
+    grads: dict[BucketId, int] = {}
+    copies_bytes = 0
     for bucket, home in homes:
-        resident_bytes += sum(nbytes for _, nbytes in resting(bucket, home))
+        resident[bucket.id] = sum(nbytes for _, nbytes in resting(bucket, home))
         # Each parameter counts as having a gradient. The graph may have fewer, so the bytes are an upper limit.
-        grad_bytes += kept_grad_bytes(bucket, home) if bucket.trainable else 0
+        grads[bucket.id] = kept_grad_bytes(bucket, home) if bucket.trainable else 0
         copies_bytes += kept_copy_bytes(bucket, home)
-    return Extent(
-        peak_bytes=peak_bytes,
-        left_bytes=kept_bytes + copies_bytes,
-        resident_bytes=resident_bytes,
-        grad_bytes=grad_bytes,
-    )
+    return Extent(peak_bytes=peak_bytes, left_bytes=kept_bytes + copies_bytes, resident=resident, grads=grads)
 
 
 def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
@@ -120,6 +127,10 @@ def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
     """
     offloaded = {name for group in activations if group.saving is Saving.OFFLOAD for name in group.storages}
     return given_bytes(step) + sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in offloaded)
+
+
+def _each_between(low: Mapping[BucketId, int], high: Mapping[BucketId, int], share: float) -> dict[BucketId, int]:
+    return {bucket: _between(low.get(bucket, 0), high.get(bucket, 0), share) for bucket in {**low, **high}}
 
 
 def _between(low: int, high: int, share: float) -> int:

@@ -68,6 +68,7 @@ HOLDS: dict[str, Callable[[], bool]] = {
     "Planned generation": lambda: has_no_option("generat", "cache_len"),
     "Windows and macOS": lambda: "Operating System :: Microsoft" not in (ROOT / "pyproject.toml").read_text(),
     "Single activations": lambda: has_no_option("tensor"),
+    "One budget for models of several threads or ranks": lambda: "- Models of other threads" in page("memory.md"),
     "Parameters on disk": lambda: all(level.home is not Tier.DISK for level in Level),
     "Gradients of gradients": lambda: (
         '| refused, `UnsupportedBackward`: "... create_graph=True' in page("compatibility.md")

@@ -131,3 +131,39 @@ def test_plans_keep_the_budget_of_the_host_together() -> None:
     less = 2 * sum(free) // 3
     with disk_staging(0):
         assert sum(held_bytes(two_in_force(less, disk=True))) <= less
+
+
+def two_readers(budgets: tuple[int, int], models: tuple[int, int]) -> list[GraphRequest]:
+    """Two graphs with buckets of equal names in force on the device: those of one model, or of two."""
+    problem = problem_of(chain_of(3), hybrid=True)
+    buckets = greedy(problem).buckets
+    homes = tuple(
+        Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for bucket in buckets
+    )
+    there = replace(problem, buckets=buckets, placements=homes)
+    return [
+        GraphRequest(problem=replace(there, budget_bytes=budget), beside=(), model=model)
+        for budget, model in zip(budgets, models, strict=True)
+    ]
+
+
+def test_what_graphs_of_one_model_read_together_is_there_once() -> None:
+    kept = extents(two_readers((1 << 30, 1 << 30), (0, 0))[0].problem)[1]
+    budget_bytes = kept.peak_bytes + kept.grad_bytes
+
+    def resident_bytes(models: tuple[int, int]) -> list[int]:
+        requests = two_readers((budget_bytes, budget_bytes), models)
+        return [extent_of(problem.graph, made).resident_bytes for problem, made in plan_jointly(requests, greedy)]
+
+    assert resident_bytes((0, 0)) == [kept.resident_bytes] * 2
+    assert sum(resident_bytes((0, 1))) <= budget_bytes < 2 * kept.resident_bytes + kept.grad_bytes
+
+
+def test_each_graph_keeps_the_budget_of_its_own_model() -> None:
+    kept = extents(two_readers((1 << 30, 1 << 30), (0, 1))[0].problem)[1]
+    budgets = 2 * kept.peak_bytes, int(1.2 * kept.peak_bytes)
+    for budget_bytes, (_, made) in zip(budgets, plan_jointly(two_readers(budgets, (0, 1)), greedy), strict=True):
+        assert made.prediction.device_peak_bytes <= budget_bytes
+    with pytest.raises(NoFeasiblePlan) as caught:
+        plan_jointly(two_readers((budgets[0], 1), (0, 1)), greedy)
+    assert caught.value.budget_bytes == 1

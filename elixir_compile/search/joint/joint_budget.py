@@ -1,4 +1,5 @@
-"""Joint plans of several graphs under a shared budget, if several forwards of a step are outstanding at once.
+"""Joint plans of several graphs under a shared budget: several forwards of a step are outstanding at once, or models
+share a device.
 
 ```text
   device bytes   |       B's own peak                     and, for every graph, resident + left
@@ -10,6 +11,9 @@
                  +----------------------> A.fwd  B.fwd  B.bwd  A.bwd  update
 ```
 
+The graphs may belong to several models that share a device, each with a budget of its own for all that is there while
+it runs. What graphs of one model read together is there once.
+
 The forwards belong to different graphs, or to the same graph called several times. First, every graph gets bytes
 between its minimum memory and its memory with everything kept: the same share of the way for all graphs, the largest at
 which all fit. Then the graphs are planned in turn. Each plan counts the bytes of the other graphs as external usage,
@@ -20,14 +24,14 @@ The minimum memory of a graph is first that of its whole batch. If no plans are 
 batch, it is the fewest bytes of any number of micro-batches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.analysis.timeline import away_bytes
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import BucketId, Placement, Plan
+from elixir_compile.ir import BucketId, Phase, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
 from elixir_compile.search.joint.micro_batches import candidates
 
@@ -47,6 +51,8 @@ class GraphRequest:
     outside_bytes: int | None = None
     """For code between graphs, which no plan changes, the most bytes that it holds beside the bytes of the graphs, as
     measured; None for a graph. The `problem` is then that of any graph."""
+    model: int = 0
+    """The number of the model of the graph: buckets of equal names are the same only in the same model."""
 
     def extents(self) -> tuple[Extent, Extent]:
         """Return the smallest extent, and the extent if nothing moves."""
@@ -56,9 +62,11 @@ class GraphRequest:
 
 
 def _fixed(peak_bytes: int) -> Extent:
-    return Extent(peak_bytes=peak_bytes, left_bytes=0, resident_bytes=0, grad_bytes=0)
+    return Extent(peak_bytes=peak_bytes, left_bytes=0, resident={}, grads={})
 
 
+_Home = tuple[str, int, BucketId]
+"""A bucket: one in force is that of a "model" with this number, a new one that of a "graph"."""
 Planned = tuple[Problem, Plan]
 """The problem of a graph beside the other graphs, and its plan."""
 
@@ -99,8 +107,8 @@ def _planned_between(
 ) -> list[Planned]:
     """Return the plans of `plan_jointly` with bytes of each graph between the two extents in `found`."""
     share = _largest_share(requests, found)
-    budget_bytes, memory = requests[0].problem.budget_bytes, "device"
-    needed_bytes = _needed_bytes(requests, [low for low, _ in found])
+    budget_bytes, needed_bytes = _tightest(requests, [low for low, _ in found])
+    memory = "device"
     host_needs: dict[int, int] = {}
     shares = [] if share is None else [share * part for part in _EASED]
     while shares:
@@ -126,8 +134,8 @@ def _largest_share(requests: Sequence[GraphRequest], found: Sequence[tuple[Exten
     too much."""
 
     def fits(share: float) -> bool:
-        held = [low.towards(high, share) for low, high in found]
-        return _needed_bytes(requests, held) <= requests[0].problem.budget_bytes
+        budget_bytes, needed_bytes = _tightest(requests, [low.towards(high, share) for low, high in found])
+        return needed_bytes <= budget_bytes
 
     if not fits(0.0):
         return None
@@ -140,9 +148,14 @@ def _largest_share(requests: Sequence[GraphRequest], found: Sequence[tuple[Exten
     return low
 
 
-def _needed_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent]) -> int:
-    """Return the largest peak of all graphs, each beside the bytes of the others."""
-    return max(_base_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held))
+def _tightest(requests: Sequence[GraphRequest], held: Sequence[Extent]) -> tuple[int, int]:
+    """Return the budget and the peak beside the others of the graph that exceeds its budget most, or is closest to
+    it."""
+    pairs = [
+        (requests[number].problem.budget_bytes, _base_bytes(requests, held, number) + extent.peak_bytes)
+        for number, extent in enumerate(held)
+    ]
+    return max(pairs, key=lambda pair: pair[1] - pair[0])
 
 
 def needed_bytes_of(requests: Sequence[GraphRequest], plans: Sequence[Plan | None]) -> list[int]:
@@ -159,14 +172,40 @@ def needed_bytes_of(requests: Sequence[GraphRequest], plans: Sequence[Plan | Non
 
 def _base_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
     """Return the device bytes held outside the graph `number` while it runs or its gradients wait for the update."""
-    beside = requests[number].beside
-    others = [extent for other, extent in enumerate(held) if other != number]
-    done = [extent for other, extent in enumerate(held) if other != number and other not in beside]
+    own, beside = requests[number], requests[number].beside
+    others = [other for other in range(len(held)) if other != number]
+    done = [other for other in others if other not in beside]
+    own_buckets = _by_home(requests, held, [number], lambda extent: extent.resident).keys()
+    resident = _by_home(requests, held, others, lambda extent: extent.resident)
+    grads_of_done = _by_home(requests, held, done, lambda extent: extent.grads)
+    grads_of_all = _by_home(requests, held, others, lambda extent: extent.grads)
+    # Gradients that stay are in the resident bytes of the graph itself, as sums.
+    summed = own_buckets if own.problem.accumulates else ()
     left_bytes = sum(held[other].left_bytes for other in beside)
-    while_it_runs = left_bytes + sum(extent.grad_bytes for extent in done)
-    at_the_update = sum(extent.grad_bytes for extent in others)
-    resident_bytes = sum(extent.resident_bytes for extent in others)
-    return requests[number].problem.base_bytes + resident_bytes + max(while_it_runs, at_the_update)
+    while_it_runs = left_bytes + _bytes_without(grads_of_done, summed)
+    at_the_update = _bytes_without(grads_of_all, summed)
+    return own.problem.base_bytes + _bytes_without(resident, own_buckets) + max(while_it_runs, at_the_update)
+
+
+def _by_home(
+    requests: Sequence[GraphRequest],
+    held: Sequence[Extent],
+    numbers: Iterable[int],
+    bytes_of: Callable[[Extent], Mapping[BucketId, int]],
+) -> dict[_Home, int]:
+    """Return the bytes of each bucket of the graphs `numbers`; of a bucket of several graphs, the most bytes of any."""
+    found: dict[_Home, int] = {}
+    for number in numbers:
+        request = requests[number]
+        in_force = {bucket.id for bucket in request.problem.buckets}
+        for bucket, nbytes in bytes_of(held[number]).items():
+            home = ("model", request.model, bucket) if bucket in in_force else ("graph", number, bucket)
+            found[home] = max(nbytes, found.get(home, 0))
+    return found
+
+
+def _bytes_without(buckets: Mapping[_Home, int], leaving_out: Collection[_Home]) -> int:
+    return sum(nbytes for bucket, nbytes in buckets.items() if bucket not in leaving_out)
 
 
 def _planned(
@@ -179,11 +218,11 @@ def _planned(
     `host_needs` and NoFeasiblePlan is raised; the caller tries again.
     """
     found: list[Planned] = []
-    placed: dict[BucketId, Placement] = {}
+    placed: dict[tuple[int, BucketId], Placement] = {}
     for number, request in enumerate(requests):
         if request.outside_bytes is not None:
             continue
-        more_bytes = _more_host_bytes(request.problem, placed, [plan for _, plan in found])
+        more_bytes = _more_host_bytes(requests, number, placed) + sum(away_bytes(plan) for _, plan in found)
         more_bytes += sum(needed for later, needed in host_needs.items() if later > number)
         problem = replace(
             request.problem,
@@ -192,8 +231,11 @@ def _planned(
             base_bytes=_base_bytes(requests, held, number),
             between_bytes=_more_bytes(requests, held, number, waits=True),
             after_bytes=_more_bytes(requests, held, number, waits=False),
-            placements=tuple(placed.get(home.bucket, home) for home in request.problem.placements),
+            placements=tuple(placed.get((request.model, home.bucket), home) for home in request.problem.placements),
         )
+        if all(op.phase is Phase.FORWARD for op in problem.graph.ops):
+            # It has no update, and holds its parameters alone from its last op on.
+            problem = replace(problem, between_bytes=max(problem.between_bytes, problem.after_bytes))
         try:
             plan = search(problem)
         except NoFeasiblePlan as error:
@@ -201,28 +243,37 @@ def _planned(
                 host_needs.setdefault(number, error.needed_bytes - problem.host_base_bytes)
             raise
         found.append((problem, plan))
-        placed |= {home.bucket: home for home in plan.placements}
+        placed |= {(request.model, home.bucket): home for home in plan.placements}
         held[number] = extent_of(problem.graph, plan)
     for number, request in enumerate(requests):
         needed_bytes = _base_bytes(requests, held, number) + held[number].peak_bytes
         if request.outside_bytes is not None and needed_bytes > request.problem.budget_bytes:
             raise NoFeasiblePlan("", "", request.problem.budget_bytes, needed_bytes, {})
     return [
-        (problem, _rebased(plan, _base_bytes(requests, held, number))) for number, (problem, plan) in enumerate(found)
+        (problem, rebased(plan, _base_bytes(requests, held, number))) for number, (problem, plan) in enumerate(found)
     ]
 
 
-def _more_host_bytes(problem: Problem, placed: Mapping[BucketId, Placement], plans: Sequence[Plan]) -> int:
-    """Return the host bytes added by `plans`: offloaded activations, and buckets moved by `placed`.
+def _more_host_bytes(
+    requests: Sequence[GraphRequest], number: int, placed: Mapping[tuple[int, BucketId], Placement]
+) -> int:
+    """Return the host bytes that the moves of buckets to the homes `placed` add.
 
-    Buckets with parameters of the graph of `problem` are left out, because its own plan counts them.
+    Buckets with parameters of the graph `number` are left out, because its own plan counts them.
     """
-    storages = {storage.id for storage in problem.graph.storages}
-    more_bytes = sum(map(away_bytes, plans))
-    for bucket, home in zip(problem.buckets, problem.placements, strict=True):
-        if bucket.id in placed and storages.isdisjoint(bucket.params):
-            more_bytes += bucket_host_bytes(bucket, placed[bucket.id]) - bucket_host_bytes(bucket, home)
-    return more_bytes
+    own = requests[number]
+    storages = {storage.id for storage in own.problem.graph.storages}
+    in_force = {
+        (request.model, bucket.id): (bucket, home)
+        for request in requests
+        for bucket, home in zip(request.problem.buckets, request.problem.placements, strict=True)
+        if request.model != own.model or storages.isdisjoint(bucket.params)
+    }
+    return sum(
+        bucket_host_bytes(bucket, placed[key]) - bucket_host_bytes(bucket, home)
+        for key, (bucket, home) in in_force.items()
+        if key in placed
+    )
 
 
 def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int, *, waits: bool) -> int:
@@ -236,7 +287,7 @@ def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number
     free_bytes = [
         0
         if other == number
-        else (budget_bytes - _base_bytes(requests, held, other) - held[other].peak_bytes)
+        else (later.problem.budget_bytes - _base_bytes(requests, held, other) - held[other].peak_bytes)
         // max(1, later.beside.count(number))
         for other, later in enumerate(requests)
         if (number in later.beside) == waits and (waits or other != number)
@@ -247,8 +298,8 @@ def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number
     return max(0, budget_bytes - _base_bytes(requests, held, number) - assumed_bytes - min(free_bytes))
 
 
-def _rebased(plan: Plan, base_bytes: int) -> Plan:
-    """Return `plan` with `base_bytes` updated to the usage of the other graphs' plans; its schedule is unchanged."""
+def rebased(plan: Plan, base_bytes: int) -> Plan:
+    """Return `plan` with the usage `base_bytes` outside of its graph; its schedule is unchanged."""
     more_bytes = base_bytes - plan.base_bytes
     prediction = replace(plan.prediction, device_peak_bytes=plan.prediction.device_peak_bytes + more_bytes)
     formula = f"{plan.formula} + {more_bytes}" if plan.formula and more_bytes else plan.formula

@@ -1,9 +1,11 @@
 """Bad input: a clear error or warning, and the user's model and optimizer as they were."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.capture.modules import is_swapped
 from elixir_compile.measure.machine import host_memory_bytes
+from elixir_compile.optim import unplanned
 from elixir_compile.units import format_bytes
 from tests.run.models import Stack
 from tests.run.training import hybrid_adamw, plain_step
@@ -185,6 +188,21 @@ def test_an_optimizer_of_torch_warns_once_if_nothing_of_its_model_was_captured(k
     texts = [str(one.message) for one in seen if isinstance(one.message, elixir.NoGraphCaptured)]
     assert len(texts) == (0 if is_called else 1)
     assert all(f"this {kind.__name__}" in text and "compile" in text for text in texts)
+
+
+def test_objects_of_the_process_are_looked_through_once_for_all_optimizers_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes as long as a step, and a model may have an optimizer for each parameter."""
+    looked, real = [], gc.get_objects
+    monkeypatch.setattr(unplanned, "gc", SimpleNamespace(get_objects=lambda: looked.append(True) or real()))
+    torch.compile(Stack(), backend="eager")(torch.randn(4, 64))
+    for _ in range(2):
+        model = Stack()
+        model(torch.randn(4, 64)).backward()
+        for param in model.parameters():
+            torch.optim.SGD([param], lr=0.1).step()
+    assert len(looked) == 2
 
 
 def test_compilations_of_a_model_that_never_ran_warn() -> None:

@@ -5,6 +5,7 @@ import pickle
 import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from training import Run, assert_same, by_elixir, loss_of, plain_step, planned_p
 import elixir_compile as elixir
 from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
 from elixir_compile.ir import StepGraph
+from elixir_compile.managed import out_of_memory
 from elixir_compile.managed.out_of_memory import EarlyShortage, FailedAllocation
 from elixir_compile.managed.step_profiler import StepProfiler
-from elixir_compile.platforms import Platform
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.units import GIB, KIB
 
@@ -66,16 +68,16 @@ def test_a_first_forward_that_finds_the_device_full_runs_again_under_its_plan(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kernels are tuned in it, which takes memory that later forwards do not need."""
-    emptied: list[bool] = []
-    monkeypatch.setattr(Platform, "empty_cache", lambda platform: emptied.append(True))
     expected = run_with_slack()
     expected.train(vectors(3))
     run = run_with_slack()
     fail(monkeypatch, "ticket", 0)
+    platform = Mock(wraps=platform_of(torch.device("cpu")))
+    monkeypatch.setattr(out_of_memory, "platform_of", lambda device: platform)
     run.train(vectors(3))
     assert_same(expected, run)
     assert elixir.compilations(run.model)[0].plan == elixir.compilations(expected.model)[0].plan
-    assert emptied == [True]
+    assert platform.empty_cache.call_count == 1
     assert any("which tunes kernels: it runs again" in message for message in caplog.messages)
 
 

@@ -13,6 +13,7 @@ from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.managed import outstanding
+from elixir_compile.problem.planning import ExternalUsage
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
 from elixir_compile.search.joint.replan import Correction
@@ -153,10 +154,10 @@ def test_host_bytes_of_other_graphs_are_external_usage_of_a_joint_problem() -> N
     total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
     assert total_bytes > 0
     for graph in model_of(run.model).graphs:
-        asked = graph.joint_problem(1000)
+        asked = graph.joint_problem(1000, ExternalUsage())
         own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(graph.param_names)]
         own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
         assert asked.host_base_bytes == total_bytes - own_bytes
         assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
         graph.planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
-        assert graph.joint_problem(1000).base_bytes == 1007
+        assert graph.joint_problem(1000, ExternalUsage()).base_bytes == 1007
