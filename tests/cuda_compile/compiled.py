@@ -1,6 +1,6 @@
 """Train one model on the device that does nothing, and print what was compiled for it as one line of JSON.
 
-python -m tests.cuda_compile.compiled gpt2          # started by `tests.cuda_compile`, which preloads the device
+python -m tests.cuda_compile.compiled gpt2 120000000    # started by `tests.cuda_compile`, which preloads the device
 
 Each step is the genuine one: capture, plan, Inductor's code, Triton's kernels down to machine code, their launchers,
 torch's allocator, copies, updates on the host. Only kernels do not run, so all values are those of fresh memory. The
@@ -9,12 +9,10 @@ folders of the caches are new, so that everything is compiled.
 
 import gc
 import json
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ NUM_WORDS = 1021
 NUM_STEPS = 3
 TIGHT_SHARE = 0.45
 """Of what a step takes beside the workspaces of libraries if nothing moves."""
-E_FLAGS = 48
-"""Where the header of an ELF file has its flags; the second byte of those of a cubin is the capability."""
 PROBLEM = "single_label_classification"
 """Named, because the model would note it in its first forward, and be captured again."""
 LANGUAGE = {
@@ -128,35 +124,20 @@ class Training:
         return row
 
 
-def machine_code(folder: Path) -> dict[str, int]:
-    """Return the number of files of machine code under `folder`, by what they are for, and of those that use a stack:
-    for values without a register, or for sines of any angle."""
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    counts: dict[str, int] = {}
-    for path in folder.rglob("*.cubin"):
-        said = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-        target = f"sm_{path.read_bytes()[E_FLAGS + 1]}"
-        counts[target] = counts.get(target, 0) + 1
-        counts["stack"] = counts.get("stack", 0) + (" LOCAL:0 " not in said or " STACK:0 " not in said)
-    return counts
-
-
-def main(name: str, code_folder: str) -> None:
-    """Train the model `name` without a budget, with a tight one, and by torch's own Inductor."""
+def main(name: str, budget: str = "") -> None:
+    """Train the model `name` in `budget` bytes of the device; or without a budget, and then by torch's own Inductor."""
     warnings.filterwarnings("ignore", message="TensorFloat32")
     # The device has no cuDNN, whose front end reads what the library answers. Convolutions and attention have others.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
-    free = Training(name, "elixir", plan_cache=False, report=False)
+    own = Training(name, "elixir", plan_cache=False, report=False, device_memory=int(budget) if budget else None).row()
+    if budget:
+        print(json.dumps({"tight": own}))
+        return
     floor_bytes = library_bytes(torch.device("cuda", 0))
-    budget = floor_bytes + int(TIGHT_SHARE * (free.row()["planned_bytes"] - floor_bytes))
-    tight = Training(name, "elixir", plan_cache=False, report=False, device_memory=budget)
-    torchs = Training(name, "inductor")
-    rows = {"free": free.row(), "tight": tight.row(), "torch": torchs.row()}
-    print(json.dumps({"model": name, **rows, "code": machine_code(Path(code_folder))}))
+    tight_bytes = floor_bytes + int(TIGHT_SHARE * (own["planned_bytes"] - floor_bytes))
+    print(json.dumps({"free": own, "torch": Training(name, "inductor").row(), "tight_bytes": tight_bytes}))
 
 
 if __name__ == "__main__":

@@ -211,10 +211,11 @@ def test_a_plain_torch_optimizer_trains_a_prepared_model(make: str) -> None:
     }
     model, batches = seeded(Stack), vectors()
     expected = by_torch(model, optimizer=optimizers[make]).train(batches)
-    budget = tight_bytes(model, batches[0], optimizer=optimizers[make])
-    got = by_elixir(model, optimizer=optimizers[make], device_memory=budget)
-    with pytest.warns(elixir.ElixirWarning, match=f"{type(got.optimizer).__name__} keeps .*HybridAdamW"):
-        got.train(batches)
+    held = [value for entry in expected.optimizer.state.values() for value in entry.values()]
+    state_bytes = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+    # No plan moves the state: on a CPU it stays beside the parameters, and counts.
+    budget = tight_bytes(model, batches[0], optimizer=optimizers[make]) + int(1.05 * state_bytes)
+    got = by_elixir(model, optimizer=optimizers[make], device_memory=budget).train(batches)
     assert_offloads(got)
     assert_same(expected, got)
 

@@ -4,6 +4,8 @@ Inductor writes a buffer as large as the device's cache between two runs of a ke
 step of a GPT-2 took 159 MiB in a budget of 112.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch._inductor.runtime import benchmarking
 
 import elixir_compile as elixir
 from elixir_compile import compat
+from elixir_compile.compat import compilers
 from elixir_compile.runtime.lowering import CompiledRegion, RegionCompiler
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import by_elixir, tight_bytes
@@ -64,6 +67,26 @@ def test_a_region_is_timed_in_its_first_run_that_succeeds(benchmarker: SimpleNam
         region.run([])
     assert [region.run([1]), region.run([2])] == [1, 2]
     assert seen == [7, 7, CACHE_BYTES]
+
+
+def test_a_capture_times_kernels_without_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor times padded products then, and no plan has left room."""
+    limits: list[int] = []
+    seen: list[tuple[int, ...]] = []
+
+    @contextmanager
+    def noted(nbytes: int) -> Iterator[None]:
+        limits.append(nbytes)
+        yield
+        limits.pop()
+
+    def lower(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        seen.append(tuple(limits))
+        return graph
+
+    monkeypatch.setattr(compilers, "timed_within", noted)
+    compat.compile_with_inductor(torch.fx.symbolic_trace(torch.nn.ReLU()), [torch.ones(2)], lower, lower)
+    assert (seen, limits) == ([(0,)], [])
 
 
 def test_the_room_is_what_the_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
