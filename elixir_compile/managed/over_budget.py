@@ -107,7 +107,7 @@ class Outside:
             self._found[place.graph] = (beside, most)
 
     def requests(self, graphs: Sequence[object], problem: Problem) -> list[GraphRequest]:
-        """Return the code between `graphs` as requests beside them; `problem` is that of any of them."""
+        """Return the code between `graphs` as requests beside them, each with `problem`, the problem of some graph."""
         return [
             GraphRequest(
                 problem=problem,

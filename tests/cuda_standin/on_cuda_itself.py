@@ -134,16 +134,6 @@ def test_freed_memory_is_not_there_any_more() -> None:
     assert (done.stdout, done.returncode) == ("freed\n", -11), done.stderr
 
 
-def test_the_current_device_and_stream_belong_to_a_thread() -> None:
-    seen = []
-    with torch.accelerator.device_index(1), torch.Stream(OTHER):
-        thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_device_index()))
-        thread.start()
-        thread.join()
-        assert torch.accelerator.current_device_index() == 1
-    assert seen == [0]
-
-
 def test_products_take_the_workspaces_of_cublas_once_for_each_thread() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,5 @@
 """The device of these tests behaves as a GPU does: late copies, events, freed memory, threads, autograd, capture."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -80,16 +78,6 @@ def test_fresh_memory_is_poison_and_memory_runs_out() -> None:
     del values
     assert torch.accelerator.max_memory_allocated(DEVICE) == held + (4 << 20)
     assert torch.accelerator.memory_allocated(DEVICE) == held
-
-
-def test_the_current_device_and_stream_belong_to_a_thread() -> None:
-    seen = []
-    with torch.accelerator.device_index(1), torch.Stream(OTHER):
-        thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_device_index()))
-        thread.start()
-        thread.join()
-        assert torch.accelerator.current_device_index() == 1
-    assert seen == [0]
 
 
 def test_an_event_of_one_device_is_not_recorded_on_another() -> None:

@@ -1,4 +1,4 @@
-"""Lanes of an accelerator that several threads use."""
+"""Streams and lanes of an accelerator that several threads use."""
 
 import threading
 
@@ -8,6 +8,17 @@ from elixir_compile.runtime.lanes.accelerator import StreamLane
 from tests.device import emulated
 
 DEVICE = torch.device(emulated.NAME, 0)
+OTHER = torch.device(emulated.NAME, 1)
+
+
+def test_the_current_device_and_stream_belong_to_a_thread() -> None:
+    seen = []
+    with torch.accelerator.device_index(1), torch.Stream(OTHER):
+        thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_device_index()))
+        thread.start()
+        thread.join()
+        assert torch.accelerator.current_device_index() == 1
+    assert seen == [0]
 
 
 def test_two_threads_in_blocks_of_a_lane_get_back_their_own_streams() -> None:

@@ -132,7 +132,7 @@ def eager_run(model: nn.Module, optimizer: Callable[..., Any] = fused_adamw, **o
 
 
 class Several:
-    """Several optimizers that step as one."""
+    """Several optimizers that step as one. Users who step in the backward have one for each parameter."""
 
     def __init__(self, each: Iterable[torch.optim.Optimizer]) -> None:
         self.each = tuple(each)
@@ -144,6 +144,10 @@ class Several:
     def zero_grad(self) -> None:
         for optimizer in self.each:
             optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        return {param: entry for optimizer in self.each for param, entry in optimizer.state.items()}
 
 
 def closure_step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:

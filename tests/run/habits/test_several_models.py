@@ -8,23 +8,14 @@ from torch.optim import AdamW
 from tests.run.habits.habit import habit
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes
+from tests.run.updating import Several
 
 OPTIONS = {"planner": "greedy", "plan_cache": False}
 
 
-class Each:
-    """One AdamW for each parameter."""
-
-    def __init__(self, params: Any) -> None:
-        self.each = [AdamW([param], lr=1e-2) for param in params]
-
-    def step(self) -> None:
-        for optimizer in self.each:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.each:
-            optimizer.zero_grad()
+def each(params: Any) -> Any:
+    """Return one AdamW for each parameter."""
+    return Several(AdamW([param], lr=1e-2) for param in params)
 
 
 @habit(
@@ -80,7 +71,7 @@ def test_a_teacher_and_a_student_share_their_budget() -> None:
     note="plans count the state of all of them from the second step on",
 )
 def test_an_optimizer_for_each_parameter_is_counted() -> None:
-    model, batches, make = seeded(Stack), vectors(4), Each
+    model, batches, make = seeded(Stack), vectors(4), each
     params_bytes = sum(param.nbytes for param in model.parameters())
     budget_bytes = int(1.05 * (least_bytes(model, batches[0], optimizer=make) + 2 * params_bytes))
     expected = by_torch(model, optimizer=make).train(batches)

@@ -12,32 +12,16 @@ import elixir_compile as elixir
 from elixir_compile.measure.step import Resident
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of, tight_bytes
+from tests.run.updating import Several
 
 Make = Callable[[Any], Optimizer]
 UNPLANNED_BYTES = 4096
 """Step counters, tickets and losses."""
 
 
-class Each:
-    """One optimizer for each parameter, as users have them who step in the backward."""
-
-    def __init__(self, params: Any) -> None:
-        self.each = [AdamW([param]) for param in params]
-
-    def step(self) -> None:
-        for optimizer in self.each:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.each:
-            optimizer.zero_grad()
-
-    @property
-    def state(self) -> dict[torch.Tensor, Any]:
-        return {param: entry for optimizer in self.each for param, entry in optimizer.state.items()}
-
-
-EACH: Any = Each
+def each(params: Any) -> Any:
+    """Return one optimizer for each parameter."""
+    return Several(AdamW([param]) for param in params)
 
 
 def momentum(params: Any) -> Optimizer:
@@ -72,7 +56,7 @@ def peak_bytes(run: Run) -> int:
     return elixir.measure_step(step, device="cpu").device_peak_bytes
 
 
-@pytest.mark.parametrize("make", [AdamW, momentum, EACH])
+@pytest.mark.parametrize("make", [AdamW, momentum, each])
 def test_plans_count_the_state_of_plain_optimizers(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The budget has room for the whole state and for the step of a model whose parameters are on the host."""
     model, batches = seeded(Stack), vectors(4)
@@ -87,7 +71,7 @@ def test_plans_count_the_state_of_plain_optimizers(make: Make, caplog: pytest.Lo
     assert peak_bytes(run) - other_bytes <= budget_bytes + UNPLANNED_BYTES
 
 
-@pytest.mark.parametrize("make", [AdamW, EACH])
+@pytest.mark.parametrize("make", [AdamW, each])
 def test_a_budget_without_room_for_the_state_is_an_error_of_the_second_step(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
