@@ -131,7 +131,7 @@ def _compile_graph(
     if keys:
         model = _models_of(keys[:1])[0]
         refuse_wrappers(gm, model.roots)
-        return _compile_gathers(gm, inputs, options, model)
+        return _compile_rewired(gm, inputs, options, model)
     params = _parameters(inputs)
     if any(map(is_dtensor, params)):
         raise NotPrepared(
@@ -261,11 +261,8 @@ def _compile_first(
     Dynamo builds its guards after this has returned, so they are guards of prepared modules. The graph need not be
     captured again unless it reads attributes of the classes that change. If no plan fits, the model stays plain.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    rewired = rewire(gm, inputs)
-    handles = rewired.handles  # `run` must not keep `rewired`, which holds the first batch
     try:
-        compiled = _compile_gathers(gm, rewired.example_inputs, options, model)
+        compiled = _compile_rewired(gm, inputs, options, model)
     except NoFeasiblePlan as error:
         through = "a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         raise NoFeasiblePlan(*error.args[:-1], beyond=error.beyond or through) from None
@@ -275,8 +272,21 @@ def _compile_first(
         # the class of a module whose parameters the graph does not read.
         model.forget_graphs()
         compat.trace_again("modules got classes that read parameters as gathers")
-    compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
     compat.before_each_capture(follow_all_thaws)
+    return compiled
+
+
+def _compile_rewired(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
+) -> Callable[..., Any]:
+    """Compile a graph whose `inputs` may be parameters of `model`: they become handles and gathers."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    rewired = rewire(gm, inputs, model.executor)
+    handles = rewired.handles  # `run` must not keep `rewired`, which holds the first batch
+    compiled = _compile_gathers(gm, rewired.example_inputs, options, model)
+    if not handles:
+        return compiled
+    compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
 
     def run(*args: Any) -> Any:
         values = list(args)

@@ -233,15 +233,17 @@ def _gathered(name: str, slot: Slot) -> property:
 def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
     """Return a copy of the slot's parameter on the device, of `size` and `stride`.
 
-    If gradients are on, autograd leads the gradient of the copy to the parameter. Raises UnsupportedModel if eager code
-    wrote to an earlier copy.
+    If gradients are on, autograd leads the gradient of the copy to the parameter. Within `torch.func.grad` or `vmap`
+    the copy is what the parameter would be: a tensor from outside. Raises UnsupportedModel if eager code wrote to an
+    earlier copy.
     """
-    if torch.is_grad_enabled() and slot.param.requires_grad:
-        copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
-    else:
-        with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
-            copy = GATHER(slot.handles[0], size, stride, slot.key)
-    executor.eager_reads.note(slot, copy)
+    with compat.outside_transforms():
+        if torch.is_grad_enabled() and slot.param.requires_grad:
+            copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
+        else:
+            with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
+                copy = GATHER(slot.handles[0], size, stride, slot.key)
+        executor.eager_reads.note(slot, copy)
     return copy
 
 

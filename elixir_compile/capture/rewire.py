@@ -113,10 +113,10 @@ def pass_unmanaged(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Col
     inputs, keys = list(example_inputs), {}
     places = {id(value): place for place, value in enumerate(inputs)}
     for slot in slots:
-        param, taken = slot.param, _placeholder_of(gm, slot)
+        param = slot.param
         place = places.get(id(param))
         if place is None:
-            place = placeholders.index(taken)
+            place = placeholders.index(_placeholder_of(gm, slot))
             keys[place] = slot.key
         _replace_gathers(gm, slot, placeholders[place])
         if place in keys or param.device != slot.device:  # a parameter on another device is moved before the graph runs
@@ -186,20 +186,27 @@ def read_functionally(gm: fx.GraphModule) -> Slot | None:
     return None
 
 
-def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:
-    """Replace each parameter with a slot among the inputs of `gm` by a handle and gathers, in place."""
+def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any], sink: object) -> Rewired:
+    """Replace each parameter with a slot of the executor `sink` among the inputs of `gm` by a handle and gathers, in
+    place.
+
+    Those are all parameters of a model that is not prepared yet, and later those that the graph reads by name, as
+    `model.parameters()` does: the property that gathers belongs to an attribute of a module. Not those that this rank
+    has a part of, as the graph was traced with the part.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
     fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
     inputs, handles = list(example_inputs), {}
     for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
         slot = slot_of(value) if isinstance(value, torch.nn.Parameter) else None
-        if slot is None:
+        if slot is None or slot.sink is not sink or slot.is_dtensor or slot.shape != value.shape:
             continue
         handles[index] = slot.handle()
         inputs[index] = fake_mode.from_tensor(handles[index], static_shapes=True)
         _gather_for_each_user(gm.graph, node, placeholders[-1], slot)
         node.meta["example_value"] = inputs[index]
-    gm.recompile()
+    if handles:
+        gm.recompile()
     return Rewired(example_inputs=inputs, handles=handles)
 
 

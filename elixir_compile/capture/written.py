@@ -82,9 +82,16 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
 
 
 def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
-    """Return the slots of `params` gathered in `gm`, each with the reason of the parameter."""
+    """Return the slots of `params` that `gm` gathers, or reads by name beside gathers, with the reason of each.
+
+    A graph without gathers reads all its parameters where they live, and can write them there.
+    """
     reasons = {id(param): reason for param, reason in params}
-    slots = dict.fromkeys(slot_by_key(key_of(node)) for node in (gathers_of(gm) if reasons else ()))
+    gathers = gathers_of(gm) if reasons else []
+    slots = dict.fromkeys(slot_by_key(key_of(node)) for node in gathers)
+    if gathers:
+        by_name = (slot for param, _ in params if (slot := slot_of(param)) is not None)
+        slots |= dict.fromkeys(slot for slot in by_name if not slot.is_dtensor)
     return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
 
 

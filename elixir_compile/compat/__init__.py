@@ -14,7 +14,10 @@ from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_ho
 from elixir_compile.compat.autograd import has_hooks_before_accumulation as has_hooks_before_accumulation
 from elixir_compile.compat.autograd import hooks_after_accumulation as hooks_after_accumulation
 from elixir_compile.compat.autograd import is_batched as is_batched
+from elixir_compile.compat.autograd import is_trial_of_scan as is_trial_of_scan
 from elixir_compile.compat.autograd import keeps_tangents as keeps_tangents
+from elixir_compile.compat.autograd import let_gradients_follow as let_gradients_follow
+from elixir_compile.compat.autograd import outside_transforms as outside_transforms
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors
 from elixir_compile.compat.capturing import check_requires_grad as check_requires_grad
 from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines

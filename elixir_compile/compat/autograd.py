@@ -1,9 +1,10 @@
 """The state of the running backward pass, and the hooks of a parameter."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,6 +74,51 @@ def _nodes_are_made() -> AbstractContextManager[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set() - autograd
     guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
     return guard
+
+
+def let_gradients_follow(leaf: torch.Tensor) -> None:
+    """Let the gradients of graphs that read `leaf` until now arrive on the device that it has by then.
+
+    A leaf gets another accumulate node with another device. Graphs keep the node that they lead to, which adds
+    gradients on the old device, and refuses hooks that change the device: torch 2.11 to 2.13. So the sum is set aside
+    until the gradient is there. Without a graph the node is freed when this returns.
+    """
+    if not leaf.requires_grad:
+        return
+    with torch.enable_grad(), _nodes_are_made():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    aside: list[torch.Tensor | None] = []
+
+    def set_aside(grads: Sequence[torch.Tensor | None]) -> None:
+        aside.append(leaf.grad)
+        leaf.grad = None
+
+    def add(_inputs: object, _outputs: object) -> None:
+        arrived, total = leaf.grad, aside.pop()
+        leaf.grad = None
+        if arrived is not None:
+            arrived = arrived.to(leaf.device)
+            total = arrived if total is None else total + arrived
+        leaf.grad = total
+
+    node.register_prehook(set_aside)
+    node.register_hook(add)
+
+
+def is_trial_of_scan() -> bool:
+    """Return whether the running op belongs to a turn that an eager `scan` runs to learn the shapes of its results.
+
+    It runs that turn again, so an effect of the op would happen twice. `generic_scan` of torch 2.11 keeps in its local
+    variable `dummy_carry` what that turn returned; torch 2.13 runs each turn once. Gone: False.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_scan = "dummy_carry" in code.co_varnames and code.co_filename.endswith("_higher_order_ops/scan.py")
+        if is_scan and "dummy_carry" not in frame.f_locals:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class AccumulateNode:
@@ -146,3 +192,14 @@ def keeps_tangents() -> bool:
     holds it in a tuple of arguments: torch 2.11. torch 2.13 drops the tuple before the first op.
     """
     return torch.__version__ < "2.13"
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a context in which ops know nothing of the running `torch.func.grad`, `vmap` and the like.
+
+    `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack`: torch 2.11 to 2.13. Gone: ImportError when eager
+    code reads a parameter whose home is the host.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()

@@ -228,9 +228,11 @@ def sum_over_parts(number: float, param: torch.Tensor, axes: Sequence[int]) -> f
 def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Replace the data of `param`, or its local tensor, by `data`, and move the gradient to the device of `data`.
 
-    torch requires a parameter and its gradient to be on one device.
+    torch requires a parameter and its gradient to be on one device, also a gradient that a backward adds later.
     """
     grad = param.grad
+    if data.device != own_part(param).device:
+        compat.let_gradients_follow(param)
     param.grad = None
     if isinstance(param, DTensor):
         if data.device != param.device:

@@ -156,6 +156,16 @@ class StatePlacer:
         layouts = self._rule.state_layouts(param, group)
         return {name: self.buffers.buffer(bucket, name, param, layout) for name, layout in layouts.items()}
 
+    def place_beside(self, states: States, param: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Move the state of `param`, which no plan places any more, to the device of `param`, or create it there."""
+        self.disk.fetch(states, param)
+        state, device = states.get(param) or {}, own_part(param).device
+        away = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.device != device}
+        if away and not away.isdisjoint(self._rule.state_layouts(param, group)):
+            self._move(state, param, group, {})
+        else:
+            self.create(states, param, group)
+
     def create(
         self,
         states: States,

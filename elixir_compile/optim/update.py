@@ -131,7 +131,7 @@ class Updater:
         self, params: Sequence[nn.Parameter], group: Mapping[str, Any], states: States, rule: UpdateRule
     ) -> None:
         for param in params:
-            self.placer.create(states, param, group)
+            self.placer.place_beside(states, param, group)
         if params:
             part = group_slice_of(params, states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
