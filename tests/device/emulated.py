@@ -7,53 +7,21 @@ import os
 from contextlib import AbstractContextManager
 
 from tests.cuda_standin import device as standin
+from tests.device import fakegpu
 
-if standin.is_here():
-    from tests.cuda_standin.device import (
-        EARLY,
-        LATE,
-        NAME,
-        RANDOM,
-        capacity,
-        num_async_copies,
-        num_pending,
-        ordered,
-        policy,
-        start,
-    )
-else:
-    from contextlib import nullcontext as ordered  # the second device type does not look
-
-    from tests.device.fakegpu import (
-        EARLY,
-        LATE,
-        NAME,
-        RANDOM,
-        capacity,
-        num_async_copies,
-        num_pending,
-        policy,
-        start,
-    )
-
-__all__ = [
-    "EARLY",
-    "LATE",
-    "NAME",
-    "RANDOM",
-    "capacity",
-    "chosen_policy",
-    "num_async_copies",
-    "num_pending",
-    "ordered",
-    "policy",
-    "start",
-]
+_here = standin if standin.is_here() else fakegpu
+NAME, EARLY, LATE, RANDOM = _here.NAME, _here.EARLY, _here.LATE, _here.RANDOM
+start, capacity, policy, ordered = _here.start, _here.capacity, _here.policy, _here.ordered
+num_async_copies, num_pending = _here.num_async_copies, _here.num_pending
 
 
 def chosen_policy() -> AbstractContextManager[None]:
-    """Run copies late, or by the variable EMULATED_POLICY: "early", or the seed of random moments."""
-    text = os.environ.get("EMULATED_POLICY", "late")
+    """Run copies late, or by the variable EMULATED_POLICY."""
+    return policy_named(os.environ.get("EMULATED_POLICY", "late"))
+
+
+def policy_named(text: str) -> AbstractContextManager[None]:
+    """Run copies by `text`: "early", "late", or the seed of random moments."""
     if text.isdecimal():
         return policy(RANDOM, int(text))
     return policy({"early": EARLY, "late": LATE}[text])

@@ -1,6 +1,9 @@
 """A plugin of pytest: tests that name no device run on the accelerator of this process, on device 0.
 
 python -m tests.cuda_standin.build -m tests.device.on_device -p tests.device.on_default tests/run/...
+
+`--moments early,late,0,1` runs each test with copies at once, with copies as late as waits allow, and with copies at
+the random moments of two seeds.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from tests.device import emulated
 
 DEVICE = torch.device(emulated.NAME, 0)
+_MOMENTS = "moments"
 _place = DeviceContext.__torch_function__
 
 
@@ -29,9 +33,22 @@ def _place_random(
 DeviceContext.__torch_function__ = _place_random
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--moments", default="late", help="when copies run: early, late, or seeds; each test runs with all"
+    )
+
+
 def pytest_configure() -> None:
     """Let what test files make when they are imported be on the device too."""
     torch.set_default_device(DEVICE)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test once for each of the moments, whose names come last in its name."""
+    metafunc.fixturenames.append(_MOMENTS)
+    metafunc.parametrize(_MOMENTS, metafunc.config.getoption("--moments").split(","))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,7 +58,7 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """Run each test with late copies, and fail it if two of its accesses had no order."""
-    with emulated.chosen_policy(), emulated.ordered():
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """Run each test with copies at its moments, and fail it if two of its accesses had no order."""
+    with emulated.policy_named(item.callspec.params[_MOMENTS]), emulated.ordered():
         return (yield)

@@ -13,8 +13,8 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = tuple(sorted(path.name for path in FOLDER.glob("on_device_*.py")))
-OF_FAKEGPU = ("on_device_itself.py", "on_device_machine.py", "on_device_doctor.py", "on_device_memory.py")
-"""Tests of what `fakegpu` is and lacks, and of bytes beside which no library has a workspace."""
+OF_FAKEGPU = ("on_device_itself.py", "on_device_machine.py", "on_device_doctor.py")
+"""Tests of what `fakegpu` is and lacks."""
 AT_MOST_S = 1800
 
 

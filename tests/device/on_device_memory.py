@@ -19,26 +19,41 @@ from elixir_compile.optim import device_masters
 from elixir_compile.options import parse_options
 from elixir_compile.platforms import PeakRecord, blocks, platform_of
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.problem import machine
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.units import GIB
 from tests.device import emulated
 from tests.run.models import Stack, seeded
-from tests.run.training import by_elixir, plain_step, planned_peak_bytes, tight_bytes
+from tests.run.training import by_elixir, plain_step, planned_peak_bytes, scaled_bytes, tight_bytes
 
 DEVICE = torch.device(emulated.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False}
 
 
+@pytest.fixture(autouse=True)
+def no_workspaces() -> None:
+    """Start without what libraries keep from earlier tests: a plan counts the workspaces of its step."""
+    drop_workspaces()
+
+
+def drop_workspaces() -> None:
+    gc.collect()
+    platform_of(DEVICE).drop_workspaces()
+    platform_of(DEVICE).empty_cache()
+
+
 def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
-    model, batches = seeded(Stack, 64).to(DEVICE), [torch.randn(2048, 64).to(DEVICE) for _ in range(3)]
+    num_rows = 2048 if emulated.NAME == "fakegpu" else 8192  # CUDA's allocator takes 20 MiB at a time
+    model, batches = seeded(Stack, 64).to(DEVICE), [torch.randn(num_rows, 64).to(DEVICE) for _ in range(3)]
     free = by_elixir(model, **PLAIN).train(batches)
-    losses, peak_bytes = [loss.item() for loss in free.losses], planned_peak_bytes(free)
+    losses, library_bytes = [loss.item() for loss in free.losses], machine.library_bytes(DEVICE)
+    peak_bytes = planned_peak_bytes(free) - library_bytes
     weights = {name: value.cpu() for name, value in free.model.state_dict().items()}
     plain = elixir.compilations(free.model)[0].plan
     del free
     gc.collect()
-    run = by_elixir(model, device_memory=2 * peak_bytes, **PLAIN)
+    run = by_elixir(model, device_memory=library_bytes + 2 * peak_bytes, **PLAIN)
     held_bytes = torch.accelerator.memory_allocated(DEVICE)
     with emulated.capacity(held_bytes + peak_bytes // 2):
         run.train(batches)
@@ -49,15 +64,16 @@ def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
 
 
 def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
-    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    most_bytes = machine.library_bytes(DEVICE) + (32 << 20)
+    before = torch.empty(most_bytes, dtype=torch.uint8, device=DEVICE)
     del before
     peak_bytes = torch.accelerator.max_memory_allocated(DEVICE)
-    assert peak_bytes >= 32 << 20
+    assert peak_bytes >= most_bytes
     model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches)
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
     record = elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=emulated.NAME)
-    assert record.device_peak_bytes < 32 << 20
+    assert record.device_peak_bytes < most_bytes
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
 
 
@@ -105,19 +121,20 @@ def foreign_bytes_at_a_shortage() -> int:
 @pytest.mark.parametrize("foreign_bytes", [foreign_bytes_in_steps, foreign_bytes_at_a_shortage])
 def test_tensors_of_others_count_as_the_bytes_that_they_asked_for(foreign_bytes: Callable[[], int]) -> None:
     """As the tensors of a plan do: rounded up, a hundred scalars of the model would look like tensors of others."""
-    gc.collect()
+    workspaces = torch.empty(machine.library_bytes(DEVICE), dtype=torch.uint8, device=DEVICE)  # as in a step
     before_bytes = foreign_bytes()
     held = [torch.empty(1, dtype=torch.uint8, device=DEVICE) for _ in range(100)]
     assert foreign_bytes() == before_bytes + len(held)
+    del workspaces
 
 
 GAPS = {
     # by name: bytes that the allocator holds above the budget, retries per step, whether it is said, and planned for;
     # what no plan leaves free ends no training
-    "more than the budget": (1 << 16, 0, True, True),
+    "more than the budget": (1 << 19, 0, True, True),
     "more than any plan leaves": (1 << 30, 0, True, None),
     "a cache freed for room": (-(1 << 13), 1, True, True),
-    "less than the budget": (-(1 << 16), 0, False, False),
+    "less than the budget": (-(1 << 21), 0, False, False),
 }
 
 
@@ -126,9 +143,9 @@ def test_gaps_between_tensors_are_planned_for(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     above_bytes, retries, is_said, is_planned_for = GAPS[kind]
-    model, batches = seeded(Stack).to(DEVICE), [torch.randn(64, 64).to(DEVICE) for _ in range(11)]
-    budget_bytes = int(1.5 * tight_bytes(model, batches[0], **PLAIN))
-    gc.collect()
+    model, batches = seeded(Stack).to(DEVICE), [torch.randn(1024, 64).to(DEVICE) for _ in range(11)]
+    budget_bytes = scaled_bytes(model, tight_bytes(model, batches[0], **PLAIN), 1.5)
+    drop_workspaces()  # of the capture that found the budget
     held_bytes, num_asked = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"], []
 
     def reserved_bytes(platform: AcceleratorPlatform, device: torch.device) -> int:
@@ -166,7 +183,8 @@ def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytes
     stats = torch.accelerator.memory_stats(DEVICE)
     rounded_bytes = stats["allocated_bytes.all.current"] - stats["requested_bytes.all.current"]
     over_bytes = measured.device_peak_bytes - foreign_bytes - record.plan.prediction.device_peak_bytes
-    assert abs(over_bytes) < rounded_bytes / 4
+    unused_bytes = min(machine.library_bytes(DEVICE), 1 << 20)  # no product of the backward adds a bias
+    assert abs(over_bytes + unused_bytes) < rounded_bytes / 4
 
 
 @pytest.mark.slow

@@ -81,10 +81,25 @@ def spawn(
 def apart(function: Callable[..., Any], *args: Any) -> Any:
     """Return what `function(*args)` returns in a process of its own, which holds no tensor of an earlier test.
 
-    It is forked from the server, which saves the 5 s that a new interpreter takes to load torch.
+    It is forked from the server, which saves the 5 s that a new interpreter takes to load torch. If the default device
+    of this process is an accelerator, it is that of the other process, which is none of a fork: torch refuses CUDA
+    there.
     """
-    with ProcessPoolExecutor(max_workers=1, mp_context=_forks(), initializer=gc.freeze) as pool:
+    import torch
+
+    device = torch.get_default_device()
+    context = _forks() if device.type == "cpu" else multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin, initargs=(str(device),)) as pool:
         return pool.submit(function, *args).result()
+
+
+def _begin(device: str) -> None:
+    """Begin a process of `apart`."""
+    gc.freeze()
+    if device != "cpu":
+        import torch
+
+        torch.set_default_device(device)
 
 
 def programs(text: str, *arguments: object, folder: Path, environments: Sequence[Mapping[str, str]]) -> list[str]:

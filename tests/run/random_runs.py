@@ -3,6 +3,7 @@
     python -m tests.run.random_runs --runs 200          prints a line for each run, and fails if any run is wrong
     python -m tests.run.random_runs --runs 200 --others the same with convolutions, Fourier transforms, RNNs captured
                                                         whole, losses of all kinds, `torch.cond`, and graph breaks
+    python -m tests.run.random_runs --device cuda       on an accelerator
 
 A run is drawn from its seed alone: model, budget, micro-batches per step, clipping, update mode, treatments of
 activations. If the budget is below the smallest possible one, the run trains under the smallest, which the error names.
@@ -21,9 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 import elixir_compile as elixir
 from elixir_compile.measure.step import Resident
+from elixir_compile.platforms import platform_of
+from elixir_compile.problem import machine
 from tests.run.models import seeded
 from tests.run.training import fused_adamw, hybrid_adamw, loss_of
 
@@ -51,7 +55,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x)
-        return functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+        return functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64, device=x.device))
 
 
 class Images(nn.Module):
@@ -262,11 +266,12 @@ class Draw:
         """The number of steps."""
         return NUM_STEPS_BROKEN if self.model == "broken" else NUM_STEPS
 
-    def made(self) -> tuple[nn.Module, list[Any]]:
-        """Return the model, and a batch for each micro-batch of all steps."""
+    def made(self, device: torch.device) -> tuple[nn.Module, list[Any]]:
+        """Return the model, and a batch for each micro-batch of all steps, on `device`."""
         model, batch = _MODELS[self.model](random.Random(self.seed))
         generator = torch.Generator().manual_seed(self.seed)
-        return model, [batch(generator) for _ in range(self.num_steps * self.num_micro_batches)]
+        batches = [batch(generator) for _ in range(self.num_steps * self.num_micro_batches)]
+        return model.to(device), tree_map(lambda tensor: tensor.to(device), batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +283,8 @@ class Outcome:
     planned_bytes: int
     peak_bytes: int
     """Peak of the last step, as the events of the allocator say."""
+    unused_bytes: int = 0
+    """Bytes of the workspaces that the plan counts for autograd's thread, whose products may need none."""
     is_same: bool
     """Whether losses and weights are bitwise those of `aot_eager`."""
     seconds: float
@@ -291,6 +298,8 @@ class Outcome:
         if self.draw.model == "broken":  # code between graphs is in no plan
             return found
         more_bytes = self.planned_bytes - self.peak_bytes
+        if more_bytes > 0:
+            more_bytes = max(0, more_bytes - self.unused_bytes)
         # A backward that updates adds each gradient to its sum as soon as it is complete: the plan is an upper limit.
         may_be_less = self.draw.update == "in_backward" and self.draw.num_micro_batches > 1
         may_be_less = may_be_less or self.draw.model not in _EXACT
@@ -321,37 +330,38 @@ def train(draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: 
     return losses
 
 
-def expected_of(draw: Draw) -> tuple[int, list[float], dict[str, torch.Tensor]]:
+def expected_of(draw: Draw, device: torch.device) -> tuple[int, list[float], dict[str, torch.Tensor]]:
     """Return the peak of the last step, the losses and the weights of the run by torch's `aot_eager`."""
-    foreign_bytes = _resident_bytes()
-    model, batches = draw.made()
+    foreign_bytes = _resident_bytes(device)
+    model, batches = draw.made(device)
     torch._dynamo.reset()
     compiled, optimizer = torch.compile(model, backend="aot_eager"), fused_adamw(model.parameters())
-    found, record = _steps(draw, compiled, model, optimizer, batches)
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    found, record = _steps(draw, compiled, model, optimizer, batches, device)
+    weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     return record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches), found, weights
 
 
-def outcome_of(draw: Draw) -> Outcome:
-    """Carry out the run of `draw`."""
+def outcome_of(draw: Draw, device: torch.device | None = None) -> Outcome:
+    """Carry out the run of `draw` on `device`; None means torch's default device."""
     with torch._dynamo.config.patch(allow_rnn=True):
-        return _outcome_of(draw)
+        return _outcome_of(draw, device or torch.get_default_device())
 
 
-def _outcome_of(draw: Draw) -> Outcome:
+def _outcome_of(draw: Draw, device: torch.device) -> Outcome:
     began_s = time.perf_counter()
-    peak_bytes, losses, weights = expected_of(draw)
-    budget_bytes = int(draw.share * peak_bytes)
+    peak_bytes, losses, weights = expected_of(draw, device)
+    fixed_bytes = machine.library_bytes(device)
+    budget_bytes = fixed_bytes + int(draw.share * (peak_bytes - fixed_bytes))
     for _ in range(_MOST_ERRORS_BROKEN if draw.model == "broken" else _MOST_ERRORS):
         try:
-            return _trained(draw, budget_bytes, losses, weights, began_s)
+            return _trained(draw, budget_bytes, losses, weights, began_s, device)
         except elixir.NoFeasiblePlan as error:
             budget_bytes = error.needed_bytes
     raise AssertionError(f"{draw}: no plan under the budgets that the errors named, the last of them {budget_bytes}")
 
 
 def _steps(
-    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: list[Any]
+    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: list[Any], device: torch.device
 ) -> tuple[list[float], elixir.Record]:
     """Train all steps; return the losses, and the record of the last step."""
     found: list[float] = []
@@ -362,7 +372,7 @@ def _steps(
 
     for _ in range(draw.num_steps - 1):
         step()
-    return found, elixir.measure_step(step, device="cpu")
+    return found, elixir.measure_step(step, device=device.type)
 
 
 def _waiting_bytes(batches: list[Any]) -> int:
@@ -372,12 +382,17 @@ def _waiting_bytes(batches: list[Any]) -> int:
 
 
 def _trained(
-    draw: Draw, budget_bytes: int, losses: list[float], weights: dict[str, torch.Tensor], began_s: float
+    draw: Draw,
+    budget_bytes: int,
+    losses: list[float],
+    weights: dict[str, torch.Tensor],
+    began_s: float,
+    device: torch.device,
 ) -> Outcome:
     torch._dynamo.reset()
     gc.collect()
-    foreign_bytes = _resident_bytes()
-    model, batches = draw.made()
+    foreign_bytes = _resident_bytes(device)
+    model, batches = draw.made(device)
     if draw.is_prepared:
         model = elixir.prepare(model)
     options: dict[str, Any] = {
@@ -394,14 +409,17 @@ def _trained(
     if draw.accumulate:
         options["accumulate"] = True
     compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
-    found, record = _steps(draw, compiled, model, optimizer, batches)
-    same = found == losses and all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    found, record = _steps(draw, compiled, model, optimizer, batches, device)
+    same = found == losses and all(
+        torch.equal(weights[name], value.cpu()) for name, value in model.state_dict().items()
+    )
     plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
     return Outcome(
         draw=draw,
         budget_bytes=budget_bytes,
         planned_bytes=max(plan.prediction.device_peak_bytes for plan in plans if plan is not None),
         peak_bytes=record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches),
+        unused_bytes=min(1 << 20, machine.library_bytes(device)),
         is_same=same,
         seconds=time.perf_counter() - began_s,
     )
@@ -411,14 +429,21 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return list(batch.values()) if isinstance(batch, dict) else [batch]
 
 
-def _resident_bytes() -> int:
+def _resident_bytes(device: torch.device) -> int:
+    """Return the bytes on `device` that are there before a run. Workspaces of libraries belong to a run."""
+    platform = platform_of(device)
+    if platform.has_own_memory:
+        platform.drop_workspaces()
+        return platform.tensor_bytes(device)
     with Resident() as resident:
         return resident.nbytes
 
 
-def outcomes(seeds: Iterable[int], draw: Callable[[int], Draw] = Draw.of) -> list[Outcome]:
-    """Return the outcome of each run of `draw`, one after another in this process."""
-    return [outcome_of(draw(seed)) for seed in seeds]
+def outcomes(
+    seeds: Iterable[int], draw: Callable[[int], Draw] = Draw.of, device: torch.device | None = None
+) -> list[Outcome]:
+    """Return the outcome of each run of `draw` on `device`, one after another in this process."""
+    return [outcome_of(draw(seed), device) for seed in seeds]
 
 
 def main() -> int:
@@ -428,13 +453,14 @@ def main() -> int:
         "--others", action="store_true", help="convolutions, Fourier transforms, RNNs, cond, graph breaks"
     )
     parser.add_argument("--first", type=int, default=None, help="first seed; drawn anew by default")
+    parser.add_argument("--device", default="cpu", help="the device of the models")
     asked = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if asked.first is None else asked.first
     num_wrong = 0
     draw = Draw.of_others if asked.others else Draw.of
     for seed in range(first, first + asked.runs):
         try:
-            outcome = outcome_of(draw(seed))
+            outcome = outcome_of(draw(seed), torch.device(asked.device))
         except Exception as error:
             print(f"{draw(seed)}: {type(error).__name__}: {error}", flush=True)
             num_wrong += 1

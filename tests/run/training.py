@@ -112,12 +112,13 @@ def _plan_key(model: nn.Module, batch: Any, options: Mapping[str, object]) -> ob
     """Return all that the plan of a step depends on: everything but the values of tensors."""
     params = [param for _, param in model.named_parameters(remove_duplicate=False)]
     first = {id(param): number for number, param in reversed(list(enumerate(params)))}  # tied parameters have one
+    kinds = sorted({"cpu", *(param.device.type for param in params)})
     return (
         tuple((type(module), *map(_spec, sorted(vars(module).items()))) for module in model.modules()),
         tuple((first[id(param)], _spec(("", param))) for param in params),
         tuple(map(_spec, batch.items())) if isinstance(batch, Mapping) else _spec(("", batch)),
         tuple(map(_spec, sorted(options.items()))),
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
         (torch.get_default_dtype(), torch.get_default_device()),
     )
 

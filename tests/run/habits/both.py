@@ -76,7 +76,8 @@ def assert_same_in_both(loop: Loop, place: str) -> None:
     different = [
         index
         for index, (theirs, ours) in enumerate(zip(expected, got, strict=True))
-        if (theirs is None) != (ours is None) or (theirs is not None and not torch.equal(theirs, ours))
+        if (theirs is None) != (ours is None)
+        or (theirs is not None and ours is not None and not torch.equal(theirs.cpu(), ours.cpu()))
     ]
     assert not different
 

@@ -12,15 +12,19 @@ import elixir_compile as elixir
 from elixir_compile.ir import Saving
 from tests.run.habits.habit import habit
 from tests.run.models import Stack, Tied, seeded, vectors
-from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of
+from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of, scaled_bytes
 
 AREA = "Mixed precision"
 QUICK: dict[str, Any] = {"search_timeout": 0.3}
 """What the search has found by then is good enough: the planner is the default one."""
 
 
+def autocast(*dtypes: torch.dtype, **options: bool) -> torch.autocast:
+    return torch.autocast(torch.get_default_device().type, *dtypes, **options)
+
+
 def bf16() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
+    return autocast(torch.bfloat16)
 
 
 def autocast_step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
@@ -53,7 +57,7 @@ class Inside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with bf16():
             y = self.stack.features(x)
-            with torch.autocast("cpu", enabled=False):
+            with autocast(enabled=False):
                 y = self.scale(y.float())
             return self.stack.head(y).float().square().mean()
 
@@ -61,7 +65,7 @@ class Inside(nn.Module):
 class Decorated(Stack):
     """A model whose forward is decorated with autocast."""
 
-    @torch.autocast("cpu", torch.bfloat16)
+    @autocast(torch.bfloat16)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
@@ -71,7 +75,7 @@ class Decorated(Stack):
 def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> None:
     model, batches = seeded(Stack), vectors(rows=64)
     with bf16():
-        budget = int(share * least_bytes(model, batches[0]))
+        budget = scaled_bytes(model, least_bytes(model, batches[0]), share)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, autocast_step)
     assert_same(by_torch(model).train(batches, autocast_step), run)
     # Which of the two a search finds in its short time depends on the machine.
@@ -82,7 +86,7 @@ def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> No
 def test_autocast_with_tied_weights_trains_under_a_tight_budget() -> None:
     model, batches = seeded(Tied), words()
     with bf16():
-        budget = int(1.3 * least_bytes(model, batches[0]))
+        budget = scaled_bytes(model, least_bytes(model, batches[0]), 1.3)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, autocast_step)
     assert_same(by_torch(model).train(batches, autocast_step), run)
 
@@ -91,7 +95,7 @@ def test_autocast_with_tied_weights_trains_under_a_tight_budget() -> None:
 @pytest.mark.parametrize("make", [Inside, Decorated])
 def test_autocast_inside_the_forward_trains_under_a_tight_budget(make: Callable[[], nn.Module]) -> None:
     model, batches = seeded(make), vectors(rows=64)
-    budget = int(1.2 * least_bytes(model, batches[0]))
+    budget = scaled_bytes(model, least_bytes(model, batches[0]), 1.2)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches)
     # Eager autocast casts a weight once for several uses, and so adds up gradients in another order than compiled code.
     assert_same(by_torch(model, backend="aot_eager").train(batches), run)
@@ -103,7 +107,7 @@ def test_a_scaler_with_autocast_trains_under_a_tight_budget() -> None:
 
     def step_with(scaler: torch.amp.GradScaler) -> Callable[..., torch.Tensor]:
         def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-            with torch.autocast("cpu", torch.float16):
+            with autocast(torch.float16):
                 loss = loss_of(compiled, batch)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -115,9 +119,11 @@ def test_a_scaler_with_autocast_trains_under_a_tight_budget() -> None:
 
         return step
 
-    with torch.autocast("cpu", torch.float16):
-        budget = int(1.2 * least_bytes(model, batches[0]))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2) for _ in range(2)]
+    with autocast(torch.float16):
+        budget = scaled_bytes(model, least_bytes(model, batches[0]), 1.2)
+    scalers = [
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**40, growth_interval=2) for _ in range(2)
+    ]
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, step_with(scalers[0]))
     assert_same(by_torch(model).train(batches, step_with(scalers[1])), run)
     assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**40
@@ -128,7 +134,7 @@ def test_gradients_accumulated_in_one_autocast_train_under_a_tight_budget() -> N
     model, batches = seeded(Stack, num_blocks=2), vectors(3, rows=64)
 
     def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast(torch.bfloat16):
             losses = [loss_of(compiled, half) for half in batch.chunk(2)]
             for loss in losses:
                 loss.backward()
@@ -137,7 +143,7 @@ def test_gradients_accumulated_in_one_autocast_train_under_a_tight_budget() -> N
         return torch.stack(losses).sum()
 
     with bf16():
-        budget = int(1.6 * least_bytes(model, batches[0][:32]))
+        budget = scaled_bytes(model, least_bytes(model, batches[0][:32]), 1.6)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, step)
     assert_same(by_torch(model).train(batches, step), run)
 
@@ -156,7 +162,7 @@ def test_autocast_that_comes_and_goes_is_compiled_for_each() -> None:
         optimizer.zero_grad()
         return loss
 
-    budget = int(1.3 * least_bytes(model, batches[0][1]))
+    budget = scaled_bytes(model, least_bytes(model, batches[0][1]), 1.3)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, step)
     assert_same(by_torch(model).train(batches, step), run)
 
@@ -171,6 +177,6 @@ def test_evaluation_under_autocast_between_steps_sees_the_trained_weights() -> N
             return loss.detach() + loss_of(compiled, batch)
 
     with bf16():
-        budget = int(1.3 * least_bytes(model, batches[0][1]))
+        budget = scaled_bytes(model, least_bytes(model, batches[0][1]), 1.3)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, step)
     assert_same(by_torch(model).train(batches, step), run)

@@ -6,6 +6,7 @@ A story is what a user does with runs; it is told twice, to eager PyTorch and to
 import copy
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -231,6 +232,18 @@ def test_an_average_of_the_weights_is_saved_beside(budget: str, tmp_path: Path) 
     assert_same_tensors(*saved)
 
 
+def left_of(storages: list[Any]) -> tuple[int, int]:
+    """Return how many of `storages`, by weak references, and how many bytes of slabs there are, once the thread of the
+    updates is through with the last step."""
+    for _ in range(20):
+        gc.collect()
+        num_left = sum(storage() is not None for storage in storages)
+        if not num_left:
+            break
+        time.sleep(0.1)
+    return num_left, live_slab_bytes()
+
+
 @habit("A loop that makes, trains and deletes models, as in a search for hyperparameters", area="Training loops")
 def test_trials_in_a_loop_train_as_eager_and_are_freed() -> None:
     def story(start: Start, left: list[object]) -> Run:
@@ -242,8 +255,7 @@ def test_trials_in_a_loop_train_as_eager_and_are_freed() -> None:
             if trial < 4:
                 found = [weakref.ref(param.untyped_storage()) for param in run.model.parameters()]
                 del run
-                gc.collect()
-                left.append((sum(memory() is not None for memory in found), live_slab_bytes()))
+                left.append(left_of(found))
         run.losses = losses
         return run
 
