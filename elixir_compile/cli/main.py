@@ -121,8 +121,8 @@ def report(
     """Write a plan, an observed run or a study as one page of HTML.
 
     Of a plan: memory and lanes over the step, layers with reasons, the certificate. Of a run, in addition: the seconds
-    of its steps, its losses, and what was measured. The page needs no network. Its charts need the libraries of
-    elixir-compile[report].
+    of its steps, its losses, and what was measured. The page needs no network. Its charts need the extra `report` of
+    this package.
     """
     from elixir_compile.cli.report import run_report
 

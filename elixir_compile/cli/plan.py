@@ -261,7 +261,8 @@ def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
         fields = {"plan": made.name, "graph": made.graph, "cluster": made.cluster, "checked": checked}
         typer.echo(json.dumps(fields, indent=1))
         return 0
-    typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
+    hold = "holds" if checked == "file" else "hold"
+    typer.echo(f"{plan}: {checked} {hold}. {made.name} on {made.cluster}, graph {made.graph}")
     if checked == "file":
         typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
     return 0

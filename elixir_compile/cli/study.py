@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from elixir_compile.api.plan import named_cluster, question
+from elixir_compile.api.preview.models import require_model
 from elixir_compile.cli.plan import Request
 from elixir_compile.cli.reports import fail
 from elixir_compile.cli.study_rows import PLACEMENTS, Budget, Placement, budgets_named, placements_named
@@ -96,8 +97,8 @@ def run_study(asked: StudyRequest, output: Path, *, as_json: bool) -> int:
 
 
 def _cases(
-    asked: StudyRequest, placements: tuple[Placement, ...], budgets: tuple[Budget, ...], whole_bytes: Callable[[], int]
-) -> Iterator[tuple[str, Placement, int | None]]:
+    placements: tuple[Placement, ...], budgets: tuple[Budget, ...]
+) -> Iterator[tuple[str, Placement, Budget | None]]:
     """Yield the name, the placement and the budget of each row: a plan is searched for each budget, other rows have
     none."""
     for placement in placements:
@@ -105,7 +106,7 @@ def _cases(
             yield placement.name, placement, None
             continue
         for budget in budgets:
-            yield f"plan {budget.text}", placement, budget.nbytes(whole_bytes())
+            yield f"plan {budget.text}", placement, budget
 
 
 Say = Callable[[str], None]
@@ -116,17 +117,21 @@ def _measured_rows(
 ) -> Iterator[StudyRow]:
     """Yield the rows, each trained in a process of its own on this machine.
 
-    A percentage of a budget is of the peak of the row `device`.
+    A percentage of a budget is of the peak of the row `device`. Raises InvalidOption if that row is not asked for
+    before, and UnknownModel.
     """
+    require_model(asked.model)  # else each row would start a process that finds nothing
     peaks: dict[str, int | None] = {}
-
-    def whole_bytes() -> int:
-        peak_bytes = peaks.get("device")
-        if peak_bytes is None:
-            raise InvalidOption("budgets", asked.budgets, "bytes, because no row `device` has run before: add it first")
-        return peak_bytes
-
-    for name, placement, budget_bytes in _cases(asked, placements, budgets, whole_bytes):
+    for name, placement, budget in _cases(placements, budgets):
+        whole_bytes = peaks.get("device")
+        if budget is not None and budget.is_share and whole_bytes is None:
+            if "device" not in peaks:
+                said = "bytes, because no row `device` has run before: add it first"
+                raise InvalidOption("budgets", asked.budgets, said)
+            reason = f"{budget.text} of the peak of the row `device`, which did not run"
+            yield StudyRow(name=name, what=placement.what, budget_bytes=None, reason=reason)
+            continue
+        budget_bytes = None if budget is None else budget.nbytes(whole_bytes or 0)
         say(f"{name} ..." if budget_bytes is None else f"{name}, {format_bytes(budget_bytes)} ...")
         case = Case(
             name=name,
@@ -169,11 +174,9 @@ def _planned_rows(
     assert cluster is not None
     capture = request.capture()
     peaks: dict[str, int | None] = {}
-
-    def whole_bytes() -> int:
-        return peaks.get("device") or cluster.device.memory_bytes - cluster.device.reserve_bytes
-
-    for name, placement, budget_bytes in _cases(asked, placements, budgets, whole_bytes):
+    for name, placement, budget in _cases(placements, budgets):
+        whole_bytes = peaks.get("device") or cluster.device.memory_bytes - cluster.device.reserve_bytes
+        budget_bytes = None if budget is None else budget.nbytes(whole_bytes)
         row = StudyRow(name=name, what=placement.what, budget_bytes=budget_bytes, is_simulated=True)
         if placement.backend != "elixir" or placement.on_disk:
             yield replace(row, reason="not simulated: it is measured on a machine that is here")

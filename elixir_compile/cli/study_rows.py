@@ -74,10 +74,15 @@ class Budget:
 
     text: str
 
+    @property
+    def is_share(self) -> bool:
+        """Whether the budget is a percentage."""
+        return self.text.endswith("%")
+
     def nbytes(self, whole_bytes: int) -> int:
         """Return the bytes; a percentage is of `whole_bytes`. Raises InvalidOption if the text is no budget."""
         try:
-            return int(self._share() * whole_bytes) if self.text.endswith("%") else parse_bytes(self.text)
+            return int(self._share() * whole_bytes) if self.is_share else parse_bytes(self.text)
         except ValueError as error:
             raise InvalidOption("budgets", self.text, "percentages such as 60%, or bytes such as 2GiB") from error
 
@@ -89,5 +94,8 @@ class Budget:
 
 
 def budgets_named(text: str) -> tuple[Budget, ...]:
-    """Return the budgets in `text`, separated by commas."""
-    return tuple(Budget(part.strip()) for part in text.split(",") if part.strip())
+    """Return the budgets in `text`, separated by commas. Raises InvalidOption if a part is no budget."""
+    budgets = tuple(Budget(part.strip()) for part in text.split(",") if part.strip())
+    for budget in budgets:
+        budget.nbytes(whole_bytes=1)  # rows of minutes run before the row that has the budget
+    return budgets

@@ -100,6 +100,7 @@ from elixir_compile.compat.pipelining import ScheduledStage as ScheduledStage
 from elixir_compile.compat.pipelining import scheduled_runs as scheduled_runs
 from elixir_compile.compat.pipelining import scheduled_stages as scheduled_stages
 from elixir_compile.compat.profiling import AllocatorProfile as AllocatorProfile
+from elixir_compile.compat.profiling import can_profile as can_profile
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.symbols import is_jagged as is_jagged
 from elixir_compile.compat.symbols import is_multiple as is_multiple

@@ -1,15 +1,29 @@
 """The events of the CPU's allocator, in the order in which they happened beside marks of the caller."""
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from elixir_compile.compat.tensors import is_profiling
 
 _MARK = "elixir mark "
 _LEVEL = "KINETO_LOG_LEVEL"
 _QUIET = "99"
 """A level above all levels of kineto."""
+
+
+def can_profile() -> bool:
+    """Return whether torch.profiler may be started here, to be stopped at another place of the program.
+
+    It cannot be started a second time. In torch 2.11 it can never be started again in this process after a thread ended
+    with it on, so there the main thread alone may start it; torch 2.13 has no such fault.
+    """
+    is_safe = torch.__version__ >= (2, 13) or threading.current_thread() is threading.main_thread()
+    return is_safe and not is_profiling()
 
 
 class AllocatorProfile:

@@ -104,6 +104,7 @@ class StayingGradients:
             self._progress.say(
                 f"accumulates: {there} of gradients of earlier backward passes stay, and are in the plan from now on: "
                 f"peak planned as {peaks[1]} of {format_bytes(after.budget_bytes)}, {peaks[0]} without them. If they "
-                "need not stay, call `optimizer.zero_grad()` before the forward"
+                "need not stay, call `optimizer.zero_grad()` before the forward; if they do, the option `accumulate` "
+                "counts them from the first step on"
             )
         return is_noticed

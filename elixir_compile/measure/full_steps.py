@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from elixir_compile.compat import is_profiling
+from elixir_compile.compat import can_profile
 from elixir_compile.ir.observed import Counters, FullStep, StepSummary
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.measure.cpu_memory import CpuMemory
@@ -94,7 +94,7 @@ class FullSteps:
         # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
         # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
         # stopped one has freed, and torch 2.13 then writes to freed memory.
-        if not drop_running_step_bytes() or number <= self._last_profiled + 1 or is_profiling():
+        if not drop_running_step_bytes() or number <= self._last_profiled + 1 or not can_profile():
             return None
         self._last_profiled = number
         return CpuMemory(kinds_of(model, self._optimizers(), torch.device("cpu")))

@@ -50,7 +50,8 @@ class StepBytes(Protocol):
 
 
 def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_bytes: int) -> StepBytes | None:
-    """Begin to measure on `device`; None if that is not possible: torch.profiler is on, or torch keeps no history.
+    """Begin to measure on `device`; None if that is not possible: torch.profiler cannot be started, or torch keeps no
+    history.
 
     `own` are the tensors that count from the start. `more_bytes` are added to all figures, for tensors that are not
     among `own`.
@@ -61,7 +62,7 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
         blocks = platform_of(device).record_blocks(device)
         return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
     end_idle_profiler()
-    if _running is not None or compat.is_profiling() or compat.backward_pass_id() >= 0:
+    if _running is not None or not compat.can_profile() or compat.backward_pass_id() >= 0:
         return None
     _running = made = _EventBytes(tensors, more_bytes)
     return made

@@ -116,7 +116,7 @@ class Slot:
             raise UnsupportedModel(
                 self.name,
                 f"it was {_words(self._made_as)} when Elixir took charge of it and is {_words(_form(self.param))} now. "
-                "Cast the model first, then prepare or compile it",
+                "Cast or resize the model first, then prepare or compile it",
             )
 
     def fits(self, param: torch.nn.Parameter) -> bool:

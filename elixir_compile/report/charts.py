@@ -313,6 +313,7 @@ def dark_style() -> str:
 
 _CLIP = re.compile(r"clip\d+")
 _VARIABLE = re.compile(r"var\(--([a-z]+), (#[0-9a-f]+)\)", re.IGNORECASE)
+_TAG = re.compile(r"<[^>]*>")
 _DIGITS = re.compile(r"(\.\d\d)\d+")
 """A number with more than two decimals: a hundredth of a pixel cannot be seen."""
 _REPEATED = re.compile(r"(L[^LMZ\"]+)\1+")
@@ -326,7 +327,9 @@ def svg(spec: Mapping[str, Any]) -> str:
     numbers = itertools.count()
     # The library numbers clip paths over all pictures of a process.
     drawn = _CLIP.sub(lambda found: names.setdefault(found[0], f"clip-{next(numbers)}"), drawn)
-    return _REPEATED.sub(r"\1", _DIGITS.sub(r"\1", drawn))
+    # Text between tags stays: the labels of an axis of a small model are 0.0001, 0.0002, and more.
+    drawn = _TAG.sub(lambda found: _DIGITS.sub(r"\1", found[0]), drawn)
+    return _REPEATED.sub(r"\1", drawn)
 
 
 def picture(spec: Mapping[str, Any], *, is_dark: bool = False) -> str:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import elixir_compile as elixir
+from elixir_compile.managed.over_budget import TOLERATED_BYTES
 from elixir_compile.measure.step import Resident
 from elixir_compile.platforms import platform_of
 from elixir_compile.problem import machine
@@ -293,7 +294,9 @@ class Outcome:
     def faults(self) -> list[str]:
         """Return in words what is wrong with the run."""
         found = [] if self.is_same else ["other losses or weights than aot_eager"]
-        if self.peak_bytes > self.budget_bytes + SLACK_BYTES:
+        # Code between graphs is measured, and planned around if it exceeds the budget by more than this.
+        slack_bytes = TOLERATED_BYTES if self.draw.model == "broken" else SLACK_BYTES
+        if self.peak_bytes > self.budget_bytes + slack_bytes:
             found.append(f"{self.peak_bytes / self.budget_bytes - 1:.1%} over the budget")
         if self.draw.model == "broken":  # code between graphs is in no plan
             return found

@@ -126,6 +126,17 @@ def load_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.
     return model.model(device=device) if isinstance(model, Configured) else model, inputs
 
 
+def require_model(name: str) -> None:
+    """Raise UnknownModel if `name` is neither that of a shape nor a path at which there is a file or a folder."""
+    path, _, _function = name.rpartition(":")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise UnknownModel(name, model_names(), f"there is no file {path}")
+    elif name.lower() not in model_names() and not Path(name).exists():
+        looks_like_path = Path(name).suffix == ".json" or len(Path(name).parts) > 1
+        raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
+
+
 def find_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.Module | Configured, Inputs]:
     """Return the model called `name`, or its configuration, and example inputs for it.
 
@@ -133,17 +144,14 @@ def find_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.
     made on `device`. Raises UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made
     from it.
     """
+    require_model(name)
     path, _, function = name.rpartition(":")
     if path.endswith(".py"):
         return _from_function(name, Path(path), function, text, device)
     if name.lower() in model_names():
         shape = model_named(name)
         return _hugging_face(name, lambda: _config_of(shape, text), text, shape.head)
-    found = Path(name)
-    if found.exists():
-        return _hugging_face(name, lambda: _config_from(found), text)
-    looks_like_path = found.suffix == ".json" or len(found.parts) > 1
-    raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
+    return _hugging_face(name, lambda: _config_from(Path(name)), text)
 
 
 def find_described(model: Any, example_inputs: Inputs) -> Any:
@@ -204,7 +212,7 @@ def _hugging_face(
     try:
         import transformers  # noqa: F401 - `configure` needs it
     except ImportError as error:
-        reason = "it needs the package transformers: `pip install elixir-compile[hf]`"
+        reason = "it needs the package transformers: `pip install 'elixir-compile[hf]'`"
         raise UnsupportedModel(name, reason) from error
     config = configure()
     model = Configured(name=name, config=config, class_name=_CLASSES[head], dtype=text.dtype, recompute=text.recompute)
@@ -271,8 +279,8 @@ def _from_function(name: str, path: Path, function: str, text: TextBatch, device
 
 def _module_at(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise UnknownModel(name, model_names(), f"there is no file {path}")
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look up their module here
     sys.path.insert(0, str(path.parent))

@@ -320,7 +320,7 @@ def test_without_transformers_a_named_model_names_the_package_to_install(monkeyp
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = cli("plan", "gpt2-124m", *FAST)
     assert done.exit_code == 1
-    assert "pip install elixir-compile[hf]" in done.stderr
+    assert "pip install 'elixir-compile[hf]'" in done.stderr
 
 
 @pytest.mark.slow  # two captures of a GPT-2: 7 s

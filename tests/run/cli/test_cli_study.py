@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from elixir_compile.cli import study as cli_study
 from elixir_compile.cli.main import app
+from elixir_compile.cli.study_worker import Case
 from elixir_compile.ir.study import Study, StudyRow, study_from_json, study_to_json
 from elixir_compile.report import charts
 from elixir_compile.report.phase_table import WHOLE, phase_figures
@@ -91,17 +93,42 @@ def assert_phases_add_up(row: StudyRow, study: Study) -> None:
     [
         (["--placements", "device,moon"], "got 'moon'"),
         (["--placements", "plan"], "no row `device` has run before"),
-        (["--budgets", "60"], ""),
+        (["--budgets", "60%,many"], "got 'many'"),
+        (["--budgets", "2000%"], "got '2000%'"),
         (["--hardware", "moon"], "moon"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr(args: list[str], said: str, model: str, tmp_path: Path) -> None:
-    given = args if said else ["--placements", "plan", *args]
-    done = run(model, *given, "-o", tmp_path / "out")
+    done = run(model, *args, "-o", tmp_path / "out")
     assert done.exit_code == 1
     assert "error: " in done.stderr
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_there_starts_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_study, "_apart", lambda case: pytest.fail(f"row {case.name} was started"))
+    for name in ("gpt2-124", f"{tmp_path}/net.py:Net", f"{tmp_path}/config.json"):
+        done = run(name, "-o", tmp_path / "out")
+        assert done.exit_code == 1
+        assert done.stderr.startswith(f"error: unknown model '{name}'")
+
+
+def test_a_share_of_a_row_that_did_not_run_leaves_the_other_rows(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(case: Case) -> StudyRow:
+        return StudyRow(name=case.name, what="", budget_bytes=case.budget_bytes, reason="out of memory")
+
+    monkeypatch.setattr(cli_study, "_apart", row)
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    run(model, "--placements", "device,plan", "--budgets", "60%,1MiB", "-o", tmp_path / "out")
+    reasons = {row.name: row.reason for row in read(tmp_path / "out").rows}
+    assert reasons == {
+        "device": "out of memory",
+        "plan 60%": "60% of the peak of the row `device`, which did not run",
+        "plan 1MiB": "out of memory",
+    }
 
 
 @pytest.mark.slow

@@ -411,7 +411,7 @@ def test_progressive_unfreezing() -> None:
     "`model.double()` or `half()` after the first step",
     area="Parameters",
     refused=UnsupportedModel,
-    says="Cast the model first",
+    says="Cast or resize the model first",
 )
 def test_casting_after_the_first_step() -> None:
     def story(run: Run) -> None:

@@ -5,6 +5,7 @@ Slow: each test starts two ranks. `tests/run/distributed/test_ddp.py` has the qu
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,11 @@ def test_libraries_in_distributed_data_parallel(client: str, tmp_path: Path) -> 
 REFUSED = ("fully_shard", "fully_shard of layers", "FullyShardedDataParallel", "its flat parameters", "DeepSpeed")
 
 
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(ddp_checks.reports, 2, folder=tmp_path_factory.mktemp("reports"))
+
+
 @habit(
     "A model of `fully_shard`, `FullyShardedDataParallel` or DeepSpeed's engine",
     area="Training loops",
@@ -59,8 +65,35 @@ REFUSED = ("fully_shard", "fully_shard of layers", "FullyShardedDataParallel", "
     says="prepare(model, mesh=mesh)",
 )
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_wrappers(name: str, tmp_path: Path) -> None:
-    (found, other) = spawn(ddp_checks.refuses, 2, folder=tmp_path)
-    assert found[name] == other[name]
-    kind, _, text = found[name].partition(": ")
+def test_other_wrappers(name: str, reports: list[dict[str, Any]]) -> None:
+    raise_as_reported(name, reports)
+
+
+def raise_as_reported(name: str, reports: list[dict[str, Any]]) -> None:
+    """Raise the error that all ranks reported of `name`."""
+    found, other = (report["refuses"][name] for report in reports)
+    assert found == other
+    kind, _, text = found.partition(": ")
     raise getattr(elixir, kind)("", "", "", text)
+
+
+@habit(
+    "`nn.DataParallel` around a compiled model, which runs it in a thread for each device",
+    area="Training loops",
+    refused=elixir.UnsupportedWrapper,
+    says="torchrun --nproc-per-node",
+)
+def test_a_thread_for_each_device(reports: list[dict[str, Any]]) -> None:
+    raise_as_reported("DataParallel", reports)
+
+
+@habit(
+    "Several ranks, each with a model of its own, in neither `DistributedDataParallel` nor `prepare(model, mesh=...)`",
+    area="Training loops",
+    note="each rank trains alone, and the warning `RanksApart` names both ways to share",
+)
+def test_ranks_that_share_nothing(reports: list[dict[str, Any]]) -> None:
+    for found in reports:
+        (text,), inside, infers = found["warns_of_ranks_apart"]
+        assert "prepare(model, mesh=mesh)" in text
+        assert inside == infers == []
