@@ -113,7 +113,17 @@ def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: 
     return sum((given.grad.sum() for given in batch if given.requires_grad), loss.detach())
 
 
-KINDS = ["input", "input returned", "input that needs a gradient", "buffer", "frozen weight", "inside"]
+IS_OLD = torch.__version__ < (2, 13)
+OPAQUE = pytest.mark.filterwarnings("ignore:the captured graph reads no floating-point parameter") if IS_OLD else ()
+"""Of a subclass that is no input, Dynamo of torch 2.11 leaves the constructor out of graphs."""
+KINDS = [
+    "input",
+    pytest.param("input returned", marks=pytest.mark.skipif(IS_OLD, reason="Dynamo of torch 2.11 cannot trace it")),
+    "input that needs a gradient",
+    pytest.param("buffer", marks=OPAQUE),
+    pytest.param("frozen weight", marks=OPAQUE),
+    "inside",
+]
 
 
 @habit("Tensor subclasses with `__tensor_flatten__`: inputs, frozen weights, buffers, attention biases", area="Modules")
