@@ -22,7 +22,7 @@ def can_profile() -> bool:
     It cannot be started a second time. In torch 2.11 it can never be started again in this process after a thread ended
     with it on, so there the main thread alone may start it; torch 2.13 has no such fault.
     """
-    is_safe = torch.__version__ >= (2, 13) or threading.current_thread() is threading.main_thread()
+    is_safe = torch.__version__ >= "2.13" or threading.current_thread() is threading.main_thread()
     return is_safe and not is_profiling()
 
 
