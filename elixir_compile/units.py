@@ -78,8 +78,11 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_s(seconds: float) -> str:
-    """Return a duration as text with three significant digits: `212 ms`, `4.1 us`, `2.5 s`."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+    """Return a duration as text with three significant digits, or whole units from 1000 on: `212 ms`, `4.1 us`, `2.5 s`,
+    `1674 s`."""
+    if seconds == 0:
+        return "0 s"
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+    unit, factor = next((each for each in units if abs(seconds) >= each[1]), units[-1])
+    value = seconds / factor
+    return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"

@@ -70,3 +70,12 @@ def test_format_s() -> None:
         "4.1 us",
         "3 ns",
     ]
+    # Three digits alone would be 1e+03 and 1.67e+03.
+    assert [format_s(seconds) for seconds in (0.9996, 0.9994, 1674.2, -1674.2, 999.9e-9, 2e-10)] == [
+        "1000 ms",
+        "999 ms",
+        "1674 s",
+        "-1674 s",
+        "1000 ns",
+        "0.2 ns",
+    ]
