@@ -265,7 +265,7 @@ def replan(
     was_s, planned_s = repriced.prediction.step_s, plan.prediction.step_s
     if abs(was_s - planned_s) <= TOLERANCE * planned_s and not correction.excess_bytes:
         return None
-    facts = f"step was {format_s(was_s)}, planned {format_s(planned_s)}; regions measured; "
+    facts = f"step is {format_s(was_s)} at measured prices, planned {format_s(planned_s)}; regions measured; "
     if correction.excess_bytes > correction.gap_bytes:
         facts = f"peak was {format_bytes(correction.excess_bytes - correction.gap_bytes)} above the plan; {facts}"
     if correction.gap_bytes:

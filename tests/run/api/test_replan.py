@@ -152,7 +152,7 @@ def test_a_wrong_profile_causes_one_new_search_and_no_new_capture(
     assert elixir.compilations(run.model) == [record]
     assert len(model_of(run.model).compilations) == 1
     assert len(mistaken.problems) == num_searches + 1
-    (line,) = [line for line in caplog.messages if line.startswith("replanned: step was")]
+    (line,) = [line for line in caplog.messages if line.startswith("replanned: step is")]
     assert "regions measured" in line
     assert homes(run) != before_homes
     assert record.plan.prediction.step_s < before.prediction.step_s

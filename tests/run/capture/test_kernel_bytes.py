@@ -254,7 +254,8 @@ def test_a_measurement_leaves_random_numbers_and_a_profiler_as_they_are() -> Non
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
-    with profile(profile_memory=True, acc_events=True) as profiler:  # torch 2.11 warns without `acc_events`
+    # Without `acc_events` torch 2.11 warns of events that are dropped between cycles.
+    with profile(profile_memory=True, acc_events=True) as profiler:
         assert measured_bytes(call) == KernelBytes(results_bytes=(64 * 64 * 4,), workspace_bytes=0)
         assert torch.equal(torch.rand(4), expected)
     assert any(event.name == "aten::rand" for event in profiler.events())
