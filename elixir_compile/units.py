@@ -78,8 +78,8 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_s(seconds: float) -> str:
-    """Return a duration as text with three significant digits, or whole units from 1000 on: `212 ms`, `4.1 us`, `2.5 s`,
-    `1674 s`."""
+    """Return a duration as text: `212 ms`, `4.1 us`, `1674 s`. It has three significant digits, from 1000 on whole
+    units."""
     if seconds == 0:
         return "0 s"
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
