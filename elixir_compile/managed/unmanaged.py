@@ -97,7 +97,7 @@ def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], model: ManagedMod
     stop_managing(model, unmanaged.items())
     # All parameters of a stand-in are views of one memory, so a write to a parameter would be a write to all of them.
     return [
-        fake_parameter(gm, value, value.device) if isinstance(value, torch.nn.Parameter) else value
+        fake_parameter(gm, value, model.executor.device) if isinstance(value, torch.nn.Parameter) else value
         for value in passed.example_inputs
     ]
 

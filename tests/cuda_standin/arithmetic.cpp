@@ -349,6 +349,14 @@ std::unique_ptr<at::ObserverContext> before_op(const at::RecordFunction& functio
   return nullptr;
 }
 
+// In the place of the choice between cuDNN and a kernel of torch's own: autograd knows the gradient of the latter.
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> batch_norm(
+    const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
+    const std::optional<Tensor>& var, bool training, double momentum, double eps, bool) {
+  auto [output, saved_mean, saved_invstd] = at::native_batch_norm(input, weight, bias, mean, var, training, momentum, eps);
+  return {output, saved_mean, saved_invstd, at::empty({0}, input.options().dtype(at::kByte)), 0};
+}
+
 // ---------------------------------------------------------------- registration
 
 // Kernels of CUDA that launch nothing, or call the runtime alone.
@@ -362,6 +370,7 @@ struct Silent : c10::WarningHandler {
 
 struct Registration {
   torch::Library library{torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__};
+  torch::Library autograd{torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__};
 
   Registration() {
     Silent silent;  // torch warns of each kernel that is replaced
@@ -378,6 +387,7 @@ struct Registration {
     // Without a kernel of CUDA's own they would call cuDNN.
     for (auto* name : {"convolution", "_convolution", "convolution_backward", "_batch_norm_impl_index", "_batch_norm_impl_index_backward"})
       library.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+    autograd.impl("_batch_norm_impl_index", &batch_norm);
     library.impl("copy_", &copy_);
     library.impl("native_dropout", &native_dropout);
     library.impl("_softmax", &softmax<false>);

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from tests.cuda_standin import device as standin
+from tests.cuda_standin.build import ROOT
+from tests.cuda_standin.run import CANNOT
+from tests.cuda_standin.runs import CANNOT_RUN, MOMENTS
 
 DEVICE = torch.device("cuda", 0)
 OTHER = torch.device("cuda", 1)
@@ -20,6 +23,12 @@ MIB = 1 << 20
 def empty_device() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def test_what_is_said_not_to_run_is_there() -> None:
+    names = [*CANNOT, *(name for names in CANNOT_RUN.values() for name in names), *MOMENTS]
+    for path, _, test in (name.partition("::") for name in names):
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"{path} has no {test}"
 
 
 def test_torch_sees_two_devices_of_a_kind_that_it_has_kernels_for() -> None:

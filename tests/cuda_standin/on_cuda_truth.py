@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from elixir_compile.problem.machine import library_bytes
 from tests.cuda_standin import device as standin
 from tests.gpu.accelerator import Attention, gpt2
-from tests.run.models import Stack, hf_batches, seeded, small_gpt2, small_llama, vectors
+from tests.run.models import WIDTH, Stack, hf_batches, seeded, small_gpt2, small_llama, vectors
 from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_torch, planned_peak_bytes, tight_bytes
 
 DEVICE = torch.device("cuda", 0)
@@ -33,17 +33,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[Any]]]] = 
     "gpt2": (functools.partial(small_gpt2, attn_implementation="eager"), hf_batches),
     "gpt2 sdpa": (functools.partial(small_gpt2, attn_implementation="sdpa"), hf_batches),
     "llama": (functools.partial(small_llama, tied=False), hf_batches),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), seeded(Stack)), vectors),
 }
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "gpt2 sdpa", "llama"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_on_the_cpu(name: str) -> None:
     make, batches = MODELS[name]
     model, given = make(), batches(3)
     expected = by_torch(model).train(given)
     got = by_torch(copy.deepcopy(model).to(DEVICE)).train(map(placed, given))
     losses = [torch.stack(run.losses).cpu() for run in (expected, got)]
-    if name in ("mlp", "gpt2"):
+    if name in ("mlp", "gpt2", "batch norm"):
         assert torch.equal(*losses)
         assert all(torch.equal(weight.cpu(), expected.weights[name]) for name, weight in got.weights.items())
     torch.testing.assert_close(*losses, rtol=2e-6, atol=0.0)

@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.cuda_standin.build import ROOT, environment, library, missing
+from tests.cuda_standin.runs import CANNOT_RUN, MOMENTS, RUNS
 
 _HERE = "tests/cuda_standin"
 _AT_MOST_S = 3600
@@ -26,12 +27,14 @@ class Part:
     is_quick: bool = False
 
 
-CANNOT = {
+CANNOT: Mapping[str, str] = {
     "tests/gpu/test_cuda.py::test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide": "copies hide behind kernels",
     "tests/gpu/test_cuda_machine.py::test_a_measured_device_is_one_that_could_be": "asks for the rates of a GPU",
     "tests/gpu/test_nccl.py": "NCCL",
 }
 """Tests of `tests/gpu` that the stand-in cannot run, and what they need that it lacks."""
+
+_ON_DEFAULT = ("-p", "tests.device.on_default", "-m", "not slow")
 
 PARTS = (
     Part("itself", [f"{_HERE}/on_cuda_itself.py"], is_quick=True),
@@ -39,6 +42,13 @@ PARTS = (
     Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
     Part("gpu", ["tests/gpu", *(f"--deselect={name}" for name in CANNOT)]),
     Part("device", []),
+    Part("devices", [f"{_HERE}/on_cuda_devices.py"]),
+    Part("random", [f"{_HERE}/on_cuda_random.py"]),
+    Part("runs", [*_ON_DEFAULT, *RUNS, *(f"--deselect={name}" for names in CANNOT_RUN.values() for name in names)]),
+    Part(
+        "moments",
+        [*_ON_DEFAULT, "--moments", ",".join(["early", "late", *map(str, range(20))]), "-k", "offload", *MOMENTS],
+    ),
 )
 
 
