@@ -166,14 +166,18 @@ class GraphPlanner:
         """Return the device bytes of the model outside of its training graphs, which read the parameters `read`."""
         return bytes_beside(self._executor, read, self._options, ExternalUsage(), is_training=True)
 
-    def joint_problem(self, active: ActivePlan, base_bytes: int, external: ExternalUsage) -> Problem:
+    def joint_problem(
+        self, active: ActivePlan, base_bytes: int, external: ExternalUsage, *, is_as_run: bool = False
+    ) -> Problem:
         """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` held outside
         of it; its buckets are free to move if the optimizer's state can follow them.
 
-        `external` has the bytes of other models that are planned together with its model.
+        `external` has the bytes of other models that are planned together with its model. If the problem `is_as_run`,
+        it has the sizes of the last forward.
         """
         captured = active.captured
-        graph = graph_of(captured, self._executor, self.sizes.with_headroom())
+        sizes = self.sizes.as_run() if is_as_run else self.sizes.with_headroom()
+        graph = graph_of(captured, self._executor, sizes)
         problem = problem_of(captured, graph, self._executor, self._options, external)
         problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:

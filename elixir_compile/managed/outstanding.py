@@ -102,10 +102,11 @@ class JointGraph(Protocol):
         """The parameters read by the graph, and all others in their buckets."""
         ...
 
-    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
+    def joint_problem(self, base_bytes: int, external: ExternalUsage, *, is_as_run: bool = False) -> Problem:
         """Return the problem of the graph with `base_bytes` held outside of it, and its buckets free to move.
 
-        `external` has the bytes of other models that are planned together with it.
+        `external` has the bytes of other models that are planned together with it. A problem that `is_as_run` has the
+        sizes of the last forward, others have headroom for larger sizes.
         """
         ...
 
@@ -380,11 +381,12 @@ class OutstandingForwards:
         return self.fixed_bytes(graphs) + library_bytes(self._executor.device)
 
     def _requests(self, graphs: Sequence[JointGraph]) -> list[GraphRequest]:
-        """Return the requests of `graphs` beside each other, without the code between them."""
+        """Return the requests of `graphs` beside each other as they ran last, without the code between them."""
         base_bytes, usage = self._base_bytes(graphs), ExternalUsage()
+        problems = [graph.joint_problem(base_bytes, usage, is_as_run=True) for graph in graphs]
         return [
-            GraphRequest(problem=graph.joint_problem(base_bytes, usage), beside=graph.runs.positions_in(graphs))
-            for graph in graphs
+            GraphRequest(problem=problem, beside=graph.runs.positions_in(graphs))
+            for graph, problem in zip(graphs, problems, strict=True)
         ]
 
     def joint_graphs(self) -> list[JointGraph]:

@@ -277,10 +277,11 @@ class PlannedGraph:
 
     # Planned together with other graphs of the step: see `outstanding.JointGraph`.
 
-    def joint_problem(self, base_bytes: int, external: ExternalUsage) -> Problem:
+    def joint_problem(self, base_bytes: int, external: ExternalUsage, *, is_as_run: bool = False) -> Problem:
         """Return the problem to plan together with other graphs, with `base_bytes` held outside of it; `external` has
-        the bytes of other models that are planned together with it."""
-        return self.planner.joint_problem(self.active, base_bytes, external)
+        the bytes of other models that are planned together with it. If it `is_as_run`, it has the sizes of the last
+        forward."""
+        return self.planner.joint_problem(self.active, base_bytes, external, is_as_run=is_as_run)
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem` and is not in force yet."""

@@ -28,17 +28,23 @@ class PlannedSizes:
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
         """By the name of the symbol."""
+        self._of_last: dict[str, int] = {}
+        """The values in the last forward."""
         self._have_grown: set[str] = set()
 
     def grown(self, captured: Captured, args: Sequence[Any]) -> Mapping[str, int]:
         """Return the symbols whose value in `args` exceeds the planned value."""
-        found = {
-            name: value
-            for name, example, value in _sizes_of(captured, args)
-            if value > self.values.setdefault(name, self._planned(name, example))
-        }
+        found: dict[str, int] = {}
+        for name, example, value in _sizes_of(captured, args):
+            self._of_last[name] = value
+            if value > self.values.setdefault(name, self._planned(name, example)):
+                found[name] = value
         self._have_grown |= found.keys()
         return found
+
+    def as_run(self) -> Mapping[str, int]:
+        """Return the values in the last forward."""
+        return {**self.values, **self._of_last}
 
     def with_headroom(self) -> Mapping[str, int]:
         """Return the values, with an eighth added to each that has grown.

@@ -174,3 +174,35 @@ def test_the_measured_peak_keeps_the_budget_while_sequences_grow() -> None:
     batch = batch_of("loss of the values", (250, 150, 200))
     record = elixir.measure_step(lambda: step(run.compiled, run.optimizer, batch), device="cpu")
     assert 0.9 * budget_bytes < record.device_peak_bytes - foreign_bytes <= budget_bytes + SLACK_BYTES
+
+
+def step_with_loss_outside(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    result = compiled(*batch)
+    loss = (result.values() if result.is_nested else result).square().mean()
+    del result
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "free_bytes"), [("out", 1_269_632), pytest.param("padded", 2_114_432, marks=pytest.mark.slow)]
+)
+def test_a_loss_outside_of_the_model_is_planned_around_at_once(
+    name: str, free_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is measured in one step and in the next there is room for it, although plans have headroom for longer
+    sequences by then. A step without a budget takes `free_bytes`."""
+    lengths, budget_bytes = (300, 200, 100), int(0.7 * free_bytes)
+    model = seeded(Words, name)
+    gc.collect()
+    with Resident() as resident:
+        foreign_bytes = resident.nbytes
+    run = by_elixir_unprepared(model, plan_cache=False, device_memory=budget_bytes)
+    for own in ((30, 20, 10), (40, 40, 40), lengths):
+        run.train([batch_of(name, own)], step_with_loss_outside)
+    batch = batch_of(name, (250, 150, 200))
+    record = elixir.measure_step(lambda: step_with_loss_outside(run.compiled, run.optimizer, batch), device="cpu")
+    assert "in code that runs op by op" in caplog.text
+    assert record.device_peak_bytes - foreign_bytes <= budget_bytes + SLACK_BYTES
