@@ -30,6 +30,10 @@ class GradientSink(Protocol):
         """Add `grad` to the gradient of the slot's parameter if this backward computes it."""
         ...
 
+    def reach(self, slot: "Slot") -> None:
+        """Note that a backward has reached the parameter of `slot` in eager code, with or without a gradient for it."""
+        ...
+
     def hand_over(self, slots: "Sequence[Slot | None]") -> "Sequence[torch.Tensor | None]":
         """Return for each of `slots` the gradient that autograd itself takes in this backward, or None."""
         ...
@@ -190,7 +194,24 @@ class Slot:
         requires_grad = self.param.requires_grad
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
+        if requires_grad:
+            self._watch(handle)
         return handle
+
+    def _watch(self, handle: torch.Tensor) -> None:
+        """Let the sink know of each backward that ends at `handle`, after all gathers that read it.
+
+        Compiled graphs read handles of a gate in its place. Only functions of torch that run graphs, as `cond` does in
+        eager code, read it, and the branch that was not taken has no gradient: torch makes zeros for its parameters.
+        """
+        reference = weakref.ref(self)
+
+        def reached(_: torch.Tensor) -> None:
+            slot = reference()
+            if slot is not None:
+                slot.sink.gradients.reach(slot)
+
+        handle.register_hook(torch.utils.hooks.unserializable_hook(reached))
 
     def find_node(self) -> None:
         """Look up the node that accumulates the gradient of the parameter. It must require a gradient.
@@ -242,7 +263,7 @@ class Slot:
             return False
         stale = [handle for handle in self._handles if not handle.requires_grad]
         for handle in stale:
-            handle.requires_grad_()
+            self._watch(handle.requires_grad_())
         return bool(stale)
 
 

@@ -121,6 +121,14 @@ class GradientAccumulator:
             own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
             self._add(backward, slot, own)
 
+    def reach(self, slot: Slot) -> None:
+        """Give the parameter of `slot` a gradient of zeros in this backward, if eager code that the backward has passed
+        through made none: the parameter is read in a branch that was not taken."""
+        backward = self.begin_backward()
+        if slot.key not in backward.pending:
+            zeros = torch.empty_strided(slot.shape, slot.stride, dtype=slot.param.dtype, device=slot.device).zero_()
+            self.accumulate(slot, zeros)
+
     @torch.no_grad()
     def reduce(self, bucket: RunningBucket, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
         """Add gradients to the sums of `bucket`; `params` holds the position in the bucket of each gradient.

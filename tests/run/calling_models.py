@@ -41,6 +41,21 @@ def branch_not_taken(model: Calling, x: torch.Tensor) -> torch.Tensor:
     return torch.cond(x.sum() < -1e9, model.f, lambda t: t + 1, (x,))
 
 
+def branches_in_turn(model: Calling, x: torch.Tensor) -> torch.Tensor:
+    """A parameter in a branch that is taken in some steps, beside one in both branches of every step."""
+    inside = torch.cond(x.mean() > 0, lambda t: t @ model.weights[0], lambda t: t + 1, (x,))
+    return torch.cond(x.mean() < 0, lambda t: model.f(t) @ model.weights[1], lambda t: model.f(t * 2), (inside,))
+
+
+def branch_not_taken_in_scan(model: Calling, x: torch.Tensor) -> torch.Tensor:
+    def turn(carried: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        carried = torch.cond(weight.sum() < -1e9, lambda c, w: model.f(c @ w), lambda c, w: c @ w, (carried, weight))
+        return carried, carried.mean(0)
+
+    last, means = scan(turn, x, model.weights)
+    return last + means.sum(0)
+
+
 def branch_in_branch(model: Calling, x: torch.Tensor) -> torch.Tensor:
     def outer(t: torch.Tensor) -> torch.Tensor:
         return model.f(t) + torch.cond(t.mean() > -1e9, lambda u: u @ model.weights[0], lambda u: model.f(u), (t,))

@@ -170,6 +170,9 @@ def test_ops_of_marked_layers_belong_to_their_layers() -> None:
 
 CALLS = (
     calling_models.branch,
+    calling_models.branch_not_taken,
+    calling_models.branches_in_turn,
+    calling_models.branch_not_taken_in_scan,
     calling_models.scan_of_weights,
     calling_models.branch_in_scan,
     calling_models.loop,
