@@ -14,7 +14,7 @@ from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import partition_hidden, reads_parameters
 from elixir_compile.capture.markers import key_of, parameter
 from elixir_compile.capture.nested import inline_regions
-from elixir_compile.capture.node_facts import is_number
+from elixir_compile.capture.node_facts import is_number, module_path
 from elixir_compile.capture.rewire import gathers_to_inputs, split_gathers
 from elixir_compile.collector import collector_off
 from elixir_compile.errors import UnsupportedModel
@@ -90,11 +90,26 @@ def trace_step(
     return found
 
 
+_LSTM_FOR_INFERENCE = (
+    "torch captures an LSTM on a CPU whose input needs no gradient as for inference, and its kernel mkldnn_rnn_layer "
+    "then keeps nothing for the backward (torch 2.11 to 2.13; `aot_eager` fails too). Leave "
+    "`torch._dynamo.config.allow_rnn` False, which runs the LSTM between graphs, or train under "
+    "`torch.backends.mkldnn.flags(enabled=False)`"
+)
+
+
 def captured_step(
     name: str, forward: fx.GraphModule, backward: fx.GraphModule | None, *, num_outputs: int, inner: str
 ) -> Captured:
-    """Return the capture of `forward` and `backward`, with the names of their parameters."""
+    """Return the capture of `forward` and `backward`, with the names of their parameters.
+
+    Raises UnsupportedModel if the backward needs what a kernel of the forward does not make.
+    """
     halves = [half for half in (forward, backward) if half is not None]
+    lstms = forward.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default)
+    for node in lstms if backward is not None else ():
+        if not node.args[-1]:
+            raise UnsupportedModel(module_path(node) or name, _LSTM_FOR_INFERENCE)
     _name_inputs(halves)
     markers = [node for half in halves for node in half.graph.find_nodes(op="call_function", target=parameter)]
     return Captured(

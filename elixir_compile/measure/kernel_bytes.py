@@ -17,6 +17,7 @@ from elixir_compile.measure.regions import random_input, random_tensor
 from elixir_compile.platforms import PeakRecord, platform_of
 from elixir_compile.platforms.platform import Platform
 from elixir_compile.rewrite.local_args import local_args
+from elixir_compile.rewrite.own_memory import in_own_memory
 
 log = logging.getLogger("elixir_compile")
 
@@ -54,7 +55,8 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
             given = local_args(node, call.result_dim, call.parts, int) if call.parts > 1 else (node.args, node.kwargs)
             args, kwargs = fx.map_arg((given[0], dict(given[1])), made.__getitem__)
             run = _on_device if platform.has_own_memory else _on_host
-            results, peak_bytes = run(lambda: target(*args, **kwargs), platform, device)
+            kernel = in_own_memory(target)
+            results, peak_bytes = run(lambda: kernel(*args, **kwargs), platform, device)
             return _bytes_of(node, results, (args, kwargs), peak_bytes)
         except Exception as error:  # what kernels say of made-up inputs: indices, shapes, values, and no memory
             log.info("the bytes that %s allocates are not known: %s", target, str(error).partition("\n")[0])

@@ -27,6 +27,7 @@ from elixir_compile.capture.kernel_bytes import KernelBytes, KernelCall
 from elixir_compile.folders import cache_dir, write_cached
 from elixir_compile.measure.kernel_bytes import measured_bytes
 from elixir_compile.problem.machine import machine_path
+from elixir_compile.rewrite.own_memory import in_own_memory
 
 log = logging.getLogger("elixir_compile")
 
@@ -44,7 +45,8 @@ class KnownKernels:
 
     def __call__(self, call: KernelCall) -> KernelBytes | None:
         """Return the bytes of the kernel of `call`, which is run if no equal op was run before; see `Kernels`."""
-        return self._file.bytes_of(f"{_ways()} {call.words()}", lambda: measured_bytes(call))
+        own = "in own memory " if in_own_memory(call.node.target) is not call.node.target else ""
+        return self._file.bytes_of(f"{_ways()} {own}{call.words()}", lambda: measured_bytes(call))
 
     def keep(self) -> None:
         """Write what was seen to the cache folder, for later processes."""

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 from elixir_compile import compat
 from elixir_compile.capture.markers import parameter
 from elixir_compile.ir import Lane, Phase
+from elixir_compile.rewrite.own_memory import with_own_memory
 from elixir_compile.rewrite.recompute import RECOMPUTED
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lanes import Lanes
@@ -174,4 +175,4 @@ def _op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     graph.output(
         map_aggregate(module.graph.output_node().args[0], lambda n: values[n] if isinstance(n, fx.Node) else n)
     )
-    return fx.GraphModule(module, graph).forward
+    return with_own_memory(fx.GraphModule(module, graph)).forward

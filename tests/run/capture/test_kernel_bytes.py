@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.profiler import profile
 
@@ -22,6 +23,7 @@ from elixir_compile.measure.kernel_bytes import measured_bytes
 from elixir_compile.measure.step import Resident
 from elixir_compile.problem import known_kernels
 from elixir_compile.problem.known_kernels import KnownKernels
+from elixir_compile.rewrite.own_memory import in_own_memory, with_own_memory
 from tests.run.random_runs import SLACK_BYTES
 from tests.run.training import hybrid_adamw
 
@@ -82,6 +84,31 @@ class Resized(nn.Module):
         return functional.interpolate(small, scale_factor=2.0, mode="bilinear", antialias=True)
 
 
+class Written(nn.Module):
+    """A layer whose result is written into a part of its input by `write`, out of place."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.write(x.tanh(), self.linear(x))
+
+
+class WrittenWeight(nn.Linear):
+    """A layer with a weight of which one row is another's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.linear(x, torch.select_scatter(self.weight, self.bias, 0, 3)).tanh()
+
+
+def assigned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, 8:24] = y[:, 8:24]
+    return x
+
+
 def mean_square(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
@@ -103,7 +130,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], tup
     "convolution": (conv(nn.Conv2d), functional.mse_loss, IMAGES),
     "batch norm": (normed, functional.smooth_l1_loss, IMAGES),
     "soft margin": (linear, functional.soft_margin_loss, ROWS),
-    "frequencies": (lambda: Spectral(torch.fft.fft, torch.fft.ifft), mean_square, SEQUENCES),
+    "real frequencies": (lambda: Spectral(torch.fft.rfft, torch.fft.irfft), mean_square, SEQUENCES),
     "dtypes and sort": (Sorted, mean_square, ROWS),
     "resized": (Resized, mean_square, IMAGES),
 }
@@ -117,7 +144,12 @@ FURTHER = {
     "sum of squares": (linear, lambda y, x: functional.mse_loss(y, x, reduction="sum"), ROWS),
     "classes": (linear, lambda y, x: functional.cross_entropy(y, x.argmax(1)), ROWS),
     "logits": (linear, lambda y, x: functional.binary_cross_entropy_with_logits(y, x.sigmoid()), ROWS),
-    "real frequencies": (lambda: Spectral(torch.fft.rfft, torch.fft.irfft), mean_square, SEQUENCES),
+    "frequencies": (lambda: Spectral(torch.fft.fft, torch.fft.ifft), mean_square, SEQUENCES),
+    "a slice": (lambda: Written(lambda x, y: x.slice_scatter(y[:, :8], 1, 4, 12)), mean_square, ROWS),
+    "a column": (lambda: Written(lambda x, y: x.select_scatter(y[:, 0], 1, 5)), mean_square, ROWS),
+    "a diagonal": (lambda: Written(lambda x, y: x.diagonal_scatter(y[:32, 0])), mean_square, ROWS),
+    "a written slice": (lambda: Written(assigned), mean_square, ROWS),
+    "a row of a weight": (lambda: WrittenWeight(32, 32), mean_square, ROWS),
     "planes": (lambda: Spectral(torch.fft.fft2, torch.fft.ifft2), mean_square, SEQUENCES),
 }
 
@@ -173,6 +205,54 @@ def test_further_steps_are_counted_as_kernels_allocate(kind: str) -> None:
     check_kind(kind, excess=0.1)
 
 
+class Recurrent(nn.Module):
+    """An RNN of a `kind` behind a layer, and a pair of layers."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.first, self.rnn = nn.Linear(32, 32), kind(32, 32, batch_first=True, **options)
+        width = 64 if self.rnn.bidirectional else 32
+        self.wide, self.narrow = nn.Linear(width, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(functional.gelu(self.wide(self.rnn(self.first(x))[0])))
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "RNN": lambda: Recurrent(nn.RNN),
+    "two layers": lambda: Recurrent(nn.LSTM, num_layers=2),
+    "both directions": lambda: Recurrent(nn.LSTM, bidirectional=True),
+    "no bias": lambda: Recurrent(nn.LSTM, bias=False),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name == "LSTM" else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
+)
+def test_rnns_that_are_captured_whole_keep_the_budget(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan moves the weights of an RNN, and the size of its reserve is known to its kernel alone."""
+    monkeypatch.setitem(KINDS, kind, (RECURRENT[kind], mean_square, (32, 4, 32)))
+    with torch._dynamo.config.patch(allow_rnn=True):
+        check_kind(kind)
+
+
+def test_an_lstm_whose_kernel_keeps_nothing_for_the_backward_is_refused_by_name() -> None:
+    """With another kernel it trains."""
+    torch.manual_seed(0)
+    model = Layers(lambda: Recurrent(nn.LSTM), mean_square, num_layers=1)
+    (layer,) = model.layers
+    layer.first = nn.Identity()
+    compiled = torch.compile(model, backend="elixir", options=OPTIONS)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        with pytest.raises(elixir.UnsupportedModel, match=r"LSTM .* mkldnn_rnn_layer .* allow_rnn"):
+            compiled(torch.randn(8, 2, 32))
+        with torch.backends.mkldnn.flags(enabled=False):
+            compiled(torch.randn(8, 2, 32)).backward()
+    assert layer.rnn.weight_ih_l0.grad.any()
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, pytest.param(nn.RNN, marks=pytest.mark.slow)])
 def test_the_gradients_and_the_state_of_an_rnn_that_is_captured_whole_are_counted(kind: type[nn.RNNBase]) -> None:
     """An RNN reads a list of its weights, so no plan moves them."""
@@ -226,6 +306,47 @@ def test_a_scalar_may_have_the_storage_of_its_inputs() -> None:
     seen = measured_bytes(call)
     assert seen is not None
     assert seen.results_bytes == (4 * 4096,)
+
+
+@pytest.mark.parametrize("rows", [slice(8, 16), slice(None)])
+@pytest.mark.parametrize(
+    ("op", "given", "more"),
+    [
+        (aten.copy.default, (8, 4), ()),
+        (aten.slice_scatter.default, (8, 2), (1, 1, 3)),
+        (aten.select_scatter.default, (8,), (1, -1)),
+        (aten.diagonal_scatter.default, (4,), ()),
+    ],
+)
+def test_ops_on_a_part_of_a_memory_allocate_their_result_alone(
+    op: Any, given: tuple[int, ...], more: tuple[int, ...], rows: slice
+) -> None:
+    """Torch's own kernels copy the whole memory; Inductor's and ours do not."""
+    whole, source = torch.randn(64, 32), torch.randn(given)
+    into = whole[rows, 8:12][:8]
+    expected = op(into, source, *more)
+    assert expected.untyped_storage().nbytes() == whole.nbytes
+    result = in_own_memory(op)(into, source, *more)
+    assert torch.equal(result, expected)
+    assert result.untyped_storage().nbytes() == into.nbytes
+
+
+def test_graphs_keep_their_ops_where_places_are_counted_from_the_start_of_a_memory() -> None:
+    def written(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return torch.slice_scatter(whole[8:16], source, 1, 0, 2)
+
+    def placed(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(written(whole, source), (2, 2), (4, 1), 32)
+
+    def branches(whole: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        either = written, lambda whole, source: whole[:8] + source.sum()
+        return torch.ops.higher_order.cond(whole.sum() > -1e9, *either, (whole, source))
+
+    given = torch.randn(64, 4), torch.randn(8, 2)
+    for call in (written, placed, branches):
+        result = with_own_memory(make_fx(call)(*given))(*given)
+        assert torch.equal(result, call(*given))
+        assert (result.untyped_storage().nbytes() == given[0][:8].nbytes) is (call is not placed)
 
 
 def test_an_expanded_input_is_made_up_too() -> None:
