@@ -172,7 +172,7 @@ CALLS = (
     calling_models.branch,
     calling_models.branch_not_taken,
     calling_models.branches_in_turn,
-    calling_models.branch_not_taken_in_scan,
+    pytest.param(calling_models.branch_not_taken_in_scan, marks=pytest.mark.slow),
     calling_models.scan_of_weights,
     calling_models.branch_in_scan,
     calling_models.loop,
