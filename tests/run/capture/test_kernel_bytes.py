@@ -238,6 +238,7 @@ def test_rnns_that_are_captured_whole_keep_the_budget(kind: str, monkeypatch: py
         check_kind(kind)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 def test_an_lstm_whose_kernel_keeps_nothing_for_the_backward_is_refused_by_name() -> None:
     """With another kernel it trains."""
     torch.manual_seed(0)
