@@ -245,12 +245,12 @@ def test_an_lstm_whose_kernel_keeps_nothing_for_the_backward_is_refused_by_name(
     model = Layers(lambda: Recurrent(nn.LSTM), mean_square, num_layers=1)
     (layer,) = model.layers
     layer.first = nn.Identity()
-    compiled = torch.compile(model, backend="elixir", options=OPTIONS)
     with torch._dynamo.config.patch(allow_rnn=True):
         with pytest.raises(elixir.UnsupportedModel, match=r"layers.0.rnn .* mkldnn_rnn_layer .*allow_rnn"):
-            compiled(torch.randn(8, 2, 32))
+            torch.compile(model, backend="elixir", options=OPTIONS)(torch.randn(8, 2, 32))
+        torch._dynamo.reset()
         with torch.backends.mkldnn.flags(enabled=False):
-            compiled(torch.randn(8, 2, 32)).backward()
+            torch.compile(model, backend="elixir", options=OPTIONS)(torch.randn(8, 2, 32)).backward()
     assert layer.rnn.weight_ih_l0.grad.any()
 
 
