@@ -40,7 +40,10 @@ from elixir_compile.runtime.step_calls import StepCalls
 
 
 class GradientAccumulator:
-    """Collects the gradients of each backward pass, and publishes them as `param.grad` or hands them to autograd."""
+    """Collects the gradients of each backward pass, and publishes them as `param.grad` or hands them to autograd.
+
+    It has more than 20 methods, because gradients come from three sides: programs, eager code and gates.
+    """
 
     def __init__(
         self,
