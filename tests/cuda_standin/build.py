@@ -19,13 +19,26 @@ ROOT = HERE.parents[1]
 _FOLDER = ROOT / "build" / "cuda_standin"
 # Without debug information and with few optimizations, because compiling takes longer than running here.
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC", "-DNDEBUG")
-_MACHINE = ("machine.cpp", "memory.cpp", "runtime.cpp")
+_MACHINE = ("machine.cpp", "memory.cpp", "runtime.cpp", "nccl.cpp")
 _ARITHMETIC = ("arithmetic.cpp", "attention.cpp")
 _REFUSALS = {
     r"cudnn\w+": 3000, r"cublas\w+": 15, r"nccl\w+": 3, r"cufft\w+": 16, r"curand\w+": 203, r"cusolver\w+": 9,
     r"cusparse\w+": 10, r"cupti\w+": 999, r"cu(da)?[A-Z]\w+": 801,
 }  # fmt: skip
 """What the functions of a library return that are not supported there; the first pattern that fits counts."""
+
+_LOAD = """\
+import os
+from pathlib import Path
+
+
+def load():
+    import torch
+
+    torch.ops.load_library(str(Path(__file__).with_name("libarithmetic.so")))
+    # NVML, which torch asks where the runtime would make forks of this process useless, is not there.
+    torch.cuda._raw_device_count_nvml = lambda: int(os.environ.get("CUDA_STANDIN_DEVICES", "2"))
+"""
 
 
 def _torch() -> Path:
@@ -43,7 +56,11 @@ def missing() -> str:
     torch = _torch()
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         return f"{torch} is not a CUDA build of torch"
-    needed = (_headers(torch) / "cuda_runtime_api.h", _crt_headers(torch) / "crt" / "host_defines.h")
+    needed = (
+        _headers(torch) / "cuda_runtime_api.h",
+        _crt_headers(torch) / "crt" / "host_defines.h",
+        _nccl_headers(torch) / "nccl.h",
+    )
     return "".join(f"there is no {path}" for path in needed if not path.exists())
 
 
@@ -54,6 +71,10 @@ def _headers(torch: Path) -> Path:
 def _crt_headers(torch: Path) -> Path:
     """Return where `crt/host_defines.h` is, which NVIDIA's packages for running programs lack."""
     return torch.parent / "triton" / "backends" / "nvidia" / "include"
+
+
+def _nccl_headers(torch: Path) -> Path:
+    return torch.parent / "nvidia" / "nccl" / "include"
 
 
 def _refused(torch: Path, defined: str) -> str:
@@ -83,7 +104,9 @@ def _compile(command: Sequence[str], path: Path) -> None:
 
 def _build(torch: Path, folder: Path) -> None:
     """Write the libraries, and what makes `import torch` load the arithmetic, to `folder`."""
-    headers = [f"-I{_headers(torch)}", f"-I{_crt_headers(torch)}"]
+    headers = [
+        f"-I{folder}" for folder in (_headers(torch), _crt_headers(torch), _nccl_headers(torch), torch / "include")
+    ]
     sources = [HERE / name for name in _MACHINE]
     refused = folder / "refused.cpp"
     refused.write_text(_refused(torch, "".join(source.read_text() for source in sources)))
@@ -96,7 +119,7 @@ def _build(torch: Path, folder: Path) -> None:
     empty.write_text("")
     driver = ["-shared", "-fPIC", str(empty), f"-L{folder}", "-Wl,--no-as-needed", "-lstandin", "-Wl,-rpath,$ORIGIN"]
     _compile([*driver, "-Wl,-soname,libcuda.so.1"], folder / "libcuda.so.1")
-    includes = [f"-I{torch / 'include'}", f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}", *headers]
+    includes = [f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}", *headers]
     linked = [f"-L{torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", f"-Wl,-rpath,{torch / 'lib'}"]
     arithmetic = [str(HERE / name) for name in _ARITHMETIC]
     _compile([*_FLAGS, *includes, *arithmetic, *linked, "-Wl,--allow-shlib-undefined"], folder / "libarithmetic.so")
@@ -105,10 +128,7 @@ def _build(torch: Path, folder: Path) -> None:
     installed.mkdir()
     (installed / "entry_points.txt").write_text("[torch.backends]\ncuda_standin = cuda_standin_arithmetic:load\n")
     (installed / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: cuda-standin\nVersion: 0\n")
-    (folder / "cuda_standin_arithmetic.py").write_text(
-        "from pathlib import Path\n\n\ndef load():\n    import torch\n\n"
-        "    torch.ops.load_library(str(Path(__file__).with_name('libarithmetic.so')))\n"
-    )
+    (folder / "cuda_standin_arithmetic.py").write_text(_LOAD)
 
 
 def library() -> Path:

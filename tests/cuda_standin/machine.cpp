@@ -2,6 +2,7 @@
 #include "machine.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -89,19 +90,31 @@ Stream* stream_of(cudaStream_t stream) {
 
 // ---------------------------------------------------------------- queues
 
-void run_until(Stream* stream, int64_t place) {
+void Mutex::let_others_go_on() {
+  const int depth = depth_;
+  for (int i = 0; i < depth; ++i) unlock();
+  usleep(50);
+  for (int i = 0; i < depth; ++i) lock();
+}
+
+bool run_until(Stream* stream, int64_t place) {
   Lock lock(machine().mutex);
   while (stream->num_run < place && !stream->items.empty()) {
-    auto item = std::move(stream->items.front());
+    if (!stream->items.front()()) return false;
     stream->items.pop_front();
     stream->num_run += 1;
-    item();
   }
+  return stream->num_run >= place;
+}
+
+void wait_until(Stream* stream, int64_t place) {
+  Lock lock(machine().mutex);
+  while (!run_until(stream, place)) machine().mutex.let_others_go_on();
 }
 
 void drain(Stream* stream) {
   Lock lock(machine().mutex);
-  run_until(stream, stream->num_issued());
+  wait_until(stream, stream->num_issued());
 }
 
 void drain_all() {
@@ -110,11 +123,15 @@ void drain_all() {
 }
 
 void enqueue(Stream* stream, std::function<void()> item) {
+  enqueue_until(stream, [item = std::move(item)] { return item(), true; });
+}
+
+void enqueue_until(Stream* stream, std::function<bool()> item) {
   auto& m = machine();
   Lock lock(m.mutex);
   stream->items.push_back(std::move(item));
   if (m.policy == kEarly) {
-    drain(stream);
+    run_until(stream, stream->num_issued());
   } else if (m.policy == kRandom) {
     for (auto* other : m.streams) {
       auto pending = other->items.size();

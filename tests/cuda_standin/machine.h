@@ -1,7 +1,8 @@
 // The devices of the stand-in: memory, streams, events, and the order of all accesses to memory.
 //
 // Each stream is a queue of works. Copies wait in it until the policy, or a wait, runs them; arithmetic runs when it is
-// issued, after everything that its stream was given before. One mutex guards everything here.
+// issued, after everything that its stream was given before. A work of several processes is tried until all of them have
+// come to it; its stream stays there. One mutex guards everything here.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -48,7 +49,7 @@ struct Stream {
   int priority = 0;
   Clock clock;               // what is over before the next work of the stream
   int64_t num_works = 0;     // works that the clocks count
-  std::deque<std::function<void()>> items;
+  std::deque<std::function<bool()>> items;  // each is tried until it is over
   int64_t num_run = 0;
   int64_t num_issued() const { return num_run + static_cast<int64_t>(items.size()); }
 };
@@ -74,8 +75,20 @@ struct Pinned {
   bool is_allocated;  // by cudaHostAlloc; else registered
 };
 
+// A recursive mutex whose holder can let other threads go on.
+class Mutex {
+ public:
+  void lock() { mutex_.lock(), ++depth_; }
+  void unlock() { --depth_, mutex_.unlock(); }
+  void let_others_go_on();
+
+ private:
+  std::recursive_mutex mutex_;
+  int depth_ = 0;  // how often its holder has it
+};
+
 struct Machine {
-  std::recursive_mutex mutex;
+  Mutex mutex;
   int num_devices;
   Device devices[kMaxDevices];
   std::map<uintptr_t, Pinned> pinned;
@@ -89,7 +102,7 @@ struct Machine {
 };
 
 Machine& machine();
-using Lock = std::lock_guard<std::recursive_mutex>;
+using Lock = std::lock_guard<Mutex>;
 
 size_t number_of(const char* variable, size_t otherwise);
 int& current_device();
@@ -106,7 +119,9 @@ Stream* stream_of(cudaStream_t stream);
 // ---------------------------------------------------------------- queues
 
 void enqueue(Stream* stream, std::function<void()> item);
-void run_until(Stream* stream, int64_t place);
+void enqueue_until(Stream* stream, std::function<bool()> item);  // tried again until it returns true
+bool run_until(Stream* stream, int64_t place);                   // as far as its works go now: whether it came to the place
+void wait_until(Stream* stream, int64_t place);
 void drain(Stream* stream);
 void drain_all();
 

@@ -12,7 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
-from tests.run.training import Run, by_torch, hybrid_adamw, on_host
+from tests.run.training import Run, by_torch, hybrid_adamw, on_host, scaled_bytes
 from tests.run.uneven_checks import parts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
@@ -34,7 +34,8 @@ def trained(rank: int, world_size: int, share: float, state: list[float]) -> lis
     with parts_of(state):
         model = elixir.prepare(seeded(Stack, WIDTH).cuda(), mesh=mesh)
     peak_bytes = torch.cuda.max_memory_allocated()
-    options = {"inner": "aot_eager", "report": False, "device_memory": int(share * peak_bytes) if share else None}
+    budget = scaled_bytes(model, peak_bytes, share) if share else None
+    options = {"inner": "aot_eager", "report": False, "device_memory": budget}
     compiled = torch.compile(model, backend="elixir", options=options)
     got = Run(model=model, compiled=compiled, optimizer=hybrid_adamw(model.parameters())).train(batches)
     assert executor_of(model).ledger.counts["gather"] > 0

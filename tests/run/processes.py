@@ -150,8 +150,17 @@ def _program(text: str, argv: list[str], environment: Mapping[str, str], name: s
     exec(compile(text, "program", "exec"), {"__name__": "__main__"})
 
 
+def let_forks_use_cuda() -> None:
+    """Let torch count the devices without the runtime of CUDA, behind which no fork can use them.
+
+    Inductor counts them when it is imported.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+
 def _forks() -> Any:
     """Return the context whose processes are forked from the server."""
+    let_forks_use_cuda()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_LOADED)
     return context

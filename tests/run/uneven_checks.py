@@ -19,6 +19,7 @@ from elixir_compile.ir.share import Share
 from elixir_compile.managed.cast_and_shard import ranks_of
 from elixir_compile.ops.portion import Portion, new_portion, rows_of
 from elixir_compile.ops.shards import full, own_part
+from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.optim.guard import watch
 from elixir_compile.runtime.distributed.ranks import Ranks
 from tests.run import ranks_checks
@@ -40,8 +41,8 @@ def all_of(rank: int, world_size: int, state: list[float], checks: list[list[Any
 def parts_of(state: Sequence[float]) -> Iterator[None]:
     """Let the ranks of models that are prepared inside own the parts `state`, and count alike whatever their rows."""
 
-    def uneven(mesh: DeviceMesh | None) -> Ranks | None:
-        ranks = ranks_of(mesh)
+    def uneven(mesh: DeviceMesh | None, tensor_axis: TensorAxis | None = None) -> Ranks | None:
+        ranks = ranks_of(mesh, tensor_axis)
         if ranks is not None:
             ranks.shares = tuple(Share(rank=own, num_rows=0, state=part) for own, part in enumerate(state))
         return ranks
