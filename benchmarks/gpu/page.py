@@ -62,7 +62,7 @@ def exactness(folder: Path) -> Iterator[str]:
                         mib(fact["measured_bytes"]),
                         "yes" if fact["held"] else "**no**",
                         f"{grads['gradients_differ']} of {grads['of']}, {grads['most']:.1e}",
-                        f"{fact['losses_apart']:.1e}",
+                        "-" if fact["losses_apart"] is None else f"{fact['losses_apart']:.1e}",
                     )
                 )
     if rows:

@@ -25,7 +25,7 @@ from typing import Any
 BEGAN_S = time.perf_counter()
 GIB = 2**30
 LLAMA_SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16}
-TINY_LLAMA_SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY_LLAMA_SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
 def parsed() -> argparse.Namespace:
@@ -35,7 +35,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("/tmp/gpu"), help="the folder of the facts")
     parser.add_argument("--name", default="", help="the name of the file of the facts, instead of the question's")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="models of some kilobytes")
+    parser.add_argument(
+        "--tiny", action="store_true", help="models of some kilobytes, op by op: for devices whose figures mean nothing"
+    )
     parser.add_argument("--inner", default="aot_eager", help="trains: what compiles the regions")
     parser.add_argument("--backend", default="elixir", choices=["elixir", "torch", "fsdp2"])
     parser.add_argument("--budget-of", default="", help="train: the question whose measured peak is the budget")
@@ -44,7 +46,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--expandable", action="store_true", help="let segments of the allocator expand")
     parser.add_argument("--trace", action="store_true", help="train: a profiler's trace of a step")
     parser.add_argument("--steps", type=int, default=14)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.tiny:
+        chosen.inner = "aot_eager"
+    return chosen
 
 
 ARGUMENTS = parsed()
@@ -78,6 +83,8 @@ def case(name: str) -> Iterator[None]:
             raise
 
 
+if ARGUMENTS.tiny:  # beside kilobytes, the usual workspaces of matrix products, 32 MiB, would be all of the memory
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="0")
 if ARGUMENTS.expandable:
     os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 with case("import"):
@@ -86,6 +93,7 @@ with case("import"):
     note(torch=torch.__version__)
 DEVICE = torch.device(ARGUMENTS.device, 0) if ARGUMENTS.device == "cuda" else torch.device(ARGUMENTS.device)
 IS_CUDA = DEVICE.type == "cuda"
+TOKENS = (2, 64) if ARGUMENTS.tiny else (4, 256)
 
 
 def settle() -> None:
@@ -118,10 +126,12 @@ def facts() -> None:
         f"{sys.executable} -m elixir_compile doctor",
     )
     for command in commands:
-        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-        note(command=command, said=(done.stdout + done.stderr)[-12000:])
+        with case(command):
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+            note(command=command, said=(done.stdout + done.stderr)[-12000:])
     if IS_CUDA:
-        note(cudnn=torch.backends.cudnn.version(), device=str(torch.cuda.get_device_properties(0)))
+        with case("device"):
+            note(cudnn=torch.backends.cudnn.version(), device=str(torch.cuda.get_device_properties(0)))
 
 
 def pinning() -> None:
@@ -129,7 +139,7 @@ def pinning() -> None:
     from elixir_compile.problem.machine import library_bytes
     from elixir_compile.runtime.slab import Slab
 
-    for num, nbytes in ((1, GIB), (1, 4 * GIB), (64, 28 * 2**20)) if IS_CUDA else ((1, 2**20),):
+    for num, nbytes in ((1, 2**20),) if ARGUMENTS.tiny else ((1, GIB), (1, 4 * GIB), (64, 28 * 2**20)):
         with case(f"pin {num} x {nbytes >> 20} MiB"):
             began_s = time.perf_counter()
             slabs = [Slab(nbytes, pin=IS_CUDA) for _ in range(num)]
@@ -164,7 +174,8 @@ def gpt2(num_layers: int, **options: object) -> torch.nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"n_embd": 64, "n_head": 4, "vocab_size": 256} if ARGUMENTS.tiny else {"vocab_size": 8192}
+    tiny = {"n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": TOKENS[1]}
+    sizes = tiny if ARGUMENTS.tiny else {"vocab_size": 8192}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, **{**dropout, **sizes, **options})).train()
 
@@ -192,7 +203,7 @@ class Training:
             self.compiled = torch.compile(model.to(DEVICE), backend=backend)
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
-    def loss(self, shape: Sequence[int] = (4, 256), *, autocast: bool = False) -> torch.Tensor:
+    def loss(self, shape: Sequence[int] = TOKENS, *, autocast: bool = False) -> torch.Tensor:
         """Run the forward on the next tokens."""
         generator = torch.Generator().manual_seed(self.num_steps)
         self.num_steps += 1
@@ -200,7 +211,7 @@ class Training:
         with torch.autocast(DEVICE.type, torch.bfloat16) if autocast else nullcontext():
             return self.compiled(input_ids=tokens, labels=tokens).loss
 
-    def step(self, shape: Sequence[int] = (4, 256), *, autocast: bool = False) -> torch.Tensor:
+    def step(self, shape: Sequence[int] = TOKENS, *, autocast: bool = False) -> torch.Tensor:
         """Train on the next tokens and return their loss, on the device."""
         loss = self.loss(shape, autocast=autocast)
         loss.backward()
@@ -236,6 +247,8 @@ def trains() -> None:
         name = f"{inner} {share:.0%} {options.get('activations', '')}".rstrip()
         with case(name):
             gc.collect()
+            if share < 1 and not free_bytes:
+                raise RuntimeError("without a budget no step was measured, so there is no peak to take a share of")
             budget = int(share * free_bytes) if share < 1 else None
             own = Training(gpt2(4, attn_implementation="eager"), "elixir", inner=inner, device_memory=budget, **options)
             mine = own.grads()
@@ -254,7 +267,7 @@ def trains() -> None:
                 held=budget is None or record.device_peak_bytes <= budget,
                 counts=dict(record.counts),
                 losses=losses,
-                losses_apart=max((abs(a - b) for a, b in zip(losses, theirs, strict=True)), default=None),
+                losses_apart=max((abs(a - b) for a, b in zip(losses, theirs, strict=False)), default=None),
                 **allocator(),
             )
             del own
@@ -320,7 +333,7 @@ def measure() -> None:
     from elixir_compile.platforms import platform_of
 
     with case("measured"):
-        found = measure_machine(DEVICE, seconds=12.0)
+        found = measure_machine(DEVICE, seconds=1.0 if ARGUMENTS.tiny else 12.0)
         note(measured=json.loads(cluster_to_json(found)))
         (ARGUMENTS.out / "machine.json").write_text(cluster_to_json(found), encoding="utf-8")
     with case("built in"):
@@ -353,7 +366,7 @@ def sharded_by_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
     distributed.init_process_group("cpu:gloo,cuda:nccl" if IS_CUDA else "gloo")
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        layer.compile()
+        layer.compile(backend="aot_eager" if ARGUMENTS.tiny else "inductor")
         fully_shard(layer, mp_policy=precision, offload_policy=CPUOffloadPolicy())
     fully_shard(model, mp_policy=precision, offload_policy=CPUOffloadPolicy())
     for buffer in model.buffers():
@@ -371,12 +384,12 @@ def train() -> None:
     shape = (2, 64) if ARGUMENTS.tiny else (8, 1024)
     autocast = ARGUMENTS.backend != "fsdp2" and not ARGUMENTS.dtype
     options: dict[str, Any] = {"param_dtype": ARGUMENTS.dtype or None, "device_memory": budget}
-    options |= {} if IS_CUDA else {"inner": "aot_eager"}
+    options |= {"inner": "aot_eager"} if ARGUMENTS.tiny else {}
     if (ARGUMENTS.out / "machine.json").exists():
         options["hardware"] = str(ARGUMENTS.out / "machine.json")
     model = llama()
     note(params=sum(param.numel() for param in model.parameters()), budget_bytes=budget)
-    backend = {"torch": "inductor"}.get(ARGUMENTS.backend, ARGUMENTS.backend)
+    backend = {"torch": "aot_eager" if ARGUMENTS.tiny else "inductor"}.get(ARGUMENTS.backend, ARGUMENTS.backend)
     own = Training(model, backend, **(options if backend == "elixir" else {}))
     seconds: list[float] = []
     for number in range(ARGUMENTS.steps):

@@ -30,7 +30,6 @@ class Part:
 CANNOT: Mapping[str, str] = {
     "tests/gpu/test_cuda.py::test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide": "copies hide behind kernels",
     "tests/gpu/test_cuda_machine.py::test_a_measured_device_is_one_that_could_be": "asks for the rates of a GPU",
-    "tests/gpu/test_nccl.py": "NCCL",
 }
 """Tests of `tests/gpu` that the stand-in cannot run, and what they need that it lacks."""
 
@@ -40,7 +39,9 @@ PARTS = (
     Part("itself", [f"{_HERE}/on_cuda_itself.py"], is_quick=True),
     Part("truth", [f"{_HERE}/on_cuda_truth.py"], is_quick=True),
     Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
-    Part("gpu", ["tests/gpu", *(f"--deselect={name}" for name in CANNOT)]),
+    Part("orders", [*_ON_DEFAULT, f"{_HERE}/on_cuda_orders.py"]),
+    Part("gpu", ["tests/gpu", "--ignore=tests/gpu/test_nccl.py", *(f"--deselect={name}" for name in CANNOT)]),
+    Part("nccl", [f"{_HERE}/on_cuda_nccl.py", "tests/gpu/test_nccl.py"]),
     Part("device", []),
     Part("devices", [f"{_HERE}/on_cuda_devices.py"]),
     Part("random", [f"{_HERE}/on_cuda_random.py"]),
@@ -49,6 +50,7 @@ PARTS = (
         "moments",
         [*_ON_DEFAULT, "--moments", ",".join(["early", "late", *map(str, range(20))]), "-k", "offload", *MOMENTS],
     ),
+    Part("kit", [f"{_HERE}/on_cuda_kit.py"]),
 )
 
 
