@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.run.processes import let_forks_use_cuda
+
 _LOADED = (
     "torch",
     "torch.distributed.tensor",
@@ -43,7 +45,10 @@ class Stage:
     has_slow: bool = False
     """Whether tests marked `slow` run too."""
     is_on_device: bool = False
-    """Whether the process has the second device type of `tests/device`."""
+    """Whether the process has a device made of host memory: CUDA where this process has its stand-in, else the second
+    device type of `tests/device`."""
+    plugins: tuple[str, ...] = ()
+    """Modules that pytest loads before the tests."""
 
 
 class Tree:
@@ -113,6 +118,7 @@ class Tree:
 
     def _load(self) -> None:
         """Import what all tests need, in the first call only, so that the processes of the tests have it."""
+        let_forks_use_cuda()
         for name in _LOADED:
             importlib.import_module(name)
 
@@ -126,7 +132,12 @@ class Tree:
             os.dup2(output, 2)
             os.chdir(self._folder)
             here = str(self._folder)
-            os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": here})
+            others = [
+                path
+                for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+                if path and Path(path).resolve() != Path(__file__).parents[1]
+            ]
+            os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([here, *others])})
             if stage.checks:
                 os.environ["ELIXIR_CHECK_RACES"] = "1"
             sys.path[:] = [
@@ -177,10 +188,9 @@ def _pytest(stage: Stage) -> int:
 
     torch.set_num_threads(1)
     if stage.is_on_device:
-        importlib.import_module("tests.device.fakegpu").start()
+        importlib.import_module("tests.device.emulated").start()
     package = importlib.import_module("elixir_compile")
     assert Path(str(package.__file__)).is_relative_to(Path.cwd()), "the package of the copy"
     slow = ("-m", "slow or not slow") if stage.has_slow else ()
-    return int(
-        pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist", *slow, *stage.paths])
-    )
+    plugins = (part for name in ("no:cacheprovider", "no:xdist", *stage.plugins) for part in ("-p", name))
+    return int(pytest.main(["-x", "-q", "--assert=plain", *plugins, *slow, *stage.paths]))

@@ -10,6 +10,10 @@ races on each until one fails, and prints a table; the last line is `N of N caug
 
 The tests run in forks of a process that has loaded torch, the cheapest and most telling ones first (`STAGES`). Each
 test that catches a mutant passes on the unchanged copy.
+
+With `--cuda` the mutants that concern streams, events and memory run on torch's CUDA build over its stand-in, whose
+clocks judge them: `.venv-2.11.0/bin/python -m tests.mutants --cuda`. Those of threads that wait for threads are left
+out, because all threads of a host have one clock there.
 """
 
 import argparse
@@ -22,6 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cuda_standin import build
+from tests.cuda_standin import device as standin
 from tests.forked import Stage, Tree
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +43,8 @@ KEPT = {"sources", "arriving", "leaving", "_departing"}
 """Names of lists and fields that keep memory alive until a wait."""
 EVENTS = {"home_read", "let_compute_wait"}
 """Names of fields that keep an event for another thread."""
+OF_STREAMS = r"compute_waits|host_waits|synchronize|keep|event|behind compute|_wait_for_copies|let_compute_wait"
+"""Which mutants the clocks of the CUDA stand-in can see, as a search in their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ class Mutant:
 
     path: Path
     line: int
+    place: str
+    """The name of the innermost function, and the line."""
     what: str
     span: tuple[int, int]
     replacement: str
@@ -78,9 +88,12 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        return Mutant(path.relative_to(ROOT), node.lineno, what, span, replacement)
+        *_, function = (each.name for each in functions if each.lineno <= node.lineno <= (each.end_lineno or 0))
+        place = f"{path.name} {function}: {text.splitlines()[node.lineno - 1].decode().strip()}"
+        return Mutant(path.relative_to(ROOT), node.lineno, place, what, span, replacement)
 
     nodes = sorted(ast.walk(ast.parse(text)), key=lambda node: getattr(node, "lineno", 0))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     polls = {part for node in nodes if _is_poll(node) for part in ast.walk(node)}
     for node in nodes:
         match node:
@@ -154,12 +167,39 @@ STAGES = {
 OTHERS = (UNITS, ORDERS, BITS, DEVICE)
 
 
+def _over_cuda(*paths: str, plugins: tuple[str, ...] = ("tests.device.on_default",)) -> Stage:
+    return Stage(paths, has_slow=True, is_on_device=True, plugins=plugins)
+
+
+CUDA_RANKS = _over_cuda("tests/cuda_standin/on_cuda_nccl.py::test_two_ranks_of_elixir_train_as_one", plugins=())
+CUDA_OTHERS = (
+    _over_cuda("tests/cuda_standin/on_cuda_orders.py"),
+    _over_cuda("tests/device/on_device_races.py", "tests/device/on_device_saved.py", plugins=()),
+)
+CUDA_STAGES = {
+    "sharded.py": (CUDA_RANKS,),
+    "ranks.py": (CUDA_RANKS,),
+    "gradients.py": (*CUDA_OTHERS, CUDA_RANKS),
+}
+"""The same on the CUDA stand-in."""
+
+
+UNSEEN = {
+    "awaited.py wait: self._let_compute_wait()": "for a thread that waits while another thread ends the wait",
+    "gradients.py _add: self._lanes.host_waits(self._lanes.d2h.mark())": "for a device that is a CPU",
+    "placed.py adopt: self._lanes.h2d.synchronize()": "the driver waits before pinned memory is no longer pinned",
+    "placed.py adopt: self._lanes.d2h.synchronize()": "the same",
+}
+"""Lines whose mutants the clocks of the CUDA stand-in cannot see, and why; the engines of a CPU see them."""
+
+
 def caught_by(mutant: Mutant, tree: Tree, most_stages: int) -> str:
     """Return the test that fails with `mutant` and passes without it, or an empty text if no test of its stages does.
 
     Raises RuntimeError if the test fails without the mutant too.
     """
-    for stage in STAGES.get(mutant.path.name, OTHERS)[:most_stages]:
+    stages, others = (CUDA_STAGES, CUDA_OTHERS) if standin.is_here() else (STAGES, OTHERS)
+    for stage in stages.get(mutant.path.name, others)[:most_stages]:
         with tree.changed(mutant.path, mutant.applied):
             failed = tree.run(stage)
         if failed:
@@ -176,8 +216,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run only mutants whose `path:line what` matches this expression")
     parser.add_argument("--limit-s", type=float, default=300.0, help="seconds of a stage of tests that count as caught")
     parser.add_argument("--most-stages", type=int, default=99, help="run at most so many stages on each mutant")
+    parser.add_argument("--cuda", action="store_true", help="on torch's CUDA build over its stand-in")
     options = parser.parse_args()
+    if options.cuda and not standin.is_here():
+        build.main(["-m", "tests.mutants", *sys.argv[1:]])  # starts this process again
     chosen = [each for each in mutants() if re.search(options.only, each.name)]
+    if options.cuda:
+        seen = [each for each in chosen if each.place not in UNSEEN]
+        chosen = [each for each in seen if re.search(OF_STREAMS, each.what)]
     if options.list:
         print(*(each.name for each in chosen), f"{len(chosen)} mutants", sep="\n")
         return 0

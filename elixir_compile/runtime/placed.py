@@ -210,14 +210,14 @@ class PlacedBuckets:
         bucket.move_home(self._lanes.device)
 
     def _check_move(self, homes: Iterable[tuple[Slot, Placement]]) -> None:
-        leaving: list[Slot] = []
+        to_host: list[Slot] = []
         settling: list[Slot] = []
         for slot, home in homes:
             if home.param is Tier.HOST:
-                leaving.append(slot)
+                to_host.append(slot)
             elif compat.is_lazy(slot.own):
                 settling.append(slot)
-        check_move(leaving, self._slots.values(), self._sites, settling)
+        check_move(to_host, self._slots.values(), self._sites, settling)
 
 
 def check_move(leaving: Sequence[Slot], slots: Iterable[Slot], sites: Sites, settling: Sequence[Slot] = ()) -> None:

@@ -28,7 +28,7 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Saving, Update
 from elixir_compile.runtime import executor
 from tests.run.races.simulated import Simulated
-from tests.run.training import Run, hybrid_adamw, loss_of, on_host
+from tests.run.training import Run, hybrid_adamw, loss_of, on_host, scaled_bytes
 from tests.run.updating import WIDTH, accumulate, flat_state, placed, small_buckets, weights_of
 
 NUM_SEEDS = int(os.environ.get("ELIXIR_RACE_SEEDS", "1"))
@@ -157,9 +157,10 @@ def run_of(case: Combination, folder: Path) -> Iterator[Run]:
     """Yield a new run of `case`, whose state on disk is in `folder`."""
     options = {"disk_path": folder} if "disk" in case.home else {}
     if case.home.startswith("host"):
+        starved = _made(case, device_memory=1)
         with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
-            loss_of(_made(case, device_memory=1).compiled, batches_of(case, 1)[0])
-        options["device_memory"] = int(1.05 * raised.value.needed_bytes)
+            loss_of(starved.compiled, batches_of(case, 1)[0])
+        options["device_memory"] = scaled_bytes(starved.model, raised.value.needed_bytes, 1.05)
     with small_buckets(lambda plan: placed(plan, case.home, case.share, case.update)):
         yield _made(case, **options)
 
