@@ -14,8 +14,17 @@ from elixir_compile.units import format_bytes
 _MOST_NAMES = 3
 
 
-def require_same_graph(plan: Plan, graph: StepGraph) -> None:
-    """Raise PlanMismatch, with the first difference that the plan shows, if `plan` was made for another graph."""
+_ELSEWHERE = (
+    "The plan was made for `{}` by that name, which can be done without the device, and kernels of another device, "
+    "above all those of attention, keep other tensors: a plan that `elixir-compile plan` makes on this machine fits"
+)
+
+
+def require_same_graph(plan: Plan, graph: StepGraph, *, may_be_from_elsewhere: bool = False) -> None:
+    """Raise PlanMismatch, with the first difference that the plan shows, if `plan` was made for another graph.
+
+    `may_be_from_elsewhere` says whether the step of the plan may have been captured on another device.
+    """
     here = fingerprint(graph)
     if plan.graph == here:
         return
@@ -25,7 +34,10 @@ def require_same_graph(plan: Plan, graph: StepGraph) -> None:
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
     present = _model_text(graph.name, list(params), sum(param.nbytes for param in params.values()))
     present += f", inputs with {format_bytes(inputs_bytes)}"
-    raise PlanMismatch("graph", plan.graph, here, planned, present, next(_differences(plan, graph)))
+    difference = next(_differences(plan, graph))
+    if may_be_from_elsewhere:
+        difference += ". " + _ELSEWHERE.format(plan.cluster)
+    raise PlanMismatch("graph", plan.graph, here, planned, present, difference)
 
 
 def _model_text(name: str, params: list[StorageId], nbytes: int) -> str:

@@ -231,19 +231,12 @@ class GraphPlanner:
     def learn(self, active: ActivePlan, stats: StepStats) -> Outcome | None:
         """Correct the machine by `stats` of the first steps under `active`, and search again if it may pay.
 
-        Returns None if nothing was learnt or the prediction was right. Gaps between tensors count for this search
-        alone: another plan has other gaps, and none makes a step impossible that has run.
+        Returns None if nothing was learnt or the prediction was right.
         """
-        correction = correct(active.problem, active.plan, stats)
-        self.correction = None if correction is None else correction.without_gaps()
-        if correction is None or self.correction is None:
+        self.correction = correct(active.problem, active.plan, stats)
+        if self.correction is None:
             return None
         # No later run measures exactly these seconds, so a plan of this search would never be found in the cache.
         search = partial(self._search_with, replace(self._options, plan_cache=False))
         may_move = may_move_back(active.problem, self._executor)
-        search_or_none, budget_bytes = search if may_move else None, active.plan.budget_bytes
-        outcome = replan(active.problem, active.plan, correction, search_or_none)
-        if correction.gap_bytes and outcome is not None and outcome.plan.prediction.device_peak_bytes > budget_bytes:
-            self._progress.say(outcome.line)
-            return replan(active.problem, active.plan, self.correction, search_or_none)
-        return outcome
+        return replan(active.problem, active.plan, self.correction, search if may_move else None)

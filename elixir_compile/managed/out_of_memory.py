@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from elixir_compile import compat
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
 from elixir_compile.ir import Kind, Phase, StepGraph
 from elixir_compile.managed.graph_planner import GraphPlanner
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, own_bytes
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, foreign_bytes
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.platforms import platform_of
 from elixir_compile.report.line import plan_line
@@ -239,7 +238,8 @@ class EarlyShortage:
         platform = platform_of(device)
         memory = platform.memory(device) if self._planner.is_budget_given else None
         limit_bytes = None if memory is None else min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
-        self._planner.excess_bytes = failed.excess_bytes(self._foreign_bytes(args), limit_bytes)
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self._planner.excess_bytes = failed.excess_bytes(foreign_bytes(self._executor, inputs), limit_bytes)
         log.warning(
             "%s ran out of device memory in an early step: %s requested beside %s. Its next forward is planned with "
             "%s less",
@@ -249,14 +249,6 @@ class EarlyShortage:
             format_bytes(self._planner.excess_bytes),
         )
         platform.empty_cache()
-
-    def _foreign_bytes(self, args: Sequence[Any]) -> int:
-        """Return the bytes of tensors on the device, before a forward with the inputs `args`, that no plan counts."""
-        device = self._executor.device
-        on_device = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.device == device]
-        inputs = {compat.storage_key(arg): arg.untyped_storage().nbytes() for arg in on_device}
-        planned_bytes = own_bytes(self._executor) + self._executor.saved.held_bytes() + sum(inputs.values())
-        return max(0, platform_of(device).tensor_bytes(device) - planned_bytes)
 
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
         device = self._executor.device

@@ -23,6 +23,7 @@ import torch
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Phase, Plan, StepGraph, Tier
 from elixir_compile.managed.agreement.agreement import any_of_all
+from elixir_compile.managed.allocator_gaps import AllocatorGaps
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.neighbours import Neighbours
 from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, Overrun, StepWatch, note_overrun
@@ -150,6 +151,8 @@ class OutstandingForwards:
         """The measured bytes of the first steps."""
         self.outside = Outside()
         """The measured bytes of code between the graphs."""
+        self.gaps = AllocatorGaps(executor)
+        """The bytes between tensors for which plans leave room."""
         self.neighbours: Neighbours[OutstandingForwards] = Neighbours(self, unplaced)
         self._warned_of: tuple[Sequence[str], int] = ([], 0)
         """The names of the other models beside which a plan exceeded its budget last, and by how much."""
@@ -193,6 +196,7 @@ class OutstandingForwards:
             reserved_bytes=reserved_bytes,
             neighbour_bytes=in_turn_bytes,
             neighbour_host_bytes=self.neighbours.host_bytes_in_turn() if in_turn_bytes else 0,
+            gap_bytes=self.gaps.nbytes,
         )
 
     def offload(self) -> bool:
@@ -284,6 +288,8 @@ class OutstandingForwards:
             overrun = self._overrun(graphs) if graphs else None
             if overrun is not None or any(model.is_crowded for model in models):
                 replan_together(models, overrun)
+            elif graphs and not models[1:] and self.stages is None:
+                self._leave_gaps(graphs)
         if self.neighbours.is_away:
             self._return(graph, is_pressed=is_pressed)
         graph.runs.has_run = True
@@ -319,6 +325,22 @@ class OutstandingForwards:
         log.warning("%s. It is planned again with room for them", found.words(self._executor.name))
         self.watch.num_plans += 1
         return found
+
+    def _leave_gaps(self, graphs: Sequence[JointGraph]) -> None:
+        """Plan `graphs` again, with room for gaps, if the allocator held more in the last step than the budget."""
+        planners = [graph.planner for graph in graphs]
+        may_replan = all(planner.may_replan for planner in planners)
+        plans = [graph.active.plan for graph in graphs]
+        held = self.gaps.found(plans, is_given=planners[0].is_budget_given, may_replan=may_replan)
+        if held is None:
+            return
+        before_bytes, self.gaps.nbytes = self.gaps.nbytes, held.gap_bytes
+        try:
+            beside = [graph.runs.positions_in(graphs) for graph in graphs]
+            _follow({self: graphs}, beside, _jointly({self: graphs}, beside))
+        except NoFeasiblePlan as error:
+            self.gaps.nbytes = before_bytes
+            self.gaps.give_up(held, error)
 
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""
@@ -420,11 +442,19 @@ def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | No
         return
     ran_beside = [graph.runs.positions_in(graphs) for graph in graphs]
     beside, planned = _planned_together(graphs_of, ran_beside, overrun)
+    if planned:
+        _follow(graphs_of, beside, planned)
     for graph in graphs:
         graph.runs = GraphRuns(offloads_first=not planned or beside != ran_beside)
-    programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=False)]
-    if not programs:
-        return
+
+
+def _follow(
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: "_Beside", planned: Sequence[Planned]
+) -> None:
+    """Let the graphs of `graphs_of` follow the plans in `planned` from now on, each with the graphs `beside` it; no
+    forward is outstanding."""
+    graphs = [graph for own in graphs_of.values() for graph in own]
+    programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=True)]
     plan_of = {id(graph): plan for graph, (_, plan) in zip(graphs, planned, strict=True)}
     for leaves_alone in (True, False):  # what leaves the device leaves first, of whatever model it is
         for model, own in graphs_of.items():
@@ -547,6 +577,7 @@ def _requests_of(
         base_bytes = sum(fixed_bytes.values()) + library_bytes(model.executor.device)
         base_bytes += sum(other.neighbours.unplaced_bytes() for other in joint if other is not model)
         base_bytes += model.neighbours.bytes_in_turn(leaving_out=joint)
+        base_bytes += max(other.gaps.nbytes for other in joint)
         usage = ExternalUsage(neighbour_host_bytes=model.neighbours.host_bytes_in_turn())
         own = [graph.joint_problem(base_bytes, usage) for graph in graphs]
         problems += [(number, problem) for problem in own]

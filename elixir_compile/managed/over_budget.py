@@ -33,6 +33,7 @@ from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.measure.step_bytes import StepBytes, end_idle_profiler, start_step_bytes
 from elixir_compile.ops.shards import own_part
+from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import state_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -272,7 +273,10 @@ class StepWatch:
         params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
         self._places, self._sites = {}, {}
         self._has_ended = self._has_forward = False
-        self._bytes = start_step_bytes(self._executor.device, own, state_bytes(self._executor, params))
+        device = self._executor.device
+        # Every plan counts the workspaces of libraries, which are there before the step.
+        more_bytes = state_bytes(self._executor, params) + library_bytes(device)
+        self._bytes = start_step_bytes(device, own, more_bytes)
         if self._bytes is not None:
             # A model may go in the middle of a step, and its measurement holds torch.profiler.
             self._at_death = weakref.finalize(self, self._bytes.drop)

@@ -185,7 +185,8 @@ def load_plan_for(
     another order of backward passes.
     """
     plan = load_plan(path)
-    require_same_graph(plan, graph)
+    is_by_name = plan.cluster != cluster.name and is_name_of(plan.cluster, cluster)
+    require_same_graph(plan, graph, may_be_from_elsewhere=is_by_name)
     require_same_machine(plan, cluster)
     if plan.num_copies != num_copies:
         raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))

@@ -22,15 +22,13 @@ from elixir_compile.runtime.recording import Recording
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.joint.replan import StepStats
-from elixir_compile.units import MIB, format_bytes, format_s
+from elixir_compile.units import format_bytes, format_s
 
 STEPS_SKIPPED = 2  # the first compiles; the second may still warm up caches and allocators
 STEPS_TIMED = 5
 _MOST_DROPPED = 3
 """Measurements that other forwards ended before they had enough steps; no other begins after so many. On an accelerator
 each reads the history of its allocator twice."""
-LEAST_GAP_BYTES = 64 * MIB
-"""Fewer bytes between tensors are no gaps: the allocator takes segments of 2 and 20 MiB, for each stream of its own."""
 
 
 class StepProfiler:
@@ -58,10 +56,7 @@ class StepProfiler:
         self._reads_memory = self._platform.has_own_memory
         self._recording: Recording | None = None
         self._began_s: list[float] = []
-        self._has_budget = options.device_memory is not None
         self._foreign_bytes = 0
-        self._alloc_retries = 0
-        """How often the allocator had freed its cache before the steps."""
         self._peak: PeakRecord | None = None
         """Of the steps so far, while they are measured."""
 
@@ -77,10 +72,10 @@ class StepProfiler:
         self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())
         if len(self._began_s) == STEPS_SKIPPED + 1:
-            self._begin(problem.budget_bytes)
+            self._begin()
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
-        stats = self._end(problem.budget_bytes)
+        stats = self._end()
         ranks = self._executor.ranks
         # Shares are for one axis, and ranks along a tensor axis have the same rows.
         if ranks is not None and ranks.tensor_axis is None and not self._shares_step:
@@ -114,33 +109,16 @@ class StepProfiler:
             self._peak.stop()
         self._recording = self._peak = None
 
-    def _begin(self, budget_bytes: int) -> None:
+    def _begin(self) -> None:
         if self._reads_memory:
-            self._foreign_bytes = max(0, self._platform.tensor_bytes(self._device) - own_bytes(self._executor))
-            if self._is_over(budget_bytes):
-                # What the allocator holds since the model was made or compiled is no need of a step.
-                self._platform.empty_cache()
-            self._alloc_retries = self._platform.alloc_retries(self._device) or 0
+            self._foreign_bytes = foreign_bytes(self._executor)
             # Compiling allocates more than a step does, and the figure is for the steps.
             self._peak = PeakRecord(self._platform, self._device)
         if self._records:
             self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
 
-    def _is_over(self, budget_bytes: int) -> bool:
-        """Return whether the user chose `budget_bytes`, and the allocator holds more."""
-        held_bytes = self._platform.reserved_bytes(self._device) - self._foreign_bytes
-        return self._has_budget and held_bytes > budget_bytes
-
-    def _gap_bytes(self, peak_bytes: int | None, budget_bytes: int) -> int:
-        """Return the bytes that the allocator holds beside `peak_bytes` of tensors; 0 if they do not matter."""
-        if peak_bytes is None or not self._reads_memory:
-            return 0
-        is_short = (self._platform.alloc_retries(self._device) or 0) > self._alloc_retries
-        gap_bytes = self._platform.reserved_bytes(self._device) - peak_bytes
-        return gap_bytes if gap_bytes > LEAST_GAP_BYTES and (is_short or self._is_over(budget_bytes)) else 0
-
-    def _end(self, budget_bytes: int) -> StepStats:
+    def _end(self) -> StepStats:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
@@ -152,7 +130,6 @@ class StepProfiler:
             graph_s=self._graph_s(spans),
             spans=() if self._shares_step else spans,
             device_peak_bytes=peak_bytes if self._reads_memory else None,
-            gap_bytes=self._gap_bytes(peak_bytes, budget_bytes),
             foreign_bytes=self._foreign_bytes,
             reserved_bytes=self._platform.reserved_bytes(self._device) if self._reads_memory else None,
         )
@@ -172,6 +149,14 @@ def own_bytes(executor: Executor) -> int:
     grads = (slot.param.grad for slot in executor.slots.values())
     grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == executor.device)
     return device_bytes(executor) + grads_bytes + library_bytes(executor.device)
+
+
+def foreign_bytes(executor: Executor, own: Iterable[torch.Tensor] = ()) -> int:
+    """Return the bytes of tensors on the device that no plan counts; tensors in `own`, as inputs are, are planned."""
+    device = executor.device
+    storages = {compat.storage_key(each): each.untyped_storage().nbytes() for each in own if each.device == device}
+    planned_bytes = own_bytes(executor) + executor.saved.held_bytes() + sum(storages.values())
+    return max(0, platform_of(device).tensor_bytes(device) - planned_bytes)
 
 
 log = logging.getLogger("elixir_compile")

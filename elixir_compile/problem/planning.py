@@ -111,6 +111,8 @@ class ExternalUsage:
     """What models that run in turn with that of the graph hold (see `managed.neighbours`)."""
     neighbour_host_bytes: int = 0
     """Host bytes of the buckets of these models."""
+    gap_bytes: int = 0
+    """What the allocator holds between tensors (see `managed.allocator_gaps`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +258,7 @@ def bytes_beside(
 ) -> int:
     """Return the device bytes outside of the graphs that read the parameters `read`, on top of `external` usage,
     without the workspaces of libraries."""
-    nbytes = scalar_bytes(executor.slots.values(), executor.device) + external.neighbour_bytes
+    nbytes = scalar_bytes(executor.slots.values(), executor.device) + external.neighbour_bytes + external.gap_bytes
     if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
         nbytes += unplanned_bytes(executor)
     if not is_training:

@@ -38,6 +38,7 @@ _ON_DEFAULT = ("-p", "tests.device.on_default", "-m", "not slow")
 PARTS = (
     Part("itself", [f"{_HERE}/on_cuda_itself.py"], is_quick=True),
     Part("truth", [f"{_HERE}/on_cuda_truth.py"], is_quick=True),
+    Part("reserved", [f"{_HERE}/on_cuda_reserved.py"]),
     Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
     Part("orders", [*_ON_DEFAULT, f"{_HERE}/on_cuda_orders.py"]),
     Part("gpu", ["tests/gpu", "--ignore=tests/gpu/test_nccl.py", *(f"--deselect={name}" for name in CANNOT)]),

@@ -70,9 +70,6 @@ class StepStats:
     history of the allocator."""
     reserved_bytes: int | None = None
     """Bytes that the allocator held after the steps, with its roundings and gaps; None on a CPU."""
-    gap_bytes: int = 0
-    """Bytes that the allocator held at the peak beside tensors, if they were too many: it held more than the budget, or
-    had to free its cache. A plan must leave room for them, because no tensor fits in."""
     foreign_bytes: int = 0
     """Device bytes in use before a forward that belong to neither this model nor its optimizer."""
 
@@ -84,13 +81,7 @@ class Correction:
     cluster: Cluster
     measured: Measured
     excess_bytes: int = 0
-    """Device bytes of the measured peak above the planned peak, and of gaps between tensors that count."""
-    gap_bytes: int = 0
-    """Those of gaps."""
-
-    def without_gaps(self) -> "Correction":
-        """Return the correction that counts no gaps between tensors."""
-        return replace(self, excess_bytes=self.excess_bytes - self.gap_bytes, gap_bytes=0)
+    """Device bytes of the measured peak above the planned peak."""
 
     def applied_to(self, problem: Problem) -> Problem:
         """Return `problem` at the corrected rates; its graph must be the graph whose steps were measured."""
@@ -112,8 +103,7 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
     return Correction(
         cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
         measured=Measured(stretches=stretches, activations=plan.activations, micro_batches=problem.micro_batches),
-        excess_bytes=_excess_bytes(plan, stats) + stats.gap_bytes,
-        gap_bytes=stats.gap_bytes,
+        excess_bytes=_excess_bytes(plan, stats),
     )
 
 
@@ -266,13 +256,8 @@ def replan(
     if abs(was_s - planned_s) <= TOLERANCE * planned_s and not correction.excess_bytes:
         return None
     facts = f"step is {format_s(was_s)} at measured prices, planned {format_s(planned_s)}; regions measured; "
-    if correction.excess_bytes > correction.gap_bytes:
-        facts = f"peak was {format_bytes(correction.excess_bytes - correction.gap_bytes)} above the plan; {facts}"
-    if correction.gap_bytes:
-        facts = (
-            f"the allocator held {format_bytes(correction.gap_bytes)} in gaps between tensors, of which "
-            f"PYTORCH_ALLOC_CONF=expandable_segments:True avoids the most; {facts}"
-        )
+    if correction.excess_bytes:
+        facts = f"peak was {format_bytes(correction.excess_bytes)} above the plan; {facts}"
     has_to_move = repriced.prediction.device_peak_bytes > plan.budget_bytes
     if search is None or not (has_to_move or _moves_anything(plan)):
         return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}nothing to plan again")

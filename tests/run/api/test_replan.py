@@ -253,20 +253,6 @@ def test_a_peak_above_the_plan_becomes_base_bytes(asked: Asked) -> None:
     assert "above the plan" in outcome.line
 
 
-def test_gaps_between_tensors_become_base_bytes(asked: Asked) -> None:
-    problem, plan = asked.problem, asked.plan
-    gap_bytes = plan.budget_bytes - plan.prediction.device_peak_bytes + 1000
-    stats = replace(seen_on(problem.cluster, problem, plan), gap_bytes=gap_bytes)
-    correction = correct(problem, plan, stats)
-    assert (correction.excess_bytes, correction.gap_bytes) == (gap_bytes, gap_bytes)
-    outcome = replan(problem, plan, correction, search.plan)
-    assert outcome.is_new
-    assert outcome.plan.base_bytes == plan.base_bytes + gap_bytes
-    assert outcome.plan.prediction.device_peak_bytes <= plan.budget_bytes
-    assert "expandable_segments:True" in outcome.line
-    assert "above the plan" not in outcome.line
-
-
 def test_the_plan_stays_if_nothing_fits_at_the_corrected_prices(asked: Asked) -> None:
     problem, plan = asked.problem, asked.plan
     correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=2**40))

@@ -46,6 +46,27 @@ def test_a_plan_for_another_graph_is_refused(path: Path) -> None:
     assert caught.value.got != PLAN.graph
 
 
+@pytest.mark.parametrize(
+    ("asked", "here"),
+    [
+        ("h100-80g", "NVIDIA H100 80GB HBM3"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("a100-40g", "NVIDIA A100-SXM4-40GB"),
+        ("h100-80g", "h100-80g"),
+        ("NVIDIA L4", "NVIDIA L4"),
+    ],
+)
+def test_a_plan_by_the_name_of_a_machine_may_have_other_kernels(asked: str, here: str, tmp_path: Path) -> None:
+    """A plan for `h100-80g` may be made on a CPU, whose kernels of attention keep other tensors than those of CUDA."""
+    memory_bytes = (24 if "L4" in asked else 40 if "40" in asked else 80) * GIB
+    elixir.save_plan(replace(PLAN, cluster=f"1 x {asked}"), tmp_path / "plan.json")
+    cluster = profile_for("cuda", memory_bytes, GIB, here)
+    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=replace(cluster.device, name=here)),))
+    with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
+        load_plan_for(tmp_path / "plan.json", chain_of(2), cluster)
+    assert ("`elixir-compile plan` makes on this machine fits" in str(caught.value)) == (asked != here)
+
+
 def test_another_machine_names_both(path: Path) -> None:
     with pytest.raises(elixir.PlanMismatch, match="another machine: it was made for 1 x cuda, here is 1 x a100"):
         load_plan_for(path, GRAPH, profile_for("cuda", GIB, GIB, "a100"))
