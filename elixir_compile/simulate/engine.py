@@ -2,7 +2,7 @@
 
 Each lane does one action at a time, in the order of the schedule. Compute walks through the actions. `run` occupies it;
 `gather`, `reduce`, `offload` and `prefetch` are issued at their place and start when their lane is free; `wait` blocks
-compute until they end; `release` costs nothing.
+compute until they end; `release` costs nothing. `lanes` says when the host issues them.
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
     h2d       b1 ====| b2 ====|       h.1.matmul ===|        shards of parameters, or activations, from the host
@@ -30,7 +30,8 @@ ends, by the processor beside which the sums live; compute waits for it.
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
 rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; two collectives on the
 same link; the start of an early update by the device on several ranks, which is at the wait for the gradient and not,
-as here, at the issue of its reduce.
+as here, at the issue of its reduce; unless updates begin in the backward, sums and updates on the host that begin when
+the last gradient has arrived, as they do in a run, and not, as here, when compute is through with the backward too.
 """
 
 from collections import Counter
@@ -51,7 +52,7 @@ from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 from elixir_compile.simulate.drawing import Drawing
-from elixir_compile.simulate.lanes import Lanes
+from elixir_compile.simulate.lanes import AT_ONCE_S, Lanes
 from elixir_compile.simulate.prices import LapCopies, Prices, prices
 from elixir_compile.simulate.traffic import traffic
 
@@ -161,7 +162,7 @@ def acting_once(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Ite
     if player.cycle.update is Update.ACROSS_STEPS:
         actions = tuple(actions)
         updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
-        player.update_across([target.bucket for target in updated])
+        player.update([target.bucket for target in updated])
         actions = tuple(action for action in actions if action[0] is not Verb.UPDATE)
     yield from player.acting(actions)
     player.lanes.await_all_updates()
@@ -170,7 +171,7 @@ def acting_once(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Ite
 def played_once(player: "Player") -> Played:
     """Return the seconds of the step that `player` has simulated by `acting_once`."""
     lanes = player.lanes
-    return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
+    return _played(lanes.over_s, lanes.memory_s, lanes.stalled_s)
 
 
 def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
@@ -206,17 +207,18 @@ def _rounded(lanes: Lanes) -> tuple[object, ...]:
         return round(seconds / _ROUNDING_S)
 
     return (
+        rounded(lanes.issued_s),
         tuple(rounded(free_s) for free_s in lanes.free_s.values()),
         tuple((name, rounded(end_s)) for name, end_s in lanes.updating_s.items()),
+        tuple((name, rounded(end_s)) for name, end_s in lanes.returned_s.items()),
         tuple((arrival.bucket, rounded(arrival.since_s)) for arrival in lanes.arriving),
     )
 
 
 def _wrapped(span: Span, step_s: float) -> Span:
-    """Return `span`; if it begins in the next step, as the span of this step that began in the step before."""
-    if span.start_s < step_s:
-        return span
-    return replace(span, start_s=span.start_s - step_s, end_s=span.end_s - step_s)
+    """Return `span`; if it begins in the step before or in the next one, as its like that begins in this step."""
+    later_s = step_s if span.start_s < 0 else -step_s if span.start_s >= step_s else 0.0
+    return replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s) if later_s else span
 
 
 class Player:
@@ -236,7 +238,6 @@ class Player:
         self._copies = copies
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
-        self._backward_end_s: float | None = None
         self._reduced: list[BucketId] = []
         """Buckets whose gradients are to be added to their sums at the end of the backward."""
 
@@ -248,6 +249,7 @@ class Player:
     def acting(self, actions: Iterable[tuple[Verb, Target]]) -> Iterator[tuple[Verb, BucketId]]:
         """Simulate `actions`, and yield each gather and each reduce when it is issued, with its bucket."""
         lanes, placements, is_closing = self.lanes, self._placements, bool(self.cycle.closing)
+        left: list[BucketId] = []
         for verb, target in actions:
             if isinstance(target, RegionRef):
                 self._run_region(target.region)
@@ -268,59 +270,50 @@ class Player:
                 yield verb, target.bucket
                 self._reduced.append(target.bucket)
             elif verb is Verb.UPDATE:
-                self._add_gradients()
-                self._update(target.bucket, placements[target.bucket])
+                left.append(target.bucket)
             if is_closing and not isinstance(target, GroupRef):
                 self._close(verb, target.bucket)
-        self._add_gradients()
+        self._end_backward()
+        self.update([bucket for bucket in left if bucket not in self.updated])
 
-    def _add_gradients(self) -> None:
-        """End the backward: add the gradients of this step to their sums, if there are any."""
+    def _end_backward(self) -> None:
+        """End the backward: wait for all copies, and add the gradients of this step to their sums, if there are any."""
+        self.lanes.end_backward(is_alone=self.cycle.update is not Update.IN_BACKWARD)
         for bucket in self._reduced if self.lanes.price.add_s else ():
             self.lanes.add_gradient(bucket, self._placements[bucket])
         self._reduced.clear()
 
-    def update_across(self, buckets: Sequence[BucketId]) -> None:
-        """Simulate `optimizer.step()`, see `HybridAdamW`: updates on the device, queued updates on the host, streams.
+    def update(self, buckets: Sequence[BucketId]) -> None:
+        """Simulate `optimizer.step()`, see `Updater.update`: updates on the device, updates on the host, streams.
 
-        The forward begins when gradients for the host have left the device.
+        After the backward it returns when all updates on the host and all streams are done. Otherwise the host's are
+        queued, and the forward begins when gradients for the host have left the device.
         """
-        lanes = self.lanes
+        lanes, is_waiting = self.lanes, self.cycle.update is Update.AFTER_BACKWARD
         homes = [(name, self._placements[name]) for name in buckets]
+        for name, _ in homes:
+            lanes.await_update(name)
         for name, placement in homes:
-            if placement.optim is Tier.DEVICE:
+            if placement.update is Tier.DEVICE and not placement.streamed:
                 lanes.update_on_device(name)
-        queued_s = lanes.free_s[Lane.COMPUTE]
-        for name, placement in homes:
-            if placement.update is not Tier.DEVICE:
-                lanes.update_on_host(name, placement, queued_s if lanes.is_staged(placement) else 0.0)
-        left_s = lanes.free_s[Lane.D2H]
+        on_host = [(name, placement) for name, placement in homes if placement.update is not Tier.DEVICE]
+        behind_s = lanes.free_s[Lane.COMPUTE]
+        for name, placement in on_host:
+            lanes.update_on_host(name, placement, behind_s if lanes.is_staged(placement) else AT_ONCE_S)
+        if is_waiting:
+            lanes.await_all_updates()
         for name, placement in homes:
             if placement.streamed:
                 lanes.stream(name, placement)
-        lanes.free_s[Lane.COMPUTE] = max(lanes.free_s[Lane.COMPUTE], left_s)
+        if is_waiting or any(lanes.is_staged(placement) for _, placement in on_host):
+            lanes.leave()
 
     def _run_region(self, region: RegionId) -> None:
         lanes = self.lanes
-        if lanes.updating_s or lanes.arriving:
+        if lanes.updating_s or lanes.arriving or lanes.returned_s:
             for bucket in self.cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
         lanes.run(region, self.run_s[region], self._copies.get(region))
-
-    def _update(self, bucket: BucketId, placement: Placement) -> None:
-        """Update a bucket after the backward; updates by the host do not wait for updates by the device."""
-        lanes = self.lanes
-        if bucket in self.updated:
-            return
-        if self.cycle.update is Update.IN_BACKWARD:
-            self._update_early(bucket, placement, 0.0)
-            return
-        if self._backward_end_s is None:
-            self._backward_end_s = lanes.free_s[Lane.COMPUTE]
-        if placement.streamed:
-            # `step()` waits for all updates by the host before it streams.
-            lanes.await_all_updates()
-        self._update_where_placed(bucket, placement, self._backward_end_s)
 
     def _close(self, verb: Verb, bucket: BucketId) -> None:
         """Update `bucket` if its updates begin after an action with this verb, on its parameters or its gradient."""
@@ -329,14 +322,11 @@ class Player:
             self._update_early(bucket, self._placements[bucket], landed_s)
 
     def _update_early(self, bucket: BucketId, placement: Placement, landed_s: float) -> None:
-        lanes = self.lanes
-        self.updated.add(bucket)
-        lanes.await_update(bucket)
-        self._update_where_placed(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
-
-    def _update_where_placed(self, bucket: BucketId, placement: Placement, landed_s: float) -> None:
         """Update a bucket: on the device when compute is free, on the host from `landed_s` on, when it has the
         gradient."""
+        self.updated.add(bucket)
+        self.lanes.await_update(bucket)
+        landed_s = max(landed_s, self.lanes.free_s[Lane.COMPUTE])
         if placement.streamed:
             self.lanes.stream(bucket, placement)
         elif placement.update is Tier.DEVICE:

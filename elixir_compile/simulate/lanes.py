@@ -1,10 +1,15 @@
 """Track when each lane is free and when each transfer ends, while the actions of a step are simulated.
 
-Each reader of a bucket waits for its update by the host: the copy of a gather, and compute only when it waits for the
-copy; or a region that reads parameters on the device. Such copies, and updated parameters on the way back to the
-device, take their link in the order in which their updates end, between the other copies of the step.
+The thread that trains issues all actions, in no time, far ahead of the lanes. It waits for updates by the host, for all
+copies at the end of the backward, and in `optimizer.step()`: what it issues then begins no earlier.
+
+Each reader of a bucket waits for its update by the host: the copy of a gather, and the thread that trains only when a
+region reads the copy; or when a region reads parameters on the device. The thread of the updates issues such copies,
+and those of updated parameters back to the device, when the updates end. A link takes its copies in the order of issue:
+a copy that waits for compute holds up those that are issued after it.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +20,9 @@ from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, RegionId
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, StateRef, Target, label
 from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.prices import LapCopies, Prices
+
+AT_ONCE_S = -math.inf
+"""Before all work: what begins then begins when it is issued."""
 
 Ref = Callable[[Any], Target | StateRef]
 """The class of a target, which makes it of the name of a region, bucket or group."""
@@ -27,6 +35,8 @@ class Arrival(NamedTuple):
     bucket: BucketId
     is_gathered: bool
     """True if the copy is part of a gather; False if it ends an update of parameters on the device."""
+    allocated_s: float = 0.0
+    """When compute has made room for the copy."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,10 +57,14 @@ class Lanes:
     """When the last transfer of each gradient ends, its reduce or its offload, for which compute has not waited."""
     group_s: dict[GroupId, float] = field(default_factory=dict)
     """When the last transfer of each group of activations ends for which compute has not waited."""
+    issued_s: float = 0.0
+    """When the thread that trains issues the next action."""
     updating_s: dict[BucketId, float] = field(default_factory=dict)
     """When the update of each bucket ends that the host runs beside the step."""
+    returned_s: dict[BucketId, float] = field(default_factory=dict)
+    """When updated parameters are back on the device for which compute has not waited."""
     arriving: list[Arrival] = field(default_factory=list)
-    """Copies to the device that have not started, in the order of time."""
+    """Copies to the device that the thread of the updates has not issued, in the order of time."""
     memory_s: float = 0.0
     """Seconds of host memory, at its full rate, for all copies and updates of the step so far."""
     stalled_s: float = 0.0
@@ -68,10 +82,26 @@ class Lanes:
         in_update: bool = False,
         piece: int = 0,
     ) -> float:
-        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end.
+        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end; the thread that trains issues it.
 
         The work is `verb` on the target `name` of class `of`; it belongs to no graph if it is `in_update`.
         """
+        return self._occupy(
+            lane, verb, of, name, max(after_s, self.issued_s), seconds, in_update=in_update, piece=piece
+        )
+
+    def _occupy(
+        self,
+        lane: Lane,
+        verb: Verb | InnerVerb,
+        of: Ref,
+        name: str,
+        after_s: float,
+        seconds: float,
+        *,
+        in_update: bool,
+        piece: int = 0,
+    ) -> float:
         resource = self.price.lane_of[lane]
         start_s = max(self.free_s[resource], after_s)
         end_s = start_s + seconds
@@ -105,8 +135,9 @@ class Lanes:
         """Issue a gather: a copy from the host after the update, if the bucket is there, and an all-gather if it is
         sharded."""
         is_copied = placement.param is not Tier.DEVICE
-        if is_copied and self.updating_s.get(bucket, 0.0) > self.free_s[Lane.COMPUTE] and self._may_be_late(bucket):
-            insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True))
+        if is_copied and self.updating_s.get(bucket, AT_ONCE_S) > self.issued_s and self._may_be_late(bucket):
+            allocated_s = self.free_s[Lane.COMPUTE]
+            insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True, allocated_s))
             return
         if self.updating_s or self.arriving:
             self.await_update(bucket)
@@ -159,11 +190,12 @@ class Lanes:
         """Add the gradients of a bucket to their sums at the end of the backward; compute waits for it."""
         seconds = self.price.add_s.get((bucket, placement.param), 0.0)
         if placement.param is Tier.DEVICE:
-            self.occupy(Lane.COMPUTE, InnerVerb.ADD, GradientRef, bucket, 0.0, seconds)
+            self.occupy(Lane.COMPUTE, InnerVerb.ADD, GradientRef, bucket, AT_ONCE_S, seconds)
         else:
             self.memory_s += self.price.memory.add_s.get(bucket, 0.0)
             since_s = self.free_s[Lane.COMPUTE]
-            self._hold_compute(self.occupy(Lane.HOST, InnerVerb.ADD, GradientRef, bucket, since_s, seconds))
+            self.issued_s = self.occupy(Lane.HOST, InnerVerb.ADD, GradientRef, bucket, since_s, seconds)
+            self._hold_compute(self.issued_s)
 
     def prefetch(self, group: GroupId) -> None:
         """Issue the copy of activations to the device, after their offload."""
@@ -240,6 +272,23 @@ class Lanes:
         else:
             self.updating_s[bucket] = ends_s
 
+    def end_backward(self, *, is_alone: bool) -> None:
+        """Let the thread that trains wait for all copies to the host, and for those to the device issued until then.
+
+        If the step `is_alone`, it waits for compute too, which the runtime does not do: the bounds of the search count
+        on phases that follow each other.
+        """
+        self.leave()
+        if is_alone:
+            self.issued_s = max(self.issued_s, self.free_s[Lane.COMPUTE])
+        while self.arriving and self.arriving[0].since_s <= self.issued_s:
+            self._land()
+        self.issued_s = max(self.issued_s, self.free_s[self.price.lane_of[Lane.H2D]])
+
+    def leave(self) -> None:
+        """Let the thread that trains wait for all copies to the host."""
+        self.issued_s = max(self.issued_s, self.free_s[self.price.lane_of[Lane.D2H]])
+
     def _update(self, lane: Lane, bucket: BucketId, after_s: float, seconds: float) -> float:
         return self.occupy(lane, Verb.UPDATE, BucketRef, bucket, after_s, seconds, in_update=True)
 
@@ -248,28 +297,45 @@ class Lanes:
         return placement.param is Tier.DEVICE and not self.price.is_one_memory
 
     def await_update(self, bucket: BucketId) -> None:
-        """Let compute, and every action issued later, wait for the update of `bucket`."""
-        self._land_up_to(bucket)
-        self._stall(self.updating_s.pop(bucket, 0.0))
+        """Let the thread that trains wait for the update of `bucket`, and compute for its way back to the device."""
+        self._stall(self._land_up_to(bucket))
+        self._stall(self.updating_s.pop(bucket, AT_ONCE_S))
+        returned_s = self.returned_s.pop(bucket, AT_ONCE_S)
+        self.stalled_s += max(0.0, returned_s - self.free_s[Lane.COMPUTE])
+        self._hold_compute(returned_s)
 
     def await_all_updates(self) -> None:
         """Let compute wait for every update."""
         while self.arriving:
             self._land()
-        for bucket in tuple(self.updating_s):
+        for bucket in (*self.updating_s, *self.returned_s):
             self.await_update(bucket)
 
+    @property
+    def over_s(self) -> float:
+        """When all that was issued is over."""
+        return max(self.issued_s, *self.free_s.values())
+
     def begin_again(self, passed_s: float | None = None) -> float:
-        """Start the next step after `passed_s`, or when compute is free, and return the seconds of the step that
-        ends."""
-        passed_s = self.free_s[Lane.COMPUTE] if passed_s is None else passed_s
+        """Start the next step after `passed_s`, or when it is issued and compute is free; return the seconds of the
+        step that ends.
+
+        The thread that trains may issue the next step before, by at most a step: nothing may ever let it wait.
+        """
+        passed_s = max(self.issued_s, self.free_s[Lane.COMPUTE]) if passed_s is None else passed_s
         self.memory_s = 0.0
-        self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
+        self.issued_s = max(self.issued_s - passed_s, -passed_s)
+        self.free_s = {lane: max(free_s - passed_s, self.issued_s) for lane, free_s in self.free_s.items()}
         self.gathered_s.clear()
         self.gradient_s.clear()
         self.group_s.clear()
-        self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > passed_s}
-        self.arriving = [arrival._replace(since_s=arrival.since_s - passed_s) for arrival in self.arriving]
+        since_s = passed_s + self.issued_s
+        self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > since_s}
+        self.returned_s = {name: end_s - passed_s for name, end_s in self.returned_s.items() if end_s > since_s}
+        self.arriving = [
+            each._replace(since_s=each.since_s - passed_s, allocated_s=each.allocated_s - passed_s)
+            for each in self.arriving
+        ]
         return passed_s
 
     def _copy(self, owner: BucketId | GroupId) -> None:
@@ -280,8 +346,9 @@ class Lanes:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
 
     def _stall(self, until_s: float) -> None:
-        """Let compute wait for an update until `until_s`."""
-        self.stalled_s += max(0.0, until_s - self.free_s[Lane.COMPUTE])
+        """Let the thread that trains, and so all that it issues from now on, wait for an update until `until_s`."""
+        self.stalled_s += max(0.0, until_s - max(self.free_s[Lane.COMPUTE], self.issued_s))
+        self.issued_s = max(self.issued_s, until_s)
         self._hold_compute(until_s)
 
     def _to_host(self, of: Ref, owner: BucketId | GroupId, after_s: float) -> float:
@@ -290,27 +357,24 @@ class Lanes:
         return self.occupy(Lane.D2H, Verb.OFFLOAD, of, owner, after_s, self.price.d2h_s[owner])
 
     def _to_device(self, verb: Verb, of: Ref, owner: str, after_s: float, seconds: float, piece: int = 0) -> float:
-        while self.arriving and self.arriving[0].since_s <= after_s:
+        while self.arriving and self.arriving[0].since_s <= self.issued_s:
             self._land()
         return self.occupy(Lane.H2D, verb, of, owner, after_s, seconds, piece=piece)
 
     def _land_up_to(self, bucket: BucketId) -> float:
-        """Run the waiting copies up to that of `bucket`. Return the end of its update, or 0 if it has no waiting
-        copy."""
-        since_s = 0.0
+        """Run the waiting copies up to that of `bucket`. Return the end of its update, or `AT_ONCE_S` if it has no
+        waiting copy."""
+        since_s = AT_ONCE_S
         while any(arrival.bucket == bucket for arrival in self.arriving):
             since_s = self._land()
         return since_s
 
     def _land(self) -> float:
-        since_s, bucket, is_gathered = self.arriving.pop(0)
+        since_s, bucket, is_gathered, allocated_s = self.arriving.pop(0)
         self._copy(bucket)
-        copied_s, in_update = self.price.h2d_s[bucket], not is_gathered
-        ends_s = self.occupy(Lane.H2D, Verb.GATHER, BucketRef, bucket, since_s, copied_s, in_update=in_update)
-        if is_gathered:
-            self.gathered_s[bucket] = ends_s
-        else:
-            self.updating_s[bucket] = ends_s
+        after_s, copied_s = max(since_s, allocated_s), self.price.h2d_s[bucket]
+        ends_s = self._occupy(Lane.H2D, Verb.GATHER, BucketRef, bucket, after_s, copied_s, in_update=not is_gathered)
+        (self.gathered_s if is_gathered else self.returned_s)[bucket] = ends_s
         return since_s
 
     def _may_be_late(self, bucket: BucketId) -> bool:

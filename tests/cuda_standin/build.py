@@ -19,7 +19,7 @@ ROOT = HERE.parents[1]
 _FOLDER = ROOT / "build" / "cuda_standin"
 # Without debug information and with few optimizations, because compiling takes longer than running here.
 _FLAGS = ("-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC", "-DNDEBUG")
-_MACHINE = ("machine.cpp", "memory.cpp", "runtime.cpp", "nccl.cpp")
+_MACHINE = ("machine.cpp", "memory.cpp", "runtime.cpp", "clock.cpp", "nccl.cpp")
 _ARITHMETIC = ("arithmetic.cpp", "attention.cpp")
 _REFUSALS = {
     r"cudnn\w+": 3000, r"cublas\w+": 15, r"nccl\w+": 3, r"cufft\w+": 16, r"curand\w+": 203, r"cusolver\w+": 9,

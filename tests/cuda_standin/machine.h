@@ -49,6 +49,8 @@ struct Stream {
   int priority = 0;
   Clock clock;               // what is over before the next work of the stream
   int64_t num_works = 0;     // works that the clocks count
+  double free_s = 0;         // when all that it was given is over, see clock.cpp
+  double worked_until_s = 0;  // when its last work with a price is over
   std::deque<std::function<bool()>> items;  // each is tried until it is over
   int64_t num_run = 0;
   int64_t num_issued() const { return num_run + static_cast<int64_t>(items.size()); }
@@ -60,6 +62,7 @@ struct Event {
   int64_t place = 0;         // in the queue of the stream
   Clock clock;
   std::shared_ptr<double> at_ms;
+  double at_s = 0;  // see clock.cpp
 };
 
 struct Device {
@@ -133,5 +136,15 @@ void host_access(const void* address, size_t bytes, bool is_write, const char* w
 void host_knows(const Clock& clock);
 void host_knows_all();
 void forget(const void* address, size_t bytes);  // the memory goes: later accesses are to other memory
+
+// ---------------------------------------------------------------- seconds: see clock.cpp
+
+bool is_clocked();
+bool is_past(double at_s);  // for the calling thread
+double place_s(const Stream* stream);  // when a work without a price would be over that the stream is given now
+void spend(Stream* stream, double seconds);
+void copy_seconds(Stream* stream, bool to_device, size_t bytes);
+void host_waits_until(double at_s);
+void host_waits_for_all();
 
 }  // namespace standin

@@ -46,6 +46,7 @@ void open_pages(void* address, size_t bytes) {
 void close_pages(void* address, size_t bytes) {
   drain_all();
   host_knows_all();
+  host_waits_for_all();
   forget(address, bytes);
   madvise(address, bytes, MADV_DONTNEED);
   mprotect(address, bytes, PROT_NONE);
@@ -111,6 +112,7 @@ STANDIN_API cudaError_t cudaFreeHost(void* address) {
   if (found == machine().pinned.end() || !found->second.is_allocated) return fail(cudaErrorInvalidValue);
   drain_all();
   host_knows_all();
+  host_waits_for_all();
   forget(address, found->second.bytes);
   munmap(address, std::max<size_t>(found->second.bytes, 1));
   machine().pinned.erase(found);
@@ -134,6 +136,7 @@ STANDIN_API cudaError_t cudaHostUnregister(void* address) {
   if (found == machine().pinned.end() || found->second.is_allocated) return fail(cudaErrorHostMemoryNotRegistered);
   drain_all();
   host_knows_all();
+  host_waits_for_all();
   forget(address, found->second.bytes);
   machine().pinned.erase(found);
   return cudaSuccess;
@@ -166,10 +169,12 @@ static cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t s
   auto work = begin_work(it);
   access(it, work, from, bytes, false, "a copy");
   access(it, work, to, bytes, true, "a copy");
+  if (to_device != from_device) copy_seconds(it, to_device, bytes);
   enqueue(it, [=] { memmove(to, from, bytes); });
   if (!is_late) {
     drain(it);
     host_knows(it->clock);
+    host_waits_until(it->free_s);
   }
   return cudaSuccess;
 }

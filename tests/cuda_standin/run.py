@@ -40,6 +40,8 @@ PARTS = (
     Part("truth", [f"{_HERE}/on_cuda_truth.py"], is_quick=True),
     Part("reserved", [f"{_HERE}/on_cuda_reserved.py"]),
     Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
+    Part("clock", [f"{_HERE}/on_cuda_clock.py", "-m", "not slow"], is_quick=True),
+    Part("plans", [f"{_HERE}/on_cuda_clock.py", "-m", "slow"]),
     Part("orders", [*_ON_DEFAULT, f"{_HERE}/on_cuda_orders.py"]),
     Part("gpu", ["tests/gpu", "--ignore=tests/gpu/test_nccl.py", *(f"--deselect={name}" for name in CANNOT)]),
     Part("nccl", [f"{_HERE}/on_cuda_nccl.py", "tests/gpu/test_nccl.py"]),

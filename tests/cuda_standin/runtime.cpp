@@ -44,6 +44,7 @@ STANDIN_API cudaError_t cudaDeviceSynchronize() {
   count("cudaDeviceSynchronize");
   drain_all();
   host_knows_all();
+  host_waits_for_all();
   return cudaSuccess;
 }
 STANDIN_API cudaError_t cudaDeviceCanAccessPeer(int* can, int from, int to) { return *can = from != to, cudaSuccess; }
@@ -176,11 +177,13 @@ STANDIN_API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   count("cudaStreamSynchronize");
   drain(stream_of(stream));
   host_knows(stream_of(stream)->clock);
+  host_waits_until(stream_of(stream)->free_s);
   return cudaSuccess;
 }
 STANDIN_API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   Lock lock(machine().mutex);
   auto* it = stream_of(stream);
+  if (!is_past(it->free_s)) return cudaErrorNotReady;
   if (it->items.empty()) return host_knows(it->clock), cudaSuccess;
   run_until(it, it->num_run + 1);  // so that a loop of queries ends
   return cudaErrorNotReady;
@@ -191,6 +194,7 @@ STANDIN_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t eve
   Event held = *reinterpret_cast<Event*>(event);  // as it is recorded now
   auto* it = stream_of(stream);
   it->clock.merge(held.clock);
+  it->free_s = std::max(it->free_s, held.at_s);
   if (held.stream && held.stream != it) enqueue_until(it, [held] { return run_until(held.stream, held.place); });
   return cudaSuccess;
 }
@@ -257,6 +261,7 @@ STANDIN_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) 
   held.place = it->num_issued() + 1;
   held.clock = it->clock;
   held.at_ms = at_ms;
+  held.at_s = place_s(it);
   enqueue(it, [at_ms] { *at_ms = now_ms(); });
   return cudaSuccess;
 }
@@ -266,6 +271,7 @@ STANDIN_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t
 STANDIN_API cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(machine().mutex);
   auto& held = *reinterpret_cast<Event*>(event);
+  if (!is_past(held.at_s)) return cudaErrorNotReady;
   if (!held.stream || held.stream->num_run >= held.place) {
     if (!is_watchdog()) host_knows(held.clock);
     return cudaSuccess;
@@ -279,13 +285,15 @@ STANDIN_API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   auto& held = *reinterpret_cast<Event*>(event);
   if (held.stream) wait_until(held.stream, held.place);
   host_knows(held.clock);
+  host_waits_until(held.at_s);
   return cudaSuccess;
 }
 STANDIN_API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   auto &first = *reinterpret_cast<Event*>(from), &second = *reinterpret_cast<Event*>(to);
   bool is_timed = !((first.flags | second.flags) & cudaEventDisableTiming);
   if (!first.stream || !second.stream || !is_timed) return fail(cudaErrorInvalidResourceHandle);
-  if (*first.at_ms == 0 || *second.at_ms == 0) return cudaErrorNotReady;
+  if (*first.at_ms == 0 || *second.at_ms == 0 || !is_past(std::max(first.at_s, second.at_s))) return cudaErrorNotReady;
+  if (is_clocked()) return *ms = static_cast<float>(1e3 * (second.at_s - first.at_s)), cudaSuccess;
   *ms = static_cast<float>(*second.at_ms - *first.at_ms);
   return cudaSuccess;
 }

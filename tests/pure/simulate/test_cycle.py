@@ -82,6 +82,23 @@ def test_a_late_gather_lets_ready_copies_take_the_link() -> None:
     assert copies == [("gather b1", 8), ("gather b0", 15)]
 
 
+def test_a_copy_that_waits_for_compute_holds_up_those_that_are_issued_after_it() -> None:
+    """gather b1 is issued at 0, behind fwd.0 0-10, and takes the link 10-16. gather b0 is issued when its update ends,
+    at 7, and takes it 16-20, though it could begin at 7: fwd.1 20-30."""
+    drawn = Drawing()
+    actions = [(G, "b0"), (R, F0), (G, "b1"), (W, "b0"), (R, F1), (U, "b0")]
+    assert step_s(actions, (HOST, HOST), Cycle(update=Update.ACROSS_STEPS), drawn=drawn) == 30
+    copies = {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is Lane.H2D}
+    assert copies == {"gather b0": (16, 20), "gather b1": (10, 16)}
+
+
+def test_an_update_begins_when_the_copies_have_arrived_though_compute_goes_on() -> None:
+    """The gradient of b0 leaves 10-13, the host updates b0 13-20 beside bwd.1 10-20, and fwd.0 need not wait for it."""
+    cycle = Cycle(update=Update.IN_BACKWARD, reads={F0: (BucketId("b0"),)})
+    actions = [(R, F0), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (R, B0), (U, "b0")]
+    assert step_s(actions, (HOST, DEVICE), cycle) == 20
+
+
 def test_a_gather_waits_at_its_issue_if_sharded_or_copied_by_compute() -> None:
     """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
     7-11, b1 15-21, fwd.0 21-31."""

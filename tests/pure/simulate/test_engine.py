@@ -132,11 +132,12 @@ def test_the_step_ends_with_its_last_transfer() -> None:
 
 
 def test_device_and_host_updates_run_at_once() -> None:
-    """From 10 on: the host updates b0 until 17 and the device b1 until 11; on one set of cores they add up."""
-    actions = [(R, R0), (U, "b0"), (U, "b1")]
+    """The gradient of b0 leaves 10-13, the host updates b0 until 20 and the device b1 from 10 to 11; on one set of
+    cores they add up."""
+    actions = [(R, R0), (Verb.OFFLOAD, "b0.grad"), (U, "b0"), (U, "b1")]
     homes = [(Tier.HOST, Tier.HOST), (Tier.DEVICE, Tier.DEVICE)]
-    assert step_s(actions, homes=homes) == 17
-    assert step_s(actions, SERIAL, homes) == 18
+    assert step_s(actions, homes=homes) == 20
+    assert step_s(actions, SERIAL, homes) == 21
 
 
 def test_gradients_and_parameters_are_copied_if_state_is_on_the_host() -> None:

@@ -1,0 +1,72 @@
+"""A step of a plan takes the seconds of its simulation, if each work takes its price and the order is the runtime's."""
+
+import pytest
+import torch
+
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.hardware import preset
+from tests.cuda_standin.clock import clocked
+from tests.cuda_standin.clocked_plans import CASES, DEVICE, EARLY_HOST, Case, clocked_step
+
+_QUICK = 3
+_CLOSE = 0.02
+_LONGER = 0.12
+"""By how much the simulation of a step may be longer whose host begins before compute is through."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if number < _QUICK else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_step_takes_the_seconds_that_are_simulated(case: Case) -> None:
+    with clocked_step(case) as found:
+        assert found.step_s == pytest.approx(found.plan.prediction.step_s, rel=_CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EARLY_HOST, ids=str)
+def test_a_step_whose_host_begins_early_takes_no_longer_than_is_simulated(case: Case) -> None:
+    with clocked_step(case) as found:
+        simulated_s = found.plan.prediction.step_s
+        assert (1 - _LONGER) * simulated_s <= found.step_s <= (1 + _CLOSE) * simulated_s
+
+
+def test_steps_take_longer_if_copies_do_not_run_beside_compute() -> None:
+    with clocked_step(CASES[1]) as found:
+        again_s = found.clock.period_s(found.step)
+        assert again_s == pytest.approx(found.step_s, rel=1e-3)
+        lanes = executor_of(found.run.model).lanes
+        lanes.d2h._stream = torch.accelerator.current_stream(DEVICE)
+        assert found.clock.period_s(found.step) > 1.1 * found.step_s
+        lanes.h2d._stream = lanes.d2h._stream
+        assert found.clock.period_s(found.step) > 1.2 * found.step_s
+
+
+def test_streams_work_beside_each_other_and_events_and_waits_order_them() -> None:
+    cluster = preset("a100-40g")
+    source, target = torch.ones(1 << 20).pin_memory(), torch.empty(1 << 20, device=DEVICE)
+    copied_s = cluster.h2d.latency_s + target.nbytes / cluster.h2d.bytes_per_s
+    lane, compute = torch.cuda.Stream(), torch.cuda.current_stream()
+    with clocked(cluster) as clock:
+        before, beside, behind = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        before.record()
+        with torch.cuda.stream(lane):
+            target.copy_(source, non_blocking=True)
+        clock.compute(5.0, "beside the copy")
+        beside.record()
+        compute.wait_stream(lane)
+        with torch.cuda.stream(lane):
+            clock.compute(7.0, "on the lane")
+        compute.wait_stream(lane)
+        behind.record()
+        assert not beside.query()
+        began_s = clock.turns.now_s()
+        beside.synchronize()
+        assert clock.turns.now_s() - began_s == pytest.approx(5.0)
+        behind.synchronize()
+        assert before.elapsed_time(beside) == pytest.approx(5e3)
+        assert before.elapsed_time(behind) == pytest.approx(1e3 * (copied_s + 7.0))
+        assert clock.turns.now_s() - began_s == pytest.approx(copied_s + 7.0)
