@@ -38,7 +38,6 @@ _ON_DEFAULT = ("-p", "tests.device.on_default", "-m", "not slow")
 PARTS = (
     Part("itself", [f"{_HERE}/on_cuda_itself.py"], is_quick=True),
     Part("truth", [f"{_HERE}/on_cuda_truth.py"], is_quick=True),
-    Part("reserved", [f"{_HERE}/on_cuda_reserved.py"]),
     Part("waits", [f"{_HERE}/on_cuda_waits.py"]),
     Part("clock", [f"{_HERE}/on_cuda_clock.py", "-m", "not slow"], is_quick=True),
     Part("plans", [f"{_HERE}/on_cuda_clock.py", "-m", "slow"]),
