@@ -80,29 +80,30 @@ def let_gradients_follow(leaf: torch.Tensor) -> None:
     """Let the gradients of graphs that read `leaf` until now arrive on the device that it has by then.
 
     A leaf gets another accumulate node with another device. Graphs keep the node that they lead to, which adds
-    gradients on the old device, and refuses hooks that change the device: torch 2.11 to 2.13. So the sum is set aside
-    until the gradient is there. Without a graph the node is freed when this returns.
+    gradients on the old device, and refuses hooks that change the device, but not hooks that take the gradient: torch
+    2.11 to 2.13. So a hook adds the gradient to `.grad` as the node would, in place, and the node then calls the user's
+    hooks after accumulation. Without a graph the node is freed when this returns.
     """
     if not leaf.requires_grad:
         return
     with torch.enable_grad(), _nodes_are_made():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
-    aside: list[torch.Tensor | None] = []
 
-    def set_aside(grads: Sequence[torch.Tensor | None]) -> None:
-        aside.append(leaf.grad)
-        leaf.grad = None
+    def add(grads: Sequence[torch.Tensor | None]) -> tuple[None] | None:
+        (grad,) = grads
+        if grad is None or not leaf.requires_grad or grad.device == leaf.device:
+            return None
+        arrived, total = grad.to(leaf.device), leaf.grad
+        if total is None:
+            leaf.grad = arrived
+        elif total.is_sparse and not arrived.is_sparse:
+            leaf.grad = arrived + total
+        else:
+            with torch.no_grad():
+                total.add_(arrived)
+        return (None,)
 
-    def add(_inputs: object, _outputs: object) -> None:
-        arrived, total = leaf.grad, aside.pop()
-        leaf.grad = None
-        if arrived is not None:
-            arrived = arrived.to(leaf.device)
-            total = arrived if total is None else total + arrived
-        leaf.grad = total
-
-    node.register_prehook(set_aside)
-    node.register_hook(add)
+    node.register_prehook(add)
 
 
 def is_trial_of_scan() -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.ops.shards import rehome
 from tests.device import emulated
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
@@ -77,6 +78,76 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 def test_gradients_of_reads_before_a_move_arrive_behind_it(make: type[nn.Module], own: Any) -> None:
     """The first forward plans when eager code has read a parameter on the device, and moves the parameter."""
     assert_trains(*pair(make, fused_adamw, own))
+
+
+class HookError(Exception):
+    pass
+
+
+def use_twice(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    backward()
+    backward()
+
+
+def use_a_sum(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    """The sum is one tensor, which a user may hold."""
+    backward()
+    total = param.grad
+    backward()
+    seen.append(param.grad is total)
+
+
+def use_a_hook(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    param.register_post_accumulate_grad_hook(lambda leaf: seen.append([] if leaf.grad is None else leaf.grad.tolist()))
+    use_twice(param, backward, seen)
+
+
+def use_an_update(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    """An update in the backward takes the gradient, and the sum before it."""
+
+    def update(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        seen.append(leaf.grad.tolist())
+        leaf.grad = None
+
+    param.grad = torch.ones_like(param)
+    param.register_post_accumulate_grad_hook(update)
+    use_twice(param, backward, seen)
+
+
+def use_an_error(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    """A hook that fails loses no sum."""
+
+    def fail(leaf: torch.Tensor) -> None:
+        raise HookError
+
+    backward()
+    handle = param.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(HookError):
+        backward()
+    handle.remove()
+    backward()
+
+
+def use_frozen(param: nn.Parameter, backward: Callable[[], None], seen: list[Any]) -> None:
+    backward()
+    param.requires_grad_(False)
+    backward()
+
+
+@pytest.mark.parametrize("use", [use_twice, use_a_sum, use_a_hook, use_an_update, use_an_error, use_frozen])
+@pytest.mark.parametrize("homes", [("cpu",), ("cpu", DEVICE), ("cpu", DEVICE, "cpu")])
+def test_gradients_behind_a_move_arrive_as_without_one(use: Any, homes: tuple[Any, ...]) -> None:
+    """The graph that reads the parameter is older than the moves."""
+    results = []
+    for places in ((), homes):
+        param, seen = nn.Parameter(torch.ones(3, device=DEVICE)), []
+        loss = (param * torch.arange(3.0, device=DEVICE)).sum()
+        for place in places:
+            rehome(param, param.detach().to(place))
+        use(param, lambda loss=loss: loss.backward(retain_graph=True), seen)
+        results.append((None if param.grad is None else param.grad.tolist(), seen))
+    assert results[0] == results[1]
 
 
 class Penalized(Layers):
