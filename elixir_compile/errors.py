@@ -353,7 +353,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     that no budget suits. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
     equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
     passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static` says that the user
-    fixed fractions of the placement.
+    fixed fractions of the placement. `uncounted` names what the step needs beside `needed_bytes`, if that is not known.
     """
 
     def __init__(
@@ -370,11 +370,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         staying_bytes: int = 0,
         micro_batches: int = 1,
         is_static: bool = False,
+        uncounted: str = "",
         beyond: str = "",
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
         found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, micro_batches, is_static, beyond)
+        super().__init__(*found, micro_batches, is_static, uncounted, beyond)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -388,6 +389,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.micro_batches = micro_batches
         self.beyond = beyond
         self.is_static = is_static
+        self.uncounted = uncounted
 
     def __str__(self) -> str:
         where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
@@ -417,7 +419,13 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         )
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
+        if self.uncounted:
+            return f"{short}. Try {self.memory}_memory={self.needed_bytes} and more for {self.uncounted}, or {other}."
         return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest budget that is enough, or {other}."
+
+    def without(self, uncounted: str) -> "NoFeasiblePlan":
+        """Return the error with `uncounted`, what the step needs beside its `needed_bytes`."""
+        return NoFeasiblePlan(*self.args[:-2], uncounted=uncounted, beyond=self.beyond)
 
 
 class NoFeasibleShares(NoFeasiblePlan):

@@ -9,6 +9,7 @@ no parameters    compile the graph as torch does, with a warning
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -186,13 +187,20 @@ def _compile_gathers(
         return _compile_attempt(gm, inputs, options, model, attempt)
 
     decided = None if chunks is None else _decided_chunks(options, model)
-    return with_chosen_loss(
-        chunks,
-        compile_with,
-        decided=decided,
-        is_training=torch.is_grad_enabled(),
-        is_whole_first=options.micro_batches == "fit",
-    )
+    try:
+        return with_chosen_loss(
+            chunks,
+            compile_with,
+            decided=decided,
+            is_training=torch.is_grad_enabled(),
+            is_whole_first=options.micro_batches == "fit",
+        )
+    except NoFeasiblePlan as error:
+        if chunks is None or decided is not None or options.device_memory is None or not error.uncounted:
+            raise
+        with suppress(NoFeasiblePlan):  # the last attempt, of which the refusal may be put off
+            return with_chosen_loss(chunks, compile_with, decided=chunks.num_chunks)
+        raise
 
 
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:

@@ -93,6 +93,13 @@ class Captured:
         return outputs_of(self.forward.graph)[self.num_outputs :]
 
 
+def returns_loss(captured: Captured) -> bool:
+    """Return whether a result of `captured` through which it is trained is a single number."""
+    tangents = captured.backward_module.graph.find_nodes(op="placeholder")
+    found = (node.meta.get("val") for node in tangents if "tangents" in str(node.target))
+    return any(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
+
+
 def op_id(phase: Phase, node: fx.Node) -> OpId:
     """Return the id of `node` in the `StepGraph`."""
     return OpId(_PREFIX[phase] + node.name)

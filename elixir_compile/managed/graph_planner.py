@@ -22,6 +22,8 @@ from elixir_compile.managed.variants import ActivePlan, PlannedSizes
 from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.known_kernels import KnownKernels
+from elixir_compile.problem.machine import device_budget_bytes, machine
+from elixir_compile.problem.outside import device_bytes
 from elixir_compile.problem.planning import ExternalUsage, bytes_beside, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
 from elixir_compile.problem.workspaces import workspace_bytes
@@ -41,8 +43,17 @@ class GraphPlanner:
     It has more than 20 methods: 8 are questions to the options, which other classes ask.
     """
 
-    def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        regions: RegionCompiler,
+        options: Options,
+        progress: Progress,
+        budget_for: Callable[[int], int],
+    ) -> None:
+        """`budget_for` returns the device budget to plan for instead of the given one: see `managed.trial`."""
         self._executor = executor
+        self._budget_for = budget_for
         self._regions = regions
         self._options = options
         self._progress = progress
@@ -136,7 +147,7 @@ class GraphPlanner:
 
         If the graph `is_new`, its regions are measured first under the option `profile_regions`.
         """
-        problem = problem_of(captured, graph, self._executor, self._options, external)
+        problem = self._problem_of(captured, graph, external)
         if self.correction is not None:
             return self._with_workspaces(self.correction.applied_to(problem), captured)
         if not (self._options.profile_regions and is_new) or captured.backward is None:
@@ -145,6 +156,16 @@ class GraphPlanner:
         self.profile = profiler.profile(captured, problem, self.sizes.values)
         self._progress.say(str(self.profile))
         return self._with_workspaces(replace(problem, measured=self.profile.measured), captured)
+
+    def _problem_of(self, captured: Captured, graph: StepGraph, external: ExternalUsage) -> Problem:
+        problem = problem_of(captured, graph, self._executor, self._options, external)
+        return replace(problem, budget_bytes=self._budget_for(problem.budget_bytes))
+
+    def has_free(self, nbytes: int) -> bool:
+        """Return whether the device has `nbytes` for this model, whatever budget the user chose."""
+        executor, options = self._executor, replace(self._options, device_memory=None)
+        cluster = machine(executor.device, options.hardware)
+        return nbytes <= device_budget_bytes(options, cluster, executor.device, device_bytes(executor))
 
     def _with_workspaces(self, problem: Problem, captured: Captured) -> Problem:
         """Return `problem` with the bytes of kernels' workspaces, and those that early steps lacked, in `base_bytes`.
@@ -178,7 +199,7 @@ class GraphPlanner:
         captured = active.captured
         sizes = self.sizes.as_run() if is_as_run else self.sizes.with_headroom()
         graph = graph_of(captured, self._executor, sizes)
-        problem = problem_of(captured, graph, self._executor, self._options, external)
+        problem = self._problem_of(captured, graph, external)
         problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)

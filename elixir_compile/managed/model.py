@@ -237,10 +237,12 @@ class ManagedModel:
         """Before each forward of `graph`: adopt replaced parameters, plan again if it is due, and move parameters to
         the homes of the plan.
 
-        Raises ParameterReplaced if the graphs cannot read a new parameter, and UnsupportedWrapper if a
-        DistributedDataParallel that came after the capture cannot train the model.
+        Raises ParameterReplaced if the graphs cannot read a new parameter, UnsupportedWrapper if a
+        DistributedDataParallel that came after the capture cannot train the model, and NoFeasiblePlan if the budget is
+        too small for the step.
         """
         follow_ddp(self.executor)
+        self._outstanding.trial.check(graph.planner.given_budget_bytes)
         self._adopt_replaced()
         watch = self._outstanding.watch
         watch.step_may_begin()

@@ -13,9 +13,10 @@ step.
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,16 +27,18 @@ from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.allocator_gaps import AllocatorGaps
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.neighbours import Neighbours
-from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, Overrun, StepWatch, note_overrun
+from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, StepWatch, note_overrun
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
+from elixir_compile.managed.trial import Trial, with_margin
 from elixir_compile.managed.variants import ActivePlan
+from elixir_compile.ops.optimizers import are_optimized
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.planning import ExternalUsage, may_move_back
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.search import Problem
-from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly, rebased
+from elixir_compile.search import Problem, extents
+from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_in_least, plan_jointly, rebased
 from elixir_compile.units import format_bytes
 
 log = logging.getLogger("elixir_compile")
@@ -153,6 +156,8 @@ class OutstandingForwards:
         """The measured bytes of code between the graphs."""
         self.gaps = AllocatorGaps(executor)
         """The bytes between tensors for which plans leave room."""
+        self.trial = Trial(executor.name)
+        """The budget of steps that exceed their budget."""
         self.neighbours: Neighbours[OutstandingForwards] = Neighbours(self, unplaced)
         self._warned_of: tuple[Sequence[str], int] = ([], 0)
         """The names of the other models beside which a plan exceeded its budget last, and by how much."""
@@ -266,15 +271,60 @@ class OutstandingForwards:
             return make(problem)
         return self.stages.answered(self, problem, make, options)
 
+    def put_off(self, graph: JointGraph, needed_bytes: int, beside: str) -> bool:
+        """Return whether `graph`, which needs `needed_bytes`, is planned for a larger budget until the rest of its step
+        is known too; `beside` names the rest.
+
+        So the error names a budget that is enough for the whole step. That takes a budget of the user, bytes on the
+        device, and for a forward without gradients, steps that train. Beside models in turn no step is measured.
+        """
+        planner, given_bytes = graph.planner, graph.planner.given_budget_bytes
+        if given_bytes is None or not planner.may_replan or not planner.has_free(needed_bytes):
+            return False
+        if self.neighbours.in_turn():
+            return False
+        if graph.is_inference and not self._trains_next():
+            return False
+        self.trial.begin(given_bytes)
+        self.trial.lift(needed_bytes, beside)
+        return True
+
+    def _trains_next(self) -> bool:
+        """Return whether steps that train follow a forward without gradients, and are not known yet: an optimizer has
+        parameters of the model, and no graph has trained, or what they need is being found out."""
+        if self._have_trained:
+            return bool(self.trial.given_bytes) or self.watch.is_waiting
+        return are_optimized([slot.param for slot in self._executor.slots.values() if slot.param.requires_grad])
+
+    @property
+    def _have_trained(self) -> bool:
+        """Whether a graph of the model has trained."""
+        return any(own.runs.has_run and not own.is_inference for own in self._graphs)
+
+    def knows_size_of(self, graph: JointGraph) -> bool:
+        """Return whether steps like those of `graph` have run, with inputs of another size."""
+        others = [other for other in self._graphs if other is not graph and not other.is_superseded]
+        return not self.trial.given_bytes and any(other.runs.has_run and not other.is_inference for other in others)
+
+    def has_beside(self, graph: JointGraph, read: Set[str]) -> bool:
+        """Return whether another graph may run in the steps of `graph`, which reads the parameters `read`: it trains
+        others, or trains nothing. A graph of the same parameters is for inputs of another size."""
+        others = [other for other in self._graphs if other is not graph and other.is_planned]
+        return any(
+            other.is_inference or self.share_step(graph, other) or not read >= set(other.param_names)
+            for other in others
+            if not other.is_superseded
+        )
+
     def begin(self, graph: JointGraph) -> None:
         """Record a forward of `graph`; first plan all graphs of the last steps together, with those of models in turn,
         if memory was short and no forward is outstanding.
 
-        Raises NoFeasiblePlan if a measured step was too large and the model fits under no plan.
+        Raises NoFeasiblePlan if the steps exceed the budget of the user whatever their plans are.
         """
         is_alone = self._executor.peers is None and self.stages is None
         self.neighbours.begin(is_sharing=is_alone and graph.planner.is_budget_given)
-        if graph.is_inference and any(own.runs.has_run and not own.is_inference for own in self._graphs):
+        if graph.is_inference and self._have_trained:
             return  # it runs with the homes of training
         models = [self, *self.neighbours.in_turn()]
         outstanding = _owners(models)
@@ -285,9 +335,13 @@ class OutstandingForwards:
         if not outstanding:
             self.is_crowded |= any(own.is_pressed for model in models[1:] for own in model.joint_graphs())
             graphs = [own for own in self.joint_graphs() if not own.is_inference]
-            overrun = self._overrun(graphs) if graphs else None
-            if overrun is not None or any(model.is_crowded for model in models):
-                replan_together(models, overrun)
+            if models[1:]:  # a step holds what they allocate, so its figures tell nothing about `graphs`
+                self.watch.peaks = {}
+                self.trial.conclude("other models, which run in turn with it")
+            if graphs and self._is_tried(graphs):
+                self._try_together(graphs)
+            elif any(model.is_crowded for model in models):
+                replan_together(models)
             elif graphs and not models[1:] and self.stages is None:
                 self._leave_gaps(graphs)
         if self.neighbours.is_away:
@@ -304,26 +358,82 @@ class OutstandingForwards:
             self.make_room(graph)
             self.neighbours.come_back()
 
-    def _overrun(self, graphs: Sequence[JointGraph]) -> Overrun | None:
-        """Return how the measured step exceeded the budget, and note by what; None if it did not, or if no plan may be
-        changed.
+    def _is_tried(self, graphs: Sequence[JointGraph]) -> bool:
+        """Return whether the budget of `graphs` is tried. That begins if the measured step exceeded it, and they may
+        be planned again."""
+        peaks, budget_bytes = self.watch.peaks, graphs[0].planner.given_budget_bytes
+        if budget_bytes is None or self.trial.is_of(budget_bytes):
+            return budget_bytes is not None
+        if max(peaks.values(), default=0) <= budget_bytes + TOLERATED_BYTES:
+            return False
+        may_plan = all(graph.planner.may_replan for graph in graphs)
+        words = "It is planned again with room for them" if may_plan else "It is not planned again"
+        if not self._note_overrun(graphs, budget_bytes, words) or not may_plan:
+            return False  # nothing took more than its plan: the plans themselves exceed the budget
+        self.trial.begin(budget_bytes)
+        return True
 
-        Steps of models in turn hold what others allocate, so their figures tell nothing about `graphs`.
-        """
+    def _note_overrun(self, graphs: Sequence[JointGraph], budget_bytes: int, what_follows: str) -> bool:
+        """Note what took how much more than planned in the measured step, and log it with `what_follows`; return
+        whether anything did."""
         peaks, self.watch.peaks = self.watch.peaks, {}
-        budget_bytes = graphs[0].planner.given_budget_bytes
-        peak_bytes = max(peaks.values(), default=0)
-        if self.neighbours.in_turn() or budget_bytes is None or peak_bytes <= budget_bytes + TOLERATED_BYTES:
-            return None
         causes = note_overrun(peaks, graphs, self._requests(graphs), self._base_bytes(graphs), self.outside)
-        if not causes:
-            return None  # the plans themselves say so
-        found = Overrun(peak_bytes=peak_bytes, budget_bytes=budget_bytes, causes=causes)
-        if not (self.watch.may_plan and all(graph.planner.may_replan for graph in graphs)):
-            log.warning("%s. It is not planned again", found.words(self._executor.name))
-            return None
-        log.warning("%s. It is planned again with room for them", found.words(self._executor.name))
-        self.watch.num_plans += 1
+        # In a trial of a larger budget than the user's, the user knows that steps run over the budget.
+        level = logging.WARNING if budget_bytes == graphs[0].planner.given_budget_bytes else logging.INFO
+        if causes:
+            log.log(
+                level,
+                "a step of %s took %s of %s: %s. %s",
+                self._executor.name,
+                format_bytes(max(peaks.values())),
+                format_bytes(budget_bytes),
+                "; ".join(causes),
+                what_follows,
+            )
+        return bool(causes)
+
+    def _try_together(self, graphs: Sequence[JointGraph]) -> None:
+        """Plan `graphs` together for the smallest budget that is enough, at least the user's, unless they follow such
+        plans and keep it.
+
+        Raises NoFeasiblePlan once the budget is known, if it is more than the user's.
+        """
+        trial, peaks = self.trial, self.watch.peaks
+        is_crowded, self.is_crowded = self.is_crowded, False
+        if trial.follows(graphs):
+            if max(peaks.values(), default=0) > trial.budget_bytes + TOLERATED_BYTES:
+                self._note_overrun(graphs, trial.budget_bytes, "It is planned again with room for them")
+            elif not is_crowded:
+                trial.kept(max(peaks.values(), default=None), {place.graph for place in peaks if not place.is_outside})
+                self.watch.peaks = {}
+                self.watch.measure_next(is_on=bool(trial.given_bytes))
+                return
+        if not trial.may_plan():
+            return
+        beside = [own.runs.positions_in(graphs) for own in graphs]
+        requests, planner = _requests_of({self: graphs}, beside), _searching(graphs)
+        plan = partial(plan_in_least, requests, search=planner.search, may_divide=planner.may_divide)
+        budget_bytes, planned = plan(trial.given_bytes)
+        if budget_bytes > trial.given_bytes:
+            # Plans that use a margin are measured, not smaller ones: with it, other plans take other bytes.
+            budget_bytes, planned = plan(with_margin(budget_bytes))
+        if budget_bytes > trial.budget_bytes == trial.given_bytes:
+            if not planner.has_free(budget_bytes):
+                trial.refuse(budget_bytes, "what the next steps would show")
+            trial.lift(budget_bytes, "what these steps show")
+        _follow({self: graphs}, beside, planned)
+        trial.planned(graphs, budget_bytes)
+
+    def fixed_requests(self, graphs: Sequence[JointGraph], problem: Problem) -> list[GraphRequest]:
+        """Return the requests of what runs between `graphs` and does not change with their plans, each with `problem`:
+        code, and during a trial forwards without gradients, for which only the place of parameters can be planned."""
+        found = self.outside.requests(graphs, problem)
+        for other in self._graphs:
+            is_tried = self.trial.is_of(other.planner.given_budget_bytes)
+            if is_tried and other.is_inference and other.is_planned and not other.is_superseded:
+                own = other.joint_problem(0, ExternalUsage())
+                nbytes = extents(own)[0].peak_bytes + own.base_bytes
+                found.append(GraphRequest(problem=problem, beside=(), outside_bytes=nbytes))
         return found
 
     def _leave_gaps(self, graphs: Sequence[JointGraph]) -> None:
@@ -348,10 +458,12 @@ class OutstandingForwards:
         self._note(graph, [*own, *_owners(self.neighbours.others())])
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
-        """Record the graphs of all `outstanding` forwards, if these are more than ever beside `graph`."""
+        """Record the graphs of all `outstanding` forwards, if these are at least as many as ever beside `graph`.
+
+        The last of as many count: a graph for other sizes may have taken the place of one."""
         if self._executor.calls.spec.num > 1:  # the plan of the graph counts its own
             outstanding = [other for other in outstanding if other is not graph]
-        if len(outstanding) > len(graph.runs.beside):
+        if len(outstanding) >= len(graph.runs.beside):
             graph.runs.beside = tuple(outstanding)
 
     def is_alone(self, graph: JointGraph) -> bool:
@@ -417,17 +529,18 @@ class OutstandingForwards:
         return [own for own in ran if not own.is_inference] or ran
 
 
+_Beside = Sequence[tuple[int, ...]]
+"""The positions of the graphs beside each graph."""
+
+
 def _owners(models: Iterable[OutstandingForwards]) -> list[object]:
     """Return the graph of each outstanding forward of `models`, in order for each model."""
     return [owner for model in models for owner in model.executor.saved.outstanding_owners()]
 
 
-def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | None = None) -> None:
+def replan_together(models: Sequence[OutstandingForwards]) -> None:
     """Plan the graphs of `models`, which ran in the last steps, together and let them follow the plans; no forward is
-    outstanding.
-
-    Raises NoFeasiblePlan if no plans keep the budgets of several models, or after an `overrun`.
-    """
+    outstanding."""
     graphs_of: dict[OutstandingForwards, list[JointGraph]] = {}
     for model in models:
         model.is_crowded = False
@@ -441,7 +554,7 @@ def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | No
     if not graphs:
         return
     ran_beside = [graph.runs.positions_in(graphs) for graph in graphs]
-    beside, planned = _planned_together(graphs_of, ran_beside, overrun)
+    beside, planned = _planned_together(graphs_of, ran_beside)
     if planned:
         _follow(graphs_of, beside, planned)
     for graph in graphs:
@@ -449,7 +562,7 @@ def replan_together(models: Sequence[OutstandingForwards], overrun: Overrun | No
 
 
 def _follow(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: "_Beside", planned: Sequence[Planned]
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, planned: Sequence[Planned]
 ) -> None:
     """Let the graphs of `graphs_of` follow the plans in `planned` from now on, each with the graphs `beside` it; no
     forward is outstanding."""
@@ -465,6 +578,7 @@ def _follow(
     for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
         left = [(graphs[other], programs[other].device_bytes + programs[other].given_bytes) for other in others]
         graph.follow(problem, plan, own, _beside(graph, graphs_of, left))
+        graph.runs.offloads_first = False
     for graph in graphs:
         graph.mark_in_force()
 
@@ -497,27 +611,19 @@ def _beside(
     return Beside(own_bytes, neighbour_bytes)
 
 
-_Beside = Sequence[tuple[int, ...]]
-"""The positions of the graphs beside each graph."""
-
-
 def _planned_together(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, overrun: Overrun | None
+    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside
 ) -> tuple[_Beside, Sequence[Planned]]:
     """Return the positions of the graphs beside each graph of `graphs_of`, and the problem and the plan of each; no
     plans if there are none that keep the budget of a single model. `beside` are the positions as the graphs ran.
 
     Several models are at least beside no graph, because activations of outstanding forwards can be offloaded before
     each run. If they fit under no plans then, their plans exceed the budget by what is missing.
-
-    Raises NoFeasiblePlan if there are no plans after an `overrun`.
     """
     apart: _Beside = [() for _ in beside]
     try:
         return beside, _jointly(graphs_of, beside)
     except NoFeasiblePlan as error:
-        if overrun is not None:
-            raise
         missing_bytes = error.needed_bytes - error.budget_bytes
         is_of_device = error.memory == "device"
         if len(graphs_of) == 1:
@@ -546,8 +652,7 @@ def _jointly(
     """Return the problem and the plan of each graph, beside the graphs `beside` each; the plans exceed their budgets by
     `missing_bytes`. Raises NoFeasiblePlan if there are no such plans."""
     requests = _requests_of(graphs_of, beside)
-    planners = [graph.planner for graphs in graphs_of.values() for graph in graphs]
-    planner = next((own for own in planners if own.may_divide), planners[0])
+    planner = _searching([graph for graphs in graphs_of.values() for graph in graphs])
     less = [
         replace(request, problem=replace(request.problem, base_bytes=request.problem.base_bytes - missing_bytes))
         for request in requests
@@ -564,9 +669,12 @@ def _jointly(
     ]
 
 
-def _requests_of(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: Sequence[tuple[int, ...]]
-) -> list[GraphRequest]:
+def _searching(graphs: Sequence[JointGraph]) -> GraphPlanner:
+    """Return the planner that searches for `graphs` together: one that may divide the batch, if any may."""
+    return next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
+
+
+def _requests_of(graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside) -> list[GraphRequest]:
     """Return the requests of all graphs, beside the graphs `beside` each, then those of the code between them."""
     joint = list(graphs_of)
     fixed_bytes = {model: model.fixed_bytes(graphs) for model, graphs in graphs_of.items()}
@@ -581,7 +689,7 @@ def _requests_of(
         usage = ExternalUsage(neighbour_host_bytes=model.neighbours.host_bytes_in_turn())
         own = [graph.joint_problem(base_bytes, usage) for graph in graphs]
         problems += [(number, problem) for problem in own]
-        code = model.outside.requests(everything, replace(own[0], base_bytes=base_bytes))
+        code = model.fixed_requests(everything, replace(own[0], base_bytes=base_bytes))
         codes += [replace(request, model=number) for request in code]
     graphs_first = [
         GraphRequest(problem=problem, beside=own, model=number)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elixir_compile import compat
 from elixir_compile.living import Living
@@ -45,8 +45,9 @@ TOLERATED_BYTES = 16384
 are too small to be counted up to 4 KiB each (see `measure.kernel_bytes`)."""
 _NUM_NAMED = 4
 """So many causes are named."""
-_MOST_PLANS = 4
-"""So many times a model is planned again because its steps exceed the budget."""
+_MOST_PASSES = 4
+"""A step has at most so many backward passes that no update of an optimizer follows, as far as it is measured. If no
+update comes after so many passes of a model, its user updates it in another way, and each pass ends a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +76,6 @@ class WatchedGraph(Protocol):
 
     @property
     def is_inference(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overrun:
-    """A step that took more than its budget."""
-
-    peak_bytes: int
-    budget_bytes: int
-    causes: tuple[str, ...]
-    """What took more than planned, with its bytes."""
-
-    def words(self, name: str) -> str:
-        """Return the overrun of the model `name` in words."""
-        causes = "; ".join(self.causes)
-        return f"a step of {name} took {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}: {causes}"
 
 
 class Outside:
@@ -186,6 +172,49 @@ def call_site(graph: WatchedGraph) -> str:
     return found[-1] if found else graph.name  # the first of two is the function that runs as the graph
 
 
+class _Steps:
+    """Where the steps of a model begin, as its forwards and the updates of optimizers tell."""
+
+    def __init__(self) -> None:
+        self.has_backward = False
+        """Whether a backward has begun since the last forward that trains."""
+        self._num_updates: int | None = None
+        """The updates of optimizers before the last forward that trains; None before the first."""
+        self._sees_updates = False
+        """Whether an update has come between two forwards that train."""
+        self._num_open = 0
+        """Forwards that train behind a backward, before any update."""
+        self._num_leading = 0
+        """Forwards without gradients in turn, before the last that trains behind any."""
+        self._num_without = 0
+        """Forwards without gradients since the last that trains."""
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next forward may begin a step: an update has ended the last. The first step is none, as it
+        compiles, and optimizers have no state in it."""
+        if self._num_updates is None or self._sees_updates or self._num_open < _MOST_PASSES:
+            return self._num_updates not in (None, _updates.num)
+        return self.has_backward
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether more forwards without gradients came in turn than before any that trains, as those of a reference."""
+        return self._num_without > self._num_leading
+
+    def note_forward(self, *, is_training: bool) -> bool:
+        """Note a forward; return whether it is the first of a step that trains, as far as the last steps tell."""
+        num_before, self._num_without = self._num_without, 0 if is_training else self._num_without + 1
+        is_first = self.may_begin and not num_before and (is_training or self._num_leading > 0)
+        if is_training:
+            self._num_leading = num_before or self._num_leading
+            self._sees_updates |= self._num_updates not in (None, _updates.num)
+            self._num_updates = _updates.num
+            self._num_open += self.has_backward and not self._sees_updates
+            self.has_backward = False
+        return is_first
+
+
 class StepWatch:
     """Measures the peaks of the first steps under each set of plans of a model whose user chose a budget."""
 
@@ -195,17 +224,15 @@ class StepWatch:
         """Returns the parameters and the buffers of the model."""
         self.peaks: dict[Place, int] = {}
         """The peaks of the last measured step in bytes, without memory of others; empty if they were taken."""
-        self.num_plans = 0
-        """Times that the graphs were planned again because steps exceeded the budget."""
         self._is_on = False
-        self._at_begin = False
-        """Whether the next forward begins a step: a backward has begun since the last. The first step is none, as it
-        compiles, and optimizers have no state in it."""
+        self._steps = _Steps()
         self._bytes: StepBytes | None = None
         self._at_death: weakref.finalize[..., Any] | None = None
         """Ends the measurement with this object."""
         self._has_ended = False
         """Whether the backward of the measured step has ended."""
+        self._num_passes = 0
+        """Backward passes of the measured step that a forward has followed."""
         self._has_forward = False
         """Whether a forward that trains has run in the measured step."""
         self._has_stopped = False
@@ -221,9 +248,9 @@ class StepWatch:
         return self._bytes is not None
 
     @property
-    def may_plan(self) -> bool:
-        """Whether the graphs may be planned once more because a step exceeded the budget."""
-        return self.num_plans < _MOST_PLANS
+    def is_waiting(self) -> bool:
+        """Whether a step under the plans in force is still to be measured."""
+        return self._is_on or self.is_measuring
 
     def rearm(self, *, is_given: bool) -> None:
         """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget.
@@ -231,41 +258,49 @@ class StepWatch:
         A step of several calls is not measured: stages of a pipeline run in turn, and torch 2.13 crashes if its
         profiler ends below the forward of another model.
         """
-        self._is_on |= is_given and self._executor.calls.spec.num == 1
+        if is_given and self._executor.calls.spec.num == 1:
+            self._is_on = True
+            _follow_updates()
         self._has_stopped |= self.is_measuring
         self.drop()
         self.peaks = {}
 
+    def measure_next(self, *, is_on: bool) -> None:
+        """Measure the next step under the plans in force if `is_on`, else none."""
+        self._is_on = is_on
+
     def step_may_begin(self) -> None:
-        """Note a forward, of which kind ever: the measurement of the step before ends."""
+        """Note a forward, of which kind ever: the measurement of the step before ends.
+
+        If no optimizer has ended the step, gradients add up over backward passes: a few are measured together.
+        """
         end_idle_profiler()
         for other in _measuring:
             if other is not self:
                 other.end()
                 other.drop_if_left()
         was_measuring = self.is_measuring
+        if self._has_ended and not self._steps.may_begin and self._num_passes < _MOST_PASSES:
+            self._num_passes += 1
+            self._has_ended = self._has_forward = False
         self.end()
         if self._has_forward:
             self.drop_if_left()  # a forward without a backward, as of an evaluation
         self._has_stopped = was_measuring and not self.is_measuring
 
     def forward_begins(self, args: Sequence[Any], *, is_training: bool) -> None:
-        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step.
-
-        A forward without gradients begins none: an evaluation may have any number of them.
-        """
+        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step."""
+        is_first = self._steps.note_forward(is_training=is_training)
         if not self._is_on and self._bytes is None:
-            self._at_begin &= not is_training
             return
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if self._bytes is not None:
+        if self._bytes is not None and (is_training or self._has_forward or not self._steps.is_evaluation):
             self._bytes.adopt(inputs)
-        elif not is_training or self._has_stopped:
-            return
-        elif self._at_begin and not self._executor.saved.outstanding_owners():
+        elif self._bytes is not None:
+            self.drop()
+        elif is_first and not (self._has_stopped or self._executor.saved.outstanding_owners()):
             self._start(inputs)
         if is_training:
-            self._at_begin = False
             self._has_forward = self.is_measuring
 
     def _start(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -273,6 +308,7 @@ class StepWatch:
         params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
         self._places, self._sites = {}, {}
         self._has_ended = self._has_forward = False
+        self._num_passes = 0
         device = self._executor.device
         # Every plan counts the workspaces of libraries, which are there before the step.
         more_bytes = state_bytes(self._executor, params) + library_bytes(device)
@@ -282,7 +318,6 @@ class StepWatch:
             self._at_death = weakref.finalize(self, self._bytes.drop)
             self._at_death.atexit = False
             _measuring.add(self)
-            _end_at_updates()
 
     def _own_tensors(self) -> Iterator[torch.Tensor]:
         with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
@@ -299,7 +334,7 @@ class StepWatch:
     def ran(self, graph: WatchedGraph, *, is_backward: bool) -> None:
         """Note that a program of `graph` has ended: what follows runs op by op."""
         if is_backward:
-            self._at_begin = True
+            self._steps.has_backward = True
             if self._is_on or self._bytes is not None:
                 compat.after_backward(self.backward_ended)
         if self._bytes is not None:
@@ -357,14 +392,30 @@ _measuring: "Living[StepWatch]" = Living()
 """The watches of running measurements."""
 
 
+class _Updates:
+    """The updates of all optimizers of the process, from the first plan under a budget of a user on."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+
+_updates = _Updates()
+
+
 @functools.cache
-def _end_at_updates() -> None:
-    """Have all steps of optimizers end the measurements whose backward has ended; the first call does it."""
+def _follow_updates() -> None:
+    """Have all updates of optimizers counted, and end the measurements whose backward has ended before; the first call
+    does it."""
 
     def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
         for watch in _measuring:
             watch.end()
         end_idle_profiler()
 
+    def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        _updates.num += 1
+
     before: Any = torch.compiler.disable(end)
+    after: Any = torch.compiler.disable(count)
     register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)

@@ -16,8 +16,9 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis import closing_verbs
 from elixir_compile.capture.additions import add_extra_saved
-from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.convert import Captured, returns_loss
 from elixir_compile.capture.tracing import captured_step
+from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import adopt_by_all, any_of_all, asked_by_all, plan_for_all
 from elixir_compile.managed.agreement.in_step import planned_in_step
@@ -82,7 +83,7 @@ class PlannedGraph:
         self._own_capture: Captured | None = None
         self._active: ActivePlan | None = None
         self._progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
-        self.planner = GraphPlanner(executor, regions, options, self._progress)
+        self.planner = GraphPlanner(executor, regions, options, self._progress, outstanding.trial.budget_for)
         self.profiler = StepProfiler(executor, name, options, records=self.planner.may_replan)
         self._stats: StepStats | None = None
         """The measurements of the first steps, until the plan is corrected by them."""
@@ -136,7 +137,7 @@ class PlannedGraph:
             self.planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
         self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)), self._counted)
-        before = self.planner.whole_first(self._make_plan, keeps_whole=attempt.keeps_whole)
+        before = self._plan_or_put_off(is_last=attempt.is_last, keeps_whole=attempt.keeps_whole)
         is_new = before is None or self.active.plan is not before.active.plan
         if attempt.review is not None and not self._variants.graph_set_digest:
             reviewed = self.planner.reviewed = attempt.review(self.active.plan)
@@ -145,6 +146,43 @@ class PlannedGraph:
             self._outstanding.supersede(before, self)
         if not self.is_inference and is_new:
             self._progress.planned(self.active.plan)
+
+    def _plan_or_put_off(
+        self, *, is_last: bool = True, is_known: bool = False, keeps_whole: bool = False
+    ) -> "PlannedGraph | None":
+        """Return the result of `_make_plan`, for a larger budget if none fits and the whole step has to be known first.
+
+        Nothing is put off if the capture is not the last form of the step to try (`is_last`), or if the step `is_known`
+        already and only its inputs have grown. Raises NoFeasiblePlan then.
+        """
+        while True:
+            try:
+                return self.planner.whole_first(self._make_plan, keeps_whole=keeps_whole)
+            except NoFeasiblePlan as error:
+                is_final = is_known or error.memory != "device" or bool(error.because)
+                beside = "" if is_final else self._rest_of_step()
+                if not beside:
+                    raise
+                if not (is_last and self._outstanding.put_off(self, error.needed_bytes, beside)):
+                    raise error.without(beside) from None
+
+    def _rest_of_step(self) -> str:
+        """Return in words what a step holds beside the capture of this graph, as far as it may; empty if nothing."""
+        own, executor, outstanding = self._own_capture, self._executor, self._outstanding
+        assert own is not None
+        if own.backward is None:
+            trains = any(slot.param.requires_grad for slot in executor.slots.values())
+            return "the backward of a step that trains" if trains else ""
+        read = set(param_names_of(own, executor))
+        if self.graph_break is not None:
+            return "what runs after the graph break at {}:{}".format(*self.graph_break)
+        if executor.saved.outstanding_owners():
+            return "forwards that wait for their backward"
+        if unread_bytes(own, executor, read) or outstanding.has_beside(self, read):
+            return "the other graphs"
+        if outstanding.knows_size_of(self):
+            return ""
+        return "" if returns_loss(own) else "code that uses its results, as a loss"
 
     def _make_plan(self) -> "PlannedGraph | None":
         """Plan the graph's own capture for the current sizes and external usage; return the earlier capture of the same
@@ -360,7 +398,9 @@ class PlannedGraph:
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
         executor, active, plan = self._executor, self.active, self.active.plan
-        is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
+        beside_bytes = active.beside_bytes + self.planner.excess_bytes  # by which the plan has more room
+        is_crowded = not self.is_inference and executor.saved.held_bytes() > beside_bytes
+        is_crowded &= not self._outstanding.trial.measures(self)
         if is_crowded and self.runs.offloads_first:
             is_crowded = not self._outstanding.offload()
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
@@ -382,9 +422,9 @@ class PlannedGraph:
         return found is not None
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
-        earlier = self.active.plan
+        earlier, has_grown = self.active.plan, self.planner.has_grown(self.active, args)
         with self.planner.growing(self.active.captured, args), self._shortage.planning(self.active, args):
-            before = self.planner.whole_first(self._make_plan)
+            before = self._plan_or_put_off(is_known=has_grown and not self._outstanding.trial.given_bytes)
             if before is not None:
                 self._outstanding.supersede(before, self)
         if self._staying.planned(earlier, self.active.plan) or self._shortage.wants_plan:

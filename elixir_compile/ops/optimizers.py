@@ -4,6 +4,7 @@ A hybrid optimizer claims its parameters, so that a plan may place their state. 
 count the versions of the updated parameters, and refuse an optimizer made before `prepare` sharded its parameters.
 """
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,6 +94,14 @@ def has_state(param: torch.Tensor) -> bool:
     reference = _HYBRID.get(param)
     owner = None if reference is None else reference()
     return owner is not None and param in vars(owner)["state"]  # the attribute waits for queued updates
+
+
+def are_optimized(params: Sequence[torch.Tensor]) -> bool:
+    """Return whether any optimizer in the process has one of `params`; walks through all objects of the process."""
+    wanted = set(map(id, params))
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    owned = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    return any(id(param) in wanted for param in owned)
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:

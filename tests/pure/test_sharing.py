@@ -10,7 +10,7 @@ from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Placement, Plan, StepGraph, StorageId, Tier
 from elixir_compile.search import Problem, extent_of, extents, plan
-from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
+from elixir_compile.search.joint.joint_budget import GraphRequest, plan_in_least, plan_jointly
 from tests.pure.problems import disk_staging
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -47,6 +47,16 @@ def test_plans_keep_the_budget_together(name: str, times: float) -> None:
         left_bytes = sum(held[other].left_bytes for other in request.beside)
         needed_bytes = request.problem.base_bytes + resident_bytes + left_bytes + held[number].peak_bytes
         assert needed_bytes <= made.prediction.device_peak_bytes <= request.problem.budget_bytes
+
+
+@pytest.mark.parametrize("name", sorted(BESIDE))
+def test_the_least_budget_has_plans_and_a_smaller_one_has_none(name: str) -> None:
+    least, planned = plan_in_least(turns_of(name, 1), 1, greedy)
+    assert max(made.prediction.device_peak_bytes for _, made in planned) <= least
+    assert {made.budget_bytes for _, made in planned} == {least}
+    with pytest.raises(NoFeasiblePlan):
+        plan_jointly(turns_of(name, least - least // 32), greedy)
+    assert plan_in_least(turns_of(name, 1), 2 * least, greedy)[0] == 2 * least
 
 
 def test_with_room_for_everything_nothing_moves() -> None:

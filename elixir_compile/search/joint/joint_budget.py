@@ -39,6 +39,11 @@ _BISECTIONS = 20
 _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Parts of the largest share to try in turn: a smaller share does not always need fewer bytes."""
 
+_MOST_BUDGETS = 12
+"""So many budgets are tried in turn, until one has plans."""
+_PRECISION = 64
+"""The smallest budget is found up to this part of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRequest:
@@ -95,6 +100,35 @@ def plan_jointly(
     return _planned_between(requests, found, search)
 
 
+def plan_in_least(
+    requests: Sequence[GraphRequest], least_bytes: int, search: Callable[[Problem], Plan], *, may_divide: bool = False
+) -> tuple[int, list[Planned]]:
+    """Return the smallest budget found, at least `least_bytes`, for which `plan_jointly` finds plans, and the plans.
+
+    Raises NoFeasiblePlan if no device budget helps, as the host is full.
+    """
+    budget_bytes, needed_bytes, too_few_bytes = least_bytes, 0, least_bytes - 1
+    enough: tuple[int, list[Planned]] | None = None
+    for number in range(_MOST_BUDGETS):
+        asked = [replace(request, problem=replace(request.problem, budget_bytes=budget_bytes)) for request in requests]
+        try:
+            enough = budget_bytes, plan_jointly(asked, search, may_divide=may_divide)
+        except NoFeasiblePlan as error:
+            if error.memory != "device" or (enough is None and number == _MOST_BUDGETS - 1):
+                raise
+            needed_bytes = error.needed_bytes
+            too_few_bytes = max(budget_bytes, needed_bytes - 1)
+        if enough is None:
+            # A search need not find the plan whose bytes an error names.
+            budget_bytes = max(needed_bytes, budget_bytes + (budget_bytes // _PRECISION << number))
+        elif enough[0] - too_few_bytes <= enough[0] // _PRECISION:
+            break
+        else:
+            budget_bytes = (too_few_bytes + enough[0]) // 2
+    assert enough is not None
+    return enough
+
+
 def _lowest(problem: Problem, numbers: Sequence[int], whole: Extent) -> Extent:
     """Return the extent with the fewest bytes of `whole`, that of the whole batch, and those at `numbers` of
     micro-batches."""
@@ -110,12 +144,13 @@ def _planned_between(
     budget_bytes, needed_bytes = _tightest(requests, [low for low, _ in found])
     memory = "device"
     host_needs: dict[int, int] = {}
-    shares = [] if share is None else [share * part for part in _EASED]
+    shares: list[float | None] = [] if share is None else [*dict.fromkeys(share * part for part in _EASED), None]
     while shares:
-        held = [low.towards(high, shares[0]) for low, high in found]
+        own = shares[0]
+        held = [low if own is None else low.towards(high, own) for low, high in found]
         num_known = len(host_needs)
         try:
-            planned = _planned(requests, held, search, host_needs)
+            planned = _planned(requests, held, search, host_needs, is_least=own is None)
         except NoFeasiblePlan as error:
             budget_bytes, needed_bytes, memory = error.budget_bytes, error.needed_bytes, error.memory
             if len(host_needs) == num_known:
@@ -167,24 +202,37 @@ def needed_bytes_of(requests: Sequence[GraphRequest], plans: Sequence[Plan | Non
         _fixed(request.outside_bytes or 0) if plan is None else extent_of(request.problem.graph, plan)
         for request, plan in zip(requests, plans, strict=True)
     ]
-    return [_base_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held)]
+    return [_running_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held)]
 
 
 def _base_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
     """Return the device bytes held outside the graph `number` while it runs or its gradients wait for the update."""
-    own, beside = requests[number], requests[number].beside
+    while_it_runs = _running_bytes(requests, held, number)
+    if requests[number].outside_bytes is not None:  # code between graphs does not run at the update
+        return while_it_runs
+    return max(while_it_runs, _done_bytes(requests, held, number, beside=()))
+
+
+def _running_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
+    """Return the device bytes held outside the graph `number` while it runs."""
+    beside = requests[number].beside
+    left_bytes = sum(held[other].left_bytes for other in beside)
+    return left_bytes + _done_bytes(requests, held, number, beside=beside)
+
+
+def _done_bytes(
+    requests: Sequence[GraphRequest], held: Sequence[Extent], number: int, *, beside: Collection[int]
+) -> int:
+    """Return the device bytes held outside the graph `number` once the backward of all others but `beside` is done,
+    without what these left for their backward."""
+    own = requests[number]
     others = [other for other in range(len(held)) if other != number]
-    done = [other for other in others if other not in beside]
     own_buckets = _by_home(requests, held, [number], lambda extent: extent.resident).keys()
     resident = _by_home(requests, held, others, lambda extent: extent.resident)
-    grads_of_done = _by_home(requests, held, done, lambda extent: extent.grads)
-    grads_of_all = _by_home(requests, held, others, lambda extent: extent.grads)
+    grads = _by_home(requests, held, [other for other in others if other not in beside], lambda extent: extent.grads)
     # Gradients that stay are in the resident bytes of the graph itself, as sums.
     summed = own_buckets if own.problem.accumulates else ()
-    left_bytes = sum(held[other].left_bytes for other in beside)
-    while_it_runs = left_bytes + _bytes_without(grads_of_done, summed)
-    at_the_update = _bytes_without(grads_of_all, summed)
-    return own.problem.base_bytes + _bytes_without(resident, own_buckets) + max(while_it_runs, at_the_update)
+    return own.problem.base_bytes + _bytes_without(resident, own_buckets) + _bytes_without(grads, summed)
 
 
 def _by_home(
@@ -209,9 +257,14 @@ def _bytes_without(buckets: Mapping[_Home, int], leaving_out: Collection[_Home])
 
 
 def _planned(
-    requests: Sequence[GraphRequest], held: list[Extent], search: Callable[[Problem], Plan], host_needs: dict[int, int]
+    requests: Sequence[GraphRequest],
+    held: list[Extent],
+    search: Callable[[Problem], Plan],
+    host_needs: dict[int, int],
+    *,
+    is_least: bool,
 ) -> list[Planned]:
-    """Plan the graphs in turn; return the problem and the plan of each.
+    """Plan the graphs in turn; return the problem and the plan of each. If `is_least`, none may use what others leave.
 
     `held` has the assumed bytes of each graph, replaced by the bytes of its plan once it is planned. `host_needs` has,
     by graph, the host bytes that the graphs before it leave free. If a graph finds too few host bytes, it is added to
@@ -237,12 +290,12 @@ def _planned(
             # It has no update, and holds its parameters alone from its last op on.
             problem = replace(problem, between_bytes=max(problem.between_bytes, problem.after_bytes))
         try:
-            plan = search(problem)
+            plan = _least(problem, held[number], search) if is_least else search(problem)
         except NoFeasiblePlan as error:
             if error.memory == "host":
                 host_needs.setdefault(number, error.needed_bytes - problem.host_base_bytes)
             raise
-        found.append((problem, plan))
+        found.append((problem, replace(plan, budget_bytes=problem.budget_bytes)))
         placed |= {(request.model, home.bucket): home for home in plan.placements}
         held[number] = extent_of(problem.graph, plan)
     for number, request in enumerate(requests):
@@ -252,6 +305,29 @@ def _planned(
     return [
         (problem, rebased(plan, _base_bytes(requests, held, number))) for number, (problem, plan) in enumerate(found)
     ]
+
+
+def _least(problem: Problem, extent: Extent, search: Callable[[Problem], Plan]) -> Plan:
+    """Return the plan of `problem` with no more memory than `extent` at any time: what others need is compared with it
+    afterwards. Raises NoFeasiblePlan."""
+    asked = replace(
+        problem,
+        budget_bytes=min(problem.budget_bytes, problem.base_bytes + extent.peak_bytes),
+        between_bytes=max(0, extent.peak_bytes - extent.resident_bytes - extent.left_bytes),
+        after_bytes=max(0, extent.peak_bytes - extent.resident_bytes - extent.grad_bytes),
+    )
+    try:
+        return search(asked)
+    except NoFeasiblePlan as error:
+        # Values that die in the last op of the forward are there beside what is left.
+        more_bytes = error.needed_bytes - asked.budget_bytes
+    return search(
+        replace(
+            asked,
+            between_bytes=max(0, asked.between_bytes - more_bytes),
+            after_bytes=max(0, asked.after_bytes - more_bytes),
+        )
+    )
 
 
 def _more_host_bytes(

@@ -301,6 +301,22 @@ def test_a_model_without_a_budget_counts_in_no_plan(alone: Any) -> None:
     assert not on_host(free)
 
 
+def test_the_smallest_budget_of_models_in_turn_leaves_the_others_to_words() -> None:
+    """A measured step of one model holds what the others allocate, and their losses outside of all graphs are not known
+    before the first step ends."""
+    models = nets(1, 1)
+    pairs = [(adamw(model), compiled(model, 1024)) for model in models]
+
+    def step() -> None:
+        for optimizer, forward in pairs:
+            update(optimizer, forward(rows_of(0)).square().mean())
+
+    step()
+    for _ in range(2):
+        with pytest.raises(elixir.NoFeasiblePlan, match=r"\d and more for other models, which run in turn with it"):
+            step()
+
+
 def test_models_of_two_threads_do_not_move_each_other(alone: Any, caplog: pytest.LogCaptureFixture) -> None:
     budget_bytes, plans, weights = alone
     runs = [by_elixir(*nets(1), device_memory=budget_bytes, **OPTIONS) for _ in range(2)]

@@ -212,6 +212,29 @@ def test_an_evaluation_is_not_measured(grad: bool) -> None:
     assert not compat.is_profiling()
 
 
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_a_measured_step_begins_behind_an_update(is_by_hand: bool) -> None:
+    """Not at a later micro-batch: what its step has held before would be missing. Updates by hand are not seen, so at
+    last each backward pass ends a step."""
+    torch._dynamo.reset()
+    drop_running_step_bytes()  # of a model of another test
+    model = nn.Sequential(Block(), nn.Linear(WIDTH, 1))
+    compiled = torch.compile(elixir.prepare(model), backend="elixir", options={**OPTIONS, "device_memory": "1GiB"})
+    optimizer = None if is_by_hand else elixir.HybridAdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(4):
+        for _ in range(2):
+            compiled(torch.ones(4, WIDTH)).sum().backward()
+            found.append(compat.is_profiling())
+        if optimizer is None:
+            model.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not compat.is_profiling()
+    assert [number for number, is_measured in enumerate(found) if is_measured] == ([5] if is_by_hand else [2, 3])
+
+
 def test_a_measurement_without_a_result_reads_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     drop_running_step_bytes()  # of a model of another test
     measured = start_step_bytes(torch.device("cpu"), (), 0)
