@@ -37,7 +37,6 @@ _LOADED = [
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
-    # "tests.run.warmed",
 ]
 """What the server loads once, if it is there; nothing of it may start threads or a process group."""
 
