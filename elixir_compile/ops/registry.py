@@ -199,16 +199,17 @@ class Slot:
         return handle
 
     def _watch(self, handle: torch.Tensor) -> None:
-        """Let the sink know of each backward that ends at `handle`, after all gathers that read it.
+        """Let the sink know of each backward that has a gradient for `handle`, after all gathers that read it.
 
         Compiled graphs read handles of a gate in its place. Only functions of torch that run graphs, as `cond` does in
-        eager code, read it, and the branch that was not taken has no gradient: torch makes zeros for its parameters.
+        eager code, and graphs of other backends read it. For the parameters of a branch that was not taken torch makes
+        zeros, but no gradient for those whose results a graph does not use.
         """
         reference = weakref.ref(self)
 
-        def reached(_: torch.Tensor) -> None:
+        def reached(grad: torch.Tensor | None) -> None:
             slot = reference()
-            if slot is not None:
+            if slot is not None and grad is not None:
                 slot.sink.gradients.reach(slot)
 
         handle.register_hook(torch.utils.hooks.unserializable_hook(reached))

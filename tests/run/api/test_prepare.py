@@ -90,6 +90,35 @@ def test_a_prepared_model_trains_uncompiled() -> None:
     assert_same_tensors(expected.state_dict(), own.state_dict())
 
 
+class PartlyUsed(nn.Module):
+    """The loss uses `used`; the graph reads the others for results that lead nowhere, or to another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("used", "dropped", "detached", "unread", "other")
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names})
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layers["used"](x)
+        self.layers["dropped"](hidden)
+        return hidden.square().mean() + self.layers["detached"](hidden).detach().mean(), self.layers["other"](x)
+
+
+@pytest.mark.parametrize("ends", [(0,), (1,), (0, 1)])
+def test_another_backend_gives_no_gradient_where_torch_gives_none(ends: tuple[int, ...]) -> None:
+    """A gradient of zeros would let an optimizer decay the weight, or move it by its momentum."""
+    x, found = torch.randn(4, WIDTH), []
+    for model in (seeded(PartlyUsed), elixir.prepare(seeded(PartlyUsed))):
+        torch._dynamo.reset()
+        outputs = torch.compile(model, backend="aot_eager")(x)
+        for end in ends:
+            outputs[end].sum().backward(retain_graph=True)
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    theirs, ours = found
+    assert [name for name, grad in ours.items() if grad is None] == [n for n, grad in theirs.items() if grad is None]
+    assert_same_tensors(*({name: grad for name, grad in each.items() if grad is not None} for each in found))
+
+
 def test_an_offloaded_model_runs_uncompiled() -> None:
     model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:2])
