@@ -171,7 +171,13 @@ def _over_cuda(*paths: str, plugins: tuple[str, ...] = ("tests.device.on_default
     return Stage(paths, has_slow=True, is_on_device=True, plugins=plugins)
 
 
-CUDA_RANKS = _over_cuda("tests/cuda_standin/on_cuda_nccl.py::test_two_ranks_of_elixir_train_as_one", plugins=())
+CUDA_RANKS = _over_cuda(
+    *(
+        f"tests/cuda_standin/on_cuda_nccl.py::test_{name}"
+        for name in ("each_access_to_shards_has_an_order", "two_ranks_of_elixir_train_as_one")
+    ),
+    plugins=(),
+)
 CUDA_OTHERS = (
     _over_cuda("tests/cuda_standin/on_cuda_orders.py"),
     _over_cuda("tests/device/on_device_races.py", "tests/device/on_device_saved.py", plugins=()),
@@ -189,6 +195,8 @@ UNSEEN = {
     "gradients.py _add: self._lanes.host_waits(self._lanes.d2h.mark())": "for a device that is a CPU",
     "placed.py adopt: self._lanes.h2d.synchronize()": "the driver waits before pinned memory is no longer pinned",
     "placed.py adopt: self._lanes.d2h.synchronize()": "the same",
+    "saved.py _drop: self._lanes.h2d.synchronize()": "the same",
+    "saved.py _drop: self._lanes.d2h.synchronize()": "the same",
 }
 """Lines whose mutants the clocks of the CUDA stand-in cannot see, and why; the engines of a CPU see them."""
 

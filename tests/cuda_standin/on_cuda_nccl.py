@@ -16,9 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Bucket, Placement, StorageId, Tier
+from elixir_compile.ops.shards import own_part
+from elixir_compile.runtime.distributed.sharded import ShardedBucket
+from elixir_compile.runtime.executor import Executor
 from tests.cuda_standin import device as standin
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
+from tests.run.races.home import B0, in_backward, write_behind
 from tests.run.training import Run, by_torch, hybrid_adamw, plain_step, scaled_bytes
 
 WIDTH = 32
@@ -263,3 +268,71 @@ def by_ranks(rank: int, world_size: int, policy: str, dtype: str, update: str, s
 )
 def test_two_ranks_of_elixir_train_as_one(policy: str, dtype: str, update: str, share: float, tmp_path: Path) -> None:
     spawn(by_ranks, 2, policy, dtype, update, share, folder=tmp_path, limit_s=200.0)
+
+
+def sharded(mesh: DeviceMesh) -> tuple[Executor, ShardedBucket]:
+    """Return an executor with one matrix in shards whose home is the host."""
+    executor = executor_of(elixir.prepare(torch.nn.Linear(WIDE, WIDE, bias=False).cuda(), mesh=mesh))
+    assert isinstance(executor, Executor)
+    assert executor.ranks is not None
+    (slot,) = executor.slots.values()
+    spec = Bucket(
+        id=B0, params=(StorageId(slot.name),), numel=slot.numel, nbytes=4 * slot.numel, state_nbytes=0, dtype="float32",
+        trainable=True, shard_numels=executor.ranks.parts_of(slot.param),
+    )  # fmt: skip
+    placement = Placement(bucket=B0, param=Tier.HOST, optim=Tier.HOST, resident=False)
+    executor.buckets.adopt([spec], [placement], for_training=True)
+    bucket = executor.buckets[B0]
+    assert isinstance(bucket, ShardedBucket)
+    return executor, bucket
+
+
+def gathers_shards(rank: int, world_size: int, policy: str) -> None:
+    """Gather shards from the host twice, so that the copies of the second gather use memory of the first."""
+    with ranks(rank, policy) as mesh:
+        executor, bucket = sharded(mesh)
+        read: list[torch.Tensor] = []  # the host waits for it at the end only: it would know that memory is free
+        for _ in range(2):
+            read.append(executor.wait(executor.gather(B0))[0].sum())
+            executor.release(B0)
+        transfer = executor.gather(B0)
+        write_behind(executor, bucket)
+        read.append(executor.wait(transfer)[0].sum())
+        assert torch.stack(read).isfinite().all()
+        executor.abandon()
+
+
+def reduces_to_the_host(rank: int, world_size: int, policy: str) -> None:
+    """Let gradients go to the host behind a reduce that compute does not wait for."""
+    with ranks(rank, policy) as mesh:
+        executor, bucket = sharded(mesh)
+
+        def run() -> None:
+            executor.reduce(B0, [0], [torch.full((WIDE, WIDE), rank + 1.0, device="cuda")])
+            executor.wait(executor.offload(B0))
+
+        in_backward(executor, run)
+        grad = bucket.slots[0].param.grad
+        assert grad is not None
+        assert own_part(grad).unique().tolist() == [1.5]
+
+
+def records_collectives(rank: int, world_size: int, policy: str) -> None:
+    """Time collectives by a stream that waits for them: from this wait on, torch does not keep what they read."""
+    with ranks(rank, policy) as mesh:
+        executor, _ = sharded(mesh)
+        recording = executor.ledger.start_recording()
+        executor.wait(executor.gather(B0))
+
+        def run() -> None:
+            executor.wait(executor.reduce(B0, [0], [torch.ones(WIDE, WIDE, device="cuda")]))
+            executor.wait(executor.offload(B0))
+
+        in_backward(executor, run)
+        found = {span.label for span in recording.stop()}
+        assert {"gather b0", "reduce b0"} <= found
+
+
+@pytest.mark.parametrize("does", [gathers_shards, reduces_to_the_host, records_collectives])
+def test_each_access_to_shards_has_an_order(does: Callable[..., None], tmp_path: Path) -> None:
+    spawn(does, 2, "late", folder=tmp_path, limit_s=120.0)

@@ -1,7 +1,7 @@
 """One bucket of an executor without a model, and what programs and updates do with it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import nn
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
 from elixir_compile.optim.rule import AdamWRule
 from elixir_compile.optim.update import Updater
+from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.updates import QueuedUpdate
+from elixir_compile.runtime.updates import QueuedUpdate, UpdateLine
 
 CPU = torch.device("cpu")
 B0 = BucketId("b0")
@@ -91,8 +92,7 @@ class Home(nn.Module):
         `waits`: whether the program of a graph waits for the copy, or leaves that to the end of the backward.
         `reads`: whether it reads the parameters. `has_gate`: whether autograd asks for the gradients behind the graphs.
         """
-        program = _Program(self, num_graphs, waits, reads, has_gate)
-        _Graphs.apply(self.executor.gradients.sentinel, program).backward()
+        in_backward(self.executor, _Program(self, num_graphs, waits, reads, has_gate).run)
 
     def graph(self, *, waits: bool, reads: bool) -> None:
         """Do what the program of a graph does with the gradients."""
@@ -142,13 +142,29 @@ class _Program:
             self.home.accumulate()
 
 
+def in_backward(executor: Executor, run: Callable[[], None]) -> None:
+    """Call `run` in a backward of autograd for all leaves, as the backward of a graph of `executor`."""
+    _Graphs.apply(executor.gradients.sentinel, run).backward()
+
+
+def write_behind(executor: Executor, bucket: RunningBucket) -> None:
+    """Let the worker write the parts as an update does, which knows of no wait for the gather but its own."""
+    read, lanes, line = bucket.home_read, executor.lanes, UpdateLine()
+
+    def work() -> None:
+        lanes.host_waits(read)
+        lanes.touches((), [slot.own for slot in bucket.slots])
+
+    line.queue(work, "update", lanes).wait()
+
+
 class _Graphs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sentinel: torch.Tensor, program: _Program) -> torch.Tensor:
-        ctx.program = program
+    def forward(ctx: Any, sentinel: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
         return sentinel.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
-        ctx.program.run()
+        ctx.run()
         return grads[0].reshape(1), None

@@ -15,10 +15,9 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
-from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.plain import Plain
-from elixir_compile.runtime.updates import UpdateLine
+from tests.run.races.home import write_behind
 from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw, plain_step
 from tests.run.updating import placed, small_buckets
@@ -124,17 +123,6 @@ def tight_bytes() -> int:
     with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
         trained("device", Update.AFTER_BACKWARD, device_memory=1, micro_batches=1)
     return int(1.05 * raised.value.needed_bytes)
-
-
-def write_behind(executor: Executor, bucket: ShardedBucket) -> None:
-    """Let the worker write the parts as an update does, which knows of no wait for the gather but its own."""
-    read, lanes, line = bucket.home_read, executor.lanes, UpdateLine()
-
-    def work() -> None:
-        lanes.host_waits(read)
-        lanes.touches((), [slot.own for slot in bucket.slots])
-
-    line.queue(work, "update", lanes).wait()
 
 
 @pytest.mark.parametrize(
