@@ -80,30 +80,16 @@ class Lanes:
         seconds: float,
         *,
         in_update: bool = False,
+        by_updates: bool = False,
         piece: int = 0,
     ) -> float:
-        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end; the thread that trains issues it.
+        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end.
 
-        The work is `verb` on the target `name` of class `of`; it belongs to no graph if it is `in_update`.
+        The work is `verb` on the target `name` of class `of`; it belongs to no graph if it is `in_update`. The thread
+        that trains issues it, or that of the updates if it is issued `by_updates`.
         """
-        return self._occupy(
-            lane, verb, of, name, max(after_s, self.issued_s), seconds, in_update=in_update, piece=piece
-        )
-
-    def _occupy(
-        self,
-        lane: Lane,
-        verb: Verb | InnerVerb,
-        of: Ref,
-        name: str,
-        after_s: float,
-        seconds: float,
-        *,
-        in_update: bool,
-        piece: int = 0,
-    ) -> float:
         resource = self.price.lane_of[lane]
-        start_s = max(self.free_s[resource], after_s)
+        start_s = max(self.free_s[resource], after_s, AT_ONCE_S if by_updates else self.issued_s)
         end_s = start_s + seconds
         self.free_s[resource] = end_s
         if self.drawing is not None:
@@ -373,7 +359,9 @@ class Lanes:
         since_s, bucket, is_gathered, allocated_s = self.arriving.pop(0)
         self._copy(bucket)
         after_s, copied_s = max(since_s, allocated_s), self.price.h2d_s[bucket]
-        ends_s = self._occupy(Lane.H2D, Verb.GATHER, BucketRef, bucket, after_s, copied_s, in_update=not is_gathered)
+        ends_s = self.occupy(
+            Lane.H2D, Verb.GATHER, BucketRef, bucket, after_s, copied_s, in_update=not is_gathered, by_updates=True
+        )
         (self.gathered_s if is_gathered else self.returned_s)[bucket] = ends_s
         return since_s
 
