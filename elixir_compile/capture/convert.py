@@ -39,6 +39,7 @@ from elixir_compile.capture.node_facts import (
     dense_tensors_of,
     flops_of,
     is_number,
+    is_tangent,
     kernel_of,
     may_return_input,
     module_path,
@@ -95,9 +96,9 @@ class Captured:
 
 def returns_loss(captured: Captured) -> bool:
     """Return whether a result of `captured` through which it is trained is a single number."""
-    tangents = captured.backward_module.graph.find_nodes(op="placeholder")
-    found = (node.meta.get("val") for node in tangents if "tangents" in str(node.target))
-    return any(isinstance(value, torch.Tensor) and value.ndim == 0 for value in found)
+    placeholders = captured.backward_module.graph.find_nodes(op="placeholder")
+    values = (node.meta.get("val") for node in placeholders if is_tangent(node))
+    return any(isinstance(value, torch.Tensor) and value.ndim == 0 for value in values)
 
 
 def op_id(phase: Phase, node: fx.Node) -> OpId:

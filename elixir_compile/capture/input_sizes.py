@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.node_facts import has_tensor, is_number, tensor_of, value_of
+from elixir_compile.capture.node_facts import has_tensor, is_number, is_tangent, tensor_of, value_of
 
 _SIZE_OF = "elixir_size_of"
 """The key in `node.meta` of an added input: the position of the tensor among the inputs, and the dimension."""
@@ -25,7 +25,7 @@ _SIZE_OF = "elixir_size_of"
 
 def add_sizes(graph: fx.Graph) -> None:
     """Add an input behind those of the forward for each symbol that is a size of a tensor among them, and no number."""
-    given = [node for node in graph.find_nodes(op="placeholder") if "tangents" not in str(node.target)]
+    given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     known = {compat.symbol_of(value_of(node)) for node in given if is_number(node)}
     added: dict[str, fx.Node] = {}
     last = given[-1]

@@ -36,6 +36,7 @@ from elixir_compile.capture.node_facts import (
     as_node,
     has_tensor,
     is_number,
+    is_tangent,
     outputs_of,
     set_outputs,
     source_of,
@@ -82,7 +83,7 @@ def partition_hidden(
     """
     add_sizes(joint.graph)
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
-    num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
+    num_primals = sum(not is_tangent(node) for node in joint.graph.find_nodes(op="placeholder"))
     known = options.pop("static_lifetime_input_indices", None) or []
     static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
     forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
@@ -136,7 +137,7 @@ def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
 def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) -> _Hidden:
     graph, hidden = joint.graph, _Hidden()
     placeholders = graph.find_nodes(op="placeholder")
-    primals = [node for node in placeholders if "tangents" not in str(node.target)]
+    primals = [node for node in placeholders if not is_tangent(node)]
     given = compat.inputs_at(graph, keys)
     gathers = graph.find_nodes(op="call_function", target=GATHER)
     reads = {node: keys[position] for node, position in given.items() if node.users}

@@ -46,6 +46,12 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(value_of(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the placeholder is the gradient of an output of the forward, by the name that AOTAutograd gives it: torch
+    2.11 to 2.13."""
+    return "tangents" in str(node.target)
+
+
 def is_pure(node: fx.Node) -> bool:
     """Return whether `node` is an operator of torch that writes none of its inputs."""
     if not compat.is_op_overload(node.target):
