@@ -55,10 +55,7 @@ class Held(NamedTuple):
 
 
 class AllocatorGaps:
-    """Compares what the allocator holds with the budget of a model before each of its steps.
-
-    It has more than 10 attributes: the figures at the begin of the last step, and what was done about them.
-    """
+    """Compares what the allocator holds with the budget of a model before each of its steps."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
