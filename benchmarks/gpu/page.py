@@ -8,6 +8,7 @@ Tracebacks, logs and paths of the machine are left out.
 
 import argparse
 import json
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,8 @@ def figures(folder: Path) -> Iterator[str]:
         built = next(fact for fact in facts if "params" in fact)
         plan: Mapping[str, Any] = ([fact for fact in facts if "planned_s" in fact] or [{}])[-1]
         planned_s = plan.get("planned_s")
+        paired = [fact for fact in facts if "without_waits_s" in fact]
+        waits = f"{paired[0]['without_waits_s'] / paired[0]['waiting_s']:.3f}" if paired else "-"
         rows.append(
             (
                 path.stem,
@@ -131,6 +134,7 @@ def figures(folder: Path) -> Iterator[str]:
                 mib(steps[-1].get("reserved_bytes")),
                 f"{statistics.median(step['step_s'] for step in steps[-4:]) * 1e3:.1f}",
                 "-" if planned_s is None else f"{planned_s * 1e3:.1f}",
+                waits,
                 f"{steps[0]['step_s']:.0f}",
                 len(steps),
                 f"{steps[-1]['loss']:.4f}",
@@ -138,23 +142,60 @@ def figures(folder: Path) -> Iterator[str]:
         )
     if rows:
         yield from ("## A Llama of 1.1 B parameters, 8 sequences of 1024 tokens", "")
-        head = ("training", "budget MiB", "planned", "requested", "reserved", "step ms", "planned ms", "first step s")
-        yield from table((*head, "steps", "last loss"), rows)
+        head = ("training", "budget MiB", "planned", "requested", "reserved", "step ms", "planned ms")
+        yield from table((*head, "without waits", "first step s", "steps", "last loss"), rows)
+        yield from (
+            "'Without waits' is the seconds of steps whose host waits for no copy, as a share of those that wait.",
+            "",
+        )
+
+
+TESTS = {"tests": "Tests of `tests/gpu`", "runs": "Tests of `tests/run`, on the GPU by default"}
 
 
 def tests(folder: Path) -> Iterator[str]:
     """Yield the counts of the tests and the names of those that failed."""
-    path = folder / "tests.xml"
-    if not path.exists():
-        return
-    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
-    failed = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    yield from ("## Tests of `tests/gpu`", "")
-    yield f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped."
-    yield ""
-    yield from (f"- failed: `{name}`" for name in failed)
-    yield ""
+    for name, title in TESTS.items():
+        path = folder / f"{name}.xml"
+        if not path.exists():
+            continue
+        cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+        failed = [case.get("name") for case in cases if {"failure", "error"} & {part.tag for part in case}]
+        skipped = sum(case.find("skipped") is not None for case in cases)
+        yield from (f"## {title}", "")
+        yield f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped."
+        yield ""
+        yield from (f"- failed: `{name}`" for name in failed)
+        yield ""
+
+
+def random_runs(folder: Path) -> Iterator[str]:
+    """Yield how many random runs there were, and those that were wrong or exceeded their budgets."""
+    lines = [
+        line
+        for path in sorted(folder.glob("random_*.log"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("Draw(")
+    ]
+    if lines:
+        bad = [line for line in lines if not re.search(r"KiB, [\d.]+ s$", line)]  # what is wrong comes behind it
+        yield from ("## Random runs, bit by bit beside torch's, under a budget each", "")
+        yield f"{len(lines) - len(bad)} of {len(lines)} have torch's losses and weights, and peaks within the budget."
+        yield ""
+        yield from (f"- {line}" for line in bad)
+        yield ""
+
+
+def held(folder: Path) -> Iterator[str]:
+    """Yield what the allocator held, by model."""
+    found = [path.read_text(encoding="utf-8").splitlines() for path in sorted(folder.glob("held_*.log"))]
+    tables = [[line for line in lines if line.startswith("|")] for lines in found]
+    tables = [lines for lines in tables if lines]
+    if tables:
+        yield from ("## What torch's allocator holds, in MiB", "")
+        yield from tables[0][:2]
+        yield from (line for lines in tables for line in lines[2:])
+        yield ""
 
 
 def page_of(folder: Path, commit: str) -> str:
@@ -172,6 +213,8 @@ def page_of(folder: Path, commit: str) -> str:
         *late_compute(folder),
         *figures(folder),
         *tests(folder),
+        *random_runs(folder),
+        *held(folder),
     ]
     if broken:
         lines += ["## Cases that ended with an exception", "", *broken, ""]

@@ -1,8 +1,9 @@
 #!/bin/sh
-# What only a GPU can answer, in two calls of a few minutes each. Needs `python3` with torch and the dependencies of the
+# What only a GPU can answer, in three calls of a few minutes each. Needs `python3` with torch and the dependencies of the
 # package; nothing has to be installed.
 #
 #     benchmarks/gpu/run.sh lives 240 /tmp/gpu      does it train, exactly and inside of its budget? Questions beside each other
+#     benchmarks/gpu/run.sh wide 240 /tmp/gpu       tests of training habits, random runs, and what the allocator holds
 #     benchmarks/gpu/run.sh figures 460 /tmp/gpu    seconds and bytes of a Llama of 1.1 B parameters, one question after another
 #
 # The second argument is the most seconds of the call. Everything that is known so far is packed into results.tgz in the
@@ -47,21 +48,20 @@ step() { # NAME SECONDS COMMAND...
     grep -h '"ok": false' "$results/$name.jsonl" 2>/dev/null | cut -c1-300 >>"$results/summary.txt"
 }
 
-case $call in
-lives)
-    step facts 40 $steps facts
-    pack
-    processes=
-    beside() { step "$@" & processes="$processes $!"; }
-    beside trains 200 $steps trains --inner aot_eager
-    beside compiles 220 $steps trains --inner inductor --name compiles
-    beside pinning 60 $steps pinning
-    beside late 150 $steps late
-    beside sanitizer 90 env TORCH_CUDA_SANITIZER=1 $steps sanitizer
-    # A shell ignores SIGINT in what it starts with `&`; with it pytest prints where a test hangs.
-    beside tests 230 "$python" -c "import signal, sys; signal.signal(2, signal.default_int_handler); import pytest; sys.exit(pytest.main(sys.argv[1:]))" \
-        -m gpu ${TESTS:-tests/gpu} -n "${WORKERS:-6}" --dist worksteal -W default -p no:cacheprovider -v -rfEs --tb=short \
-        --junitxml "$results/tests.xml"
+processes=
+beside() { step "$@" & processes="$processes $!"; }
+
+# A shell ignores SIGINT in what it starts with `&`; with it pytest prints where a test hangs.
+pytests() { # NAME SECONDS MODULE OPTIONS...
+    name=$1
+    seconds=$2
+    module=$3
+    shift 3
+    beside "$name" "$seconds" "$python" -c "import runpy, signal, sys; signal.signal(2, signal.default_int_handler); runpy.run_module(sys.argv.pop(1), run_name='__main__')" \
+        "$module" "$@" --dist worksteal -W default -p no:cacheprovider -v -rfEs --tb=short --junitxml "$results/$name.xml"
+}
+
+settle() { # until all that runs beside is over
     while sleep 3; do
         pack
         alive=
@@ -69,6 +69,31 @@ lives)
         [ -z "$alive" ] && break
     done
     wait
+}
+
+case $call in
+lives)
+    step facts 40 $steps facts
+    pack
+    beside trains 200 $steps trains --inner aot_eager
+    beside compiles 220 $steps trains --inner inductor --name compiles
+    beside pinning 60 $steps pinning
+    beside late 150 $steps late
+    beside sanitizer 90 env TORCH_CUDA_SANITIZER=1 $steps sanitizer
+    pytests tests 230 pytest -m gpu ${TESTS:-tests/gpu} -n "${WORKERS:-6}"
+    settle
+    ;;
+wide)
+    # shellcheck disable=SC2086
+    pytests runs 230 tests.device.on_gpu -n "${WORKERS:-4}" ${RUNS_ARGS:-}
+    for first in 0 100; do
+        beside "random_$first" 230 "$python" -m tests.run.random_runs --device cuda --first $first --runs "${RANDOM_RUNS:-25}"
+    done
+    beside random_others 230 "$python" -m tests.run.random_runs --device cuda --others --first 0 --runs "${RANDOM_RUNS:-25}"
+    for model in GPT-2 Llama mixed lengths; do
+        beside "held_$model" 230 "$python" -m tests.cuda_standin.fragmentation "$model" --budget tight --steps "${HELD_STEPS:-200}"
+    done
+    settle
     ;;
 figures)
     step measure 45 $steps measure
@@ -80,16 +105,16 @@ figures)
         pack
     done <<QUESTIONS
 torch 100 --backend torch
-half 85 --budget-of torch --share 0.5 --trace
 fsdp2 60 --backend fsdp2 --steps 8
-as_fsdp2 85 --budget-of fsdp2
-third 75 --budget-of torch --share 0.3 --expandable
-all 75 --budget-of torch
+as_fsdp2 110 --budget-of fsdp2
+half 100 --budget-of torch --share 0.5 --trace
+all 85 --budget-of torch
+third 85 --budget-of torch --share 0.3
 masters 75 --budget-of torch --share 0.3 --dtype bfloat16 --expandable
 QUESTIONS
     ;;
 *)
-    echo "usage: $0 lives|figures SECONDS FOLDER" >&2
+    echo "usage: $0 lives|wide|figures SECONDS FOLDER" >&2
     exit 2
     ;;
 esac
@@ -97,5 +122,5 @@ pack
 cp "$results/summary.txt" "$folder/" 2>/dev/null
 tail -n 60 "$results/summary.txt"
 grep -h '"median_s"\|"held"\|"same"' "$results"/*.jsonl 2>/dev/null | cut -c1-260
-tail -n 25 "$results/tests.log" 2>/dev/null
+tail -qn 25 "$results/tests.log" "$results/runs.log" "$results"/random_*.log "$results"/held_*.log 2>/dev/null
 exit 0

@@ -408,6 +408,7 @@ def train() -> None:
         (ARGUMENTS.out / f"{NAME}.peak").write_text(str(allocator()["requested_bytes"]))
     if backend == "elixir":
         note_record(lambda: own.step(shape, autocast=autocast))
+        note_waits(lambda: own.step(shape, autocast=autocast))
     if ARGUMENTS.trace:
         note_trace(lambda: own.step(shape, autocast=autocast))
 
@@ -440,6 +441,35 @@ def note_record(step: Callable[[], object]) -> None:
             lanes_s=lanes_s,
             counts=dict(record.counts),
         )
+
+
+def note_waits(step: Callable[[], object]) -> None:
+    """Note what the host's waits at the ends of forwards and backwards cost: seconds of steps with them and without.
+
+    Without them nothing orders what this thread does next with the copies, so the weights mean nothing from then on.
+    """
+    from elixir_compile.runtime.lanes.accelerator import StreamLane
+
+    usual = StreamLane.synchronize
+
+    def passes(lane: StreamLane) -> None:
+        """Let the host go on."""
+
+    def steps_s(waits: bool) -> float:
+        StreamLane.synchronize = usual if waits else passes  # type: ignore[method-assign]
+        began_s = time.perf_counter()
+        for _ in range(3):
+            step()
+        settle()
+        return (time.perf_counter() - began_s) / 3
+
+    with case("waits"):
+        try:
+            pairs = [(steps_s(True), steps_s(False)) for _ in range(4)]
+        finally:
+            StreamLane.synchronize = usual  # type: ignore[method-assign]
+        waiting_s, free_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        note(waiting_s=waiting_s, without_waits_s=free_s)
 
 
 def note_trace(step: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu/run.sh`, which asks what only a GPU can answer, to its end: both calls, each question and answer."""
+"""`benchmarks/gpu/run.sh`, which asks what only a GPU can answer, to its end: all calls, each question and answer."""
 
 import json
 import os
@@ -26,7 +26,7 @@ LIVES = {
     "sanitizer": {"losses"},
 }
 STEPS = {"params", "step_s", "requested_bytes", "median_s"}
-PLANNED = STEPS | {"planned_bytes", "bound_s", "record_s", "lanes_s"}
+PLANNED = STEPS | {"planned_bytes", "bound_s", "record_s", "lanes_s", "without_waits_s"}
 FIGURES = {
     "measure": {"measured", "built_in"},
     "torch": STEPS,
@@ -79,7 +79,18 @@ def test_each_question_of_the_first_call_is_answered(tmp_path: Path) -> None:
     assert "sanitizer of streams over three steps: nothing found" in page
 
 
-def test_each_question_of_the_second_call_is_answered(tmp_path: Path) -> None:
+def test_each_question_of_the_wide_call_is_answered(tmp_path: Path) -> None:
+    call = started("wide", tmp_path, RUNS_ARGS="-k test_pgd", RANDOM_RUNS="1", HELD_STEPS="14")
+    said, _ = call.communicate()
+    summary = (tmp_path / "summary.txt").read_text(encoding="utf-8")
+    for name in ("runs", "random_0", "random_100", "random_others", "held_GPT-2", "held_Llama", "held_mixed"):
+        assert f"{name}: exit code 0" in summary, summary + said
+    page = page_of(tmp_path / "results", tmp_path / "page")
+    for expected in ("1 passed, 0 failed", "3 of 3 have torch's losses", "| GPT-2 |", "| Llama |", "| mixed |"):
+        assert expected in page
+
+
+def test_each_question_of_the_figures_is_answered(tmp_path: Path) -> None:
     call = started("figures", tmp_path)
     said, _ = call.communicate()
     assert_answered(tmp_path, FIGURES, said)

@@ -1,6 +1,7 @@
 """A plugin of pytest: tests that name no device run on the accelerator of this process, on device 0.
 
 python -m tests.cuda_standin.build -m tests.device.on_device -p tests.device.on_default tests/run/...
+python -m tests.device.on_gpu                    # on a GPU, whose copies run when they run
 
 `--moments early,late,0,1` runs each test with copies at once, with copies as late as waits allow, and with copies at
 the random moments of two seeds.
@@ -13,9 +14,11 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
+from tests.cuda_standin import device as standin
 from tests.device import emulated
 
-DEVICE = torch.device(emulated.NAME, 0)
+IS_GPU = torch.cuda.is_available() and not standin.is_here()
+DEVICE = torch.device("cuda" if IS_GPU else emulated.NAME, 0)
 _MOMENTS = "moments"
 _place = DeviceContext.__torch_function__
 
@@ -60,5 +63,7 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     """Run each test with copies at its moments, and fail it if two of its accesses had no order."""
+    if IS_GPU:
+        return (yield)
     with emulated.policy_named(item.callspec.params[_MOMENTS]), emulated.ordered():
         return (yield)
