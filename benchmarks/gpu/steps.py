@@ -274,7 +274,10 @@ def trains() -> None:
 
 
 def late() -> None:
-    """Compare the weights of each update mode under late compute with those of a run that waits after every copy."""
+    """Compare the weights of each update mode under late compute with those of a run that waits after every copy.
+
+    Both follow one plan: host and device round an update otherwise.
+    """
     import elixir_compile as elixir
     from elixir_compile.runtime.executor import Executor
 
@@ -284,7 +287,7 @@ def late() -> None:
     del free
     usual = Executor.gather
 
-    def weights(mode: str, dtype: str | None, around: Callable[[], None]) -> list[torch.Tensor]:
+    def weights(mode: str, dtype: str | None, around: Callable[[], None], plan: Path) -> list[torch.Tensor]:
         def gather(self: Executor, bucket_id: Any) -> Any:
             around()
             transfer = usual(self, bucket_id)
@@ -301,9 +304,12 @@ def late() -> None:
                 inner="aot_eager",
                 device_memory=budget,
                 param_dtype=dtype,
+                replan=False,
+                plan=str(plan) if plan.exists() else None,
             )
             own.losses(3)
             own.optimizer.wait()  # type: ignore[attr-defined]
+            elixir.save_plan(elixir.compilations(own.compiled)[-1], plan)
             return [param.detach().cpu().clone() for param in own.model.parameters()]
         finally:
             Executor.gather = usual  # type: ignore[method-assign]
@@ -315,7 +321,8 @@ def late() -> None:
     for mode in ("across_steps", "in_backward", "after_backward"):
         for dtype in (None, "bfloat16"):
             with case(f"{mode} {dtype or 'float32'}"):
-                same = all(map(torch.equal, weights(mode, dtype, sleep), weights(mode, dtype, settle)))
+                plan = ARGUMENTS.out / f"late.{mode}.{dtype}.plan.json"
+                same = all(map(torch.equal, weights(mode, dtype, settle, plan), weights(mode, dtype, sleep, plan)))
                 note(mode=mode, dtype=dtype or "float32", same=same)
 
 

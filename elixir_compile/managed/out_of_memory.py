@@ -61,15 +61,16 @@ class FailedAllocation:
     def excess_bytes(self, foreign_bytes: int, limit_bytes: int | None) -> int:
         """Return by how many bytes a new plan must need less.
 
-        `foreign_bytes` are tensors that no plan counts. `limit_bytes` are the most bytes that the process may allocate
-        on the device, if the user chose the budget; a measured budget leaves `foreign_bytes` out already, and for it
-        `limit_bytes` is None.
+        The allocation found no place between the tensors. Under a new plan other gaps between them stay free: as many
+        bytes as were seen, and at least those of one such allocation. `foreign_bytes` are tensors that no plan counts.
+        `limit_bytes` are the most bytes that the process may allocate on the device, if the user chose the budget; a
+        measured budget is that limit, without `foreign_bytes`, and for it `limit_bytes` is None.
         """
+        requested_bytes = self.requested_bytes or self.budget_bytes // 16
         needed_bytes = self.allocated_bytes + self.requested_bytes - foreign_bytes
-        above_plan_bytes = max(self.requested_bytes or self.budget_bytes // 16, needed_bytes - self.planned_bytes)
-        if limit_bytes is None:
-            return max(above_plan_bytes, self.gap_bytes)
-        return above_plan_bytes + max(0, self.budget_bytes - (limit_bytes - foreign_bytes - self.gap_bytes))
+        above_plan_bytes = max(requested_bytes, needed_bytes - self.planned_bytes)
+        own_bytes = self.budget_bytes if limit_bytes is None else limit_bytes - foreign_bytes
+        return above_plan_bytes + max(0, self.budget_bytes - own_bytes + max(self.gap_bytes, requested_bytes))
 
 
 class Forwards(Protocol):
