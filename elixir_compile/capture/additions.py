@@ -36,9 +36,10 @@ from elixir_compile import compat
 from elixir_compile.analysis.activations import activation_groups
 from elixir_compile.analysis.recompute import saved_storages
 from elixir_compile.capture.convert import Captured, op_id, step_graph, storages_behind
+from elixir_compile.capture.input_sizes import add_numbers, add_placeholders
 from elixir_compile.capture.markers import TICKET, gradient, key_of, marker_node, merge_markers, parameter
 from elixir_compile.capture.node_facts import has_tensor, is_number, outputs_of, set_outputs, tensor_of
-from elixir_compile.capture.views import by_owner, fresh_value, is_view, ops_of, path_to, view_chain
+from elixir_compile.capture.views import by_owner, is_view, ops_of, path_to, view_chain
 from elixir_compile.ir import Phase, StepGraph
 from elixir_compile.ops.registry import Slot
 
@@ -95,18 +96,8 @@ def _save(captured: Captured, spares: list[fx.Node], numbers: list[fx.Node]) -> 
     values, behind_ticket = outputs_of(captured.forward.graph), captured.num_outputs + 1
     set_outputs(captured.forward.graph, (*values[:behind_ticket], *spares, *values[behind_ticket:], *numbers))
     backward = captured.backward_module.graph
-    placeholders = backward.find_nodes(op="placeholder")
-    known = [node for node in placeholders if is_number(node)]
-    _take(backward, known[-1] if known else None, numbers)
-    _take(backward, next(node for node in placeholders if node.target == TICKET), spares)
-
-
-def _take(backward: fx.Graph, last: fx.Node | None, nodes: list[fx.Node]) -> None:
-    """Add a placeholder to `backward` for each of `nodes`, behind `last`, or at the front if `last` is None."""
-    for node in nodes:
-        with backward.inserting_before(next(iter(backward.nodes)) if last is None else last.next):
-            last = backward.placeholder(node.name)
-        last.meta = {**node.meta, "val": fresh_value(node)}
+    add_numbers(backward, numbers)
+    add_placeholders(backward, backward.find_nodes(op="placeholder", target=TICKET)[0], spares)
 
 
 def trained_keys(captured: Captured) -> frozenset[int]:

@@ -165,6 +165,8 @@ class _Builder:
     aliases: list[tuple[str, StorageId]] = field(default_factory=list)
     scattered: set[StorageId] = field(default_factory=set)
     """Storages of which a slice of a micro-batch cannot be alone in memory."""
+    saved: frozenset[StorageId] = frozenset()
+    """The storages of the saved values, while the backward is walked."""
 
     def build(self) -> StepGraph:
         for node in filter(is_number, self.captured.forward.graph.find_nodes(op="placeholder")):
@@ -217,7 +219,8 @@ class _Builder:
 
     def _join_backward(self, graph: fx.Graph, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
         known = self._saved(graph, forward)
-        for storage in {name for names in known.values() for name in names}:
+        self.saved = frozenset(name for names in known.values() for name in names)
+        for storage in self.saved:
             if self.drafts[storage].kind is Kind.TEMP:
                 self.drafts[storage].kind = Kind.SAVED
         first = len(self.ops)
@@ -367,10 +370,12 @@ class _Builder:
         mutated = [*_mutated(node, storages), *(() if overwritten is None else storages[overwritten])]
         for storage in () if overwritten is None else storages[overwritten]:
             self.drafts[storage].batched = walked.batched(node, 0)  # zeros, into which each micro-batch adds
-        reads = tuple(inputs) if made or mutated else ()
+        # An op that makes no tensor, as one that returns a size, needs what it reads where that may be on the host.
+        makes_none = is_number(node) or not node.users
+        reads = tuple(s for s in inputs if made or mutated or (makes_none and s in self.saved))
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops = (Size(*self._count(flops_of(node))) + inside.flops).simplified()
-        moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
+        moved = sum(self.drafts[s].nbytes for s in (*reads, *writes)) if made or mutated else 0
         writes = (*writes, *self._workspace(op_id(phase, node), inside.workspace))
         if call is not None and seen is not None and seen.workspace_bytes > NEGLIGIBLE_BYTES:
             writes = (*writes, *self._enter_workspaces(call, phase, seen.workspace_bytes, (*inputs, *writes)))

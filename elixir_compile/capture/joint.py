@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.input_sizes import add_sizes
+from elixir_compile.capture.input_sizes import add_sizes, save_sizes
 from elixir_compile.capture.markers import (
     TICKET,
     first_op,
@@ -89,6 +89,7 @@ def partition_hidden(
     forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
     num_saved_from = options["num_fwd_outputs"]
     _name_random_states(forward.graph, backward.graph)
+    save_sizes(forward.graph, backward.graph)
     _show_in_forward(forward, hidden, num_saved_from)
     _show_in_backward(backward, hidden)
     for module in (forward, backward):
@@ -228,7 +229,7 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     """Do the same as `_show_in_forward` to the inputs, and turn the extra gradient outputs into `gradient` markers."""
     graph = backward.graph
     placeholders = graph.find_nodes(op="placeholder")
-    sizes = {node.name: node for node in placeholders if is_number(node)}
+    sizes = {str(node.target): node for node in placeholders if is_number(node)}
     first = first_op(graph)
     for node in placeholders:
         if node.name in hidden.saved_views:

@@ -266,7 +266,7 @@ def _write_saved(writer: _Writer, found: fx.Node, names: Sequence[str]) -> None:
 def _write_run(writer: _Writer, region: RegionGraph) -> None:
     graph = writer.graph
     arguments = [
-        _param_value(writer, key_of(source)) if source.target is parameter else writer.values[source.name]
+        _param_value(writer, key_of(source)) if source.target is parameter else _value(writer, region, source)
         for source in region.inputs
     ]
     box = graph.call_function(boxed, tuple(arguments))
@@ -275,6 +275,17 @@ def _write_run(writer: _Writer, region: RegionGraph) -> None:
         value = graph.create_node("call_function", operator.getitem, (results, index), name=node.name)
         value.meta = dict(node.meta)
         writer.values[node.name] = value
+
+
+def _value(writer: _Writer, region: RegionGraph, source: fx.Node) -> fx.Node:
+    """Return the value of `source`, which `region` reads. Raises IllegalSchedule if it is not in memory."""
+    if source.name not in writer.values:
+        offloaded = next((group for group, names in writer.halves.away.items() if source.target in names), None)
+        where = "" if offloaded is None else f": it is in {offloaded}, which is offloaded and not back yet"
+        raise IllegalSchedule(
+            f"{region.id} reads {source.name}, which is not in memory{where}.", f"  run {region.id}    <-- here"
+        )
+    return writer.values[source.name]
 
 
 def _param_value(writer: _Writer, key: int) -> fx.Node:

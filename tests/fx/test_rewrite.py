@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import fx, nn
 
+from elixir_compile.analysis import verify
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Phase, Verb
 from elixir_compile.rewrite.check import check
-from elixir_compile.rewrite.program import actions_of
+from elixir_compile.rewrite.program import actions_of, write_program
+from elixir_compile.rewrite.recompute import partition_of
+from elixir_compile.rewrite.sliced_values import SlicedValues
 from tests.fx.captures import GOLDENS, Pair, Shared, record_of, tight
 from tests.fx.handmade import offload, planned
 
@@ -113,6 +116,24 @@ def test_offloads_of_activations_behind_the_forward_are_refused(monkeypatch: pyt
     late = replace(plan, schedules=(replace(schedule, actions=(*rest, first)),))
     with pytest.raises(IllegalSchedule, match="behind the forward"):
         actions_of(late, Phase.FORWARD)
+
+
+def test_a_region_that_reads_what_is_away_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier refuses the schedule; a read that it does not know of would be refused by name as well."""
+    with planned(monkeypatch, offload):
+        record = record_of(Pair(), torch.ones(3, 4))
+    captured, (schedule,) = record.active.captured, record.plan.schedules
+    back = next(place for place, action in enumerate(schedule.actions) if action.verb is Verb.PREFETCH)
+    # The last two actions of a group are its prefetch and the wait for it.
+    group = schedule.actions[back].target
+    actions = [*schedule.actions[:back], *(own for own in schedule.actions[back:] if own.target != group)]
+    broken = replace(record.plan, schedules=(replace(schedule, actions=tuple(actions)),))
+    with pytest.raises(IllegalSchedule, match="which is on the host"):
+        verify(record.graph, broken)
+    halves = partition_of(captured, record.graph, broken.activations)
+    keys = {name: key for key, name in captured.param_names.items()}
+    with pytest.raises(IllegalSchedule, match=rf"bwd\.\d reads relu, .* in {group}, which is offloaded and not back"):
+        write_program(halves, broken, Phase.BACKWARD, keys, lambda region: region.module, None, SlicedValues())
 
 
 def test_a_program_shows_offloads_and_prefetches(monkeypatch: pytest.MonkeyPatch) -> None:

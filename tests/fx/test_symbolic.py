@@ -9,12 +9,13 @@ from torch import fx, nn
 
 from elixir_compile.analysis import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
 from elixir_compile.capture.convert import step_graph
+from elixir_compile.capture.input_sizes import SIZES
 from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain
 from elixir_compile.capture.kernel_bytes import as_traced
 from elixir_compile.capture.markers import parameter
 from elixir_compile.capture.node_facts import kernel_of
 from elixir_compile.capture.tracing import _renamed
-from elixir_compile.capture.views import is_view, viewed
+from elixir_compile.capture.views import is_view, view_chain, viewed
 from elixir_compile.ir import (
     Kernel,
     Kind,
@@ -26,7 +27,7 @@ from elixir_compile.ir import (
     sizes,
 )
 from elixir_compile.managed.compilation import Compilation
-from tests.fx.captures import Pair, record_of, tight
+from tests.fx.captures import Pair, halves_of_torch, record_of, tight
 
 
 class Folded(nn.Module):
@@ -215,3 +216,54 @@ def test_inputs_can_swap_names_and_new_nodes_do_not_reuse_them() -> None:
     assert renamed.output_node().args == (inputs[2],)
     with renamed.inserting_before(inputs[0]):
         assert renamed.placeholder("size_1").name not in {node.name for node in inputs}
+
+
+class Padded(nn.Module):
+    """The backward cuts the gradient of a padded, saved tensor: the forward needs no number for its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(4, 4, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x.transpose(1, 2)).sigmoid()
+        return torch.cat([x, x], -1).unfold(-1, 2, 1).square().mean()
+
+
+class Transposed(nn.Module):
+    """The backward reads the sizes of both factors of a product, which it saves; the forward multiplies two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(4, 4, 2, stride=2)
+        self.down = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x.transpose(1, 2)).transpose(1, 2).sigmoid()).square().mean()
+
+
+def sizes_read_off_saved(backward: fx.Graph) -> list[fx.Node]:
+    found = [node for node in backward.nodes if node.target in SIZES]
+    return [node for node in found if view_chain(node.all_input_nodes[0])[-1].op == "placeholder"]
+
+
+@pytest.mark.parametrize("model", [Transposed, Padded])
+def test_the_backward_takes_sizes_of_saved_tensors_as_numbers(model: type[nn.Module]) -> None:
+    torch.compiler.reset()
+    x = dynamic(2, 6, 4, dims=2)
+    assert any(map(sizes_read_off_saved, (half.graph for half in halves_of_torch(model(), x)))), "this shows nothing"
+    torch.compiler.reset()
+    captured = record_of(model(), x).active.captured
+    assert not sizes_read_off_saved(captured.backward_module.graph)
+
+
+def test_a_size_that_stays_in_the_backward_counts_as_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elixir_compile.capture.joint.save_sizes", lambda *_: None)
+    torch.compiler.reset()
+    record = record_of(Transposed(), dynamic(2, 6, 4, dims=2))
+    backward = record.active.captured.backward_module.graph
+    read = {f"bwd.{node.name}" for node in sizes_read_off_saved(backward)}
+    assert read
+    assert all(op.reads for op in record.graph.ops if op.id in read)
+    bytes_moved = {op.moved_bytes for op in record.graph.ops if op.id in read}
+    assert bytes_moved == {0}

@@ -62,10 +62,13 @@ def by_torch(model: nn.Module, *, backend: str | None = None, optimizer: Any = N
     return Run(model=own, compiled=torch.compile(own, backend=backend) if backend else own, optimizer=optimizer)
 
 
-def by_elixir(model: nn.Module, *, optimizer: Any = None, inner: str = "aot_eager", **options: object) -> Run:
-    """Return a run of a copy of `model` through Elixir, with HybridAdamW, prepared before it is compiled."""
+def by_elixir(
+    model: nn.Module, *, optimizer: Any = None, inner: str = "aot_eager", dynamic: bool | None = None, **options: object
+) -> Run:
+    """Return a run of a copy of `model` through Elixir, with HybridAdamW, prepared before it is compiled; `dynamic` is
+    that of `torch.compile`."""
     own = elixir.prepare(copy.deepcopy(model))
-    return _elixir_run(own, optimizer, {"inner": inner, **options})
+    return _elixir_run(own, optimizer, {"inner": inner, **options}, dynamic=dynamic)
 
 
 def by_elixir_unprepared(model: nn.Module, **options: object) -> Run:
@@ -73,12 +76,13 @@ def by_elixir_unprepared(model: nn.Module, **options: object) -> Run:
     return _elixir_run(copy.deepcopy(model), None, {"inner": "aot_eager", **options})
 
 
-def _elixir_run(own: nn.Module, optimizer: Any, options: Mapping[str, object]) -> Run:
+def _elixir_run(own: nn.Module, optimizer: Any, options: Mapping[str, object], *, dynamic: bool | None = None) -> Run:
     # Dynamo keeps at most eight compiled forms per function, of all models together.
     torch._dynamo.reset()
     optimizer = (optimizer or hybrid_adamw)(own.parameters())
     options = {"report": False, **options}
-    return Run(model=own, compiled=torch.compile(own, backend="elixir", options=options), optimizer=optimizer)
+    compiled = torch.compile(own, backend="elixir", options=options, dynamic=dynamic)
+    return Run(model=own, compiled=compiled, optimizer=optimizer)
 
 
 def fused_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
