@@ -19,6 +19,7 @@ from elixir_compile.compat.autograd import keeps_tangents as keeps_tangents
 from elixir_compile.compat.autograd import let_gradients_follow as let_gradients_follow
 from elixir_compile.compat.autograd import outside_transforms as outside_transforms
 from elixir_compile.compat.autograd import packs_saved_tensors as packs_saved_tensors
+from elixir_compile.compat.autograd import saved_behind as saved_behind
 from elixir_compile.compat.capturing import check_requires_grad as check_requires_grad
 from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines
 from elixir_compile.compat.capturing import outside_captures as outside_captures

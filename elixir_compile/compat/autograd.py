@@ -1,8 +1,8 @@
 """The state of the running backward pass, and the hooks of a parameter."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from enum import Enum, auto
 from types import FrameType
 from typing import Any
@@ -36,6 +36,33 @@ def packs_saved_tensors() -> bool:
     from torch._C._autograd import _top_saved_tensors_default_hooks
 
     return _top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that autograd keeps for the backward of the ops that made `results`.
+
+    What hooks packed is left out, and no hook is called: one of activation checkpointing would run its forward again.
+
+    `_raw_saved_*` of a node, as the notes of `torch.autograd.graph.saved_tensors_hooks` use it, and
+    `torch._C._autograd.SavedTensor.data`: torch 2.11 to 2.13. Gone: nothing is found.
+    """
+    nodes: list[Any] = [result.grad_fn for result in results]
+    found: list[torch.Tensor] = []
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [other for other, _ in node.next_functions]
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            with suppress(RuntimeError):  # its backward has run
+                saved = getattr(node, name)
+                datas = [getattr(each, "data", None) for each in (saved if isinstance(saved, (list, tuple)) else [saved])]
+                found += [data for data in datas if isinstance(data, torch.Tensor)]
+    return found
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:

@@ -303,8 +303,9 @@ class StepWatch:
         if is_training:
             self._has_forward = self.is_measuring
 
-    def _start(self, inputs: Iterable[torch.Tensor]) -> None:
-        own = [*self._own_tensors(), *inputs]
+    def _start(self, inputs: Sequence[torch.Tensor]) -> None:
+        # Code that ran op by op before the first graph has left tensors for its backward.
+        own = [*self._own_tensors(), *inputs, *compat.saved_behind(inputs)]
         params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
         self._places, self._sites = {}, {}
         self._has_ended = self._has_forward = False
