@@ -60,7 +60,9 @@ def saved_behind(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 continue
             with suppress(RuntimeError):  # its backward has run
                 saved = getattr(node, name)
-                datas = [getattr(each, "data", None) for each in (saved if isinstance(saved, (list, tuple)) else [saved])]
+                datas = [
+                    getattr(each, "data", None) for each in (saved if isinstance(saved, (list, tuple)) else [saved])
+                ]
                 found += [data for data in datas if isinstance(data, torch.Tensor)]
     return found
 

@@ -80,6 +80,11 @@ class GraphPlanner:
         return self._options.micro_batches == "auto" or self._divides
 
     @property
+    def divides_to_fit(self) -> bool:
+        """Whether the batch was divided because no plan fits the device without that."""
+        return self._divides
+
+    @property
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan."""
         return self._options.replan and self.may_move

@@ -37,12 +37,21 @@ from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.planning import ExternalUsage, may_move_back
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.search import Problem, extents
-from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_in_least, plan_jointly, rebased
+from elixir_compile.search import Problem, extent_of, extents
+from elixir_compile.search.joint.joint_budget import (
+    GraphRequest,
+    Planned,
+    plan_in_least,
+    plan_jointly,
+    plan_leanest,
+    rebased,
+)
 from elixir_compile.units import format_bytes
 
 log = logging.getLogger("elixir_compile")
 Answer = TypeVar("Answer")
+_Beside = Sequence[tuple[int, ...]]
+"""The positions of the graphs beside each graph."""
 
 
 @dataclass(slots=True)
@@ -289,6 +298,27 @@ class OutstandingForwards:
         self.trial.lift(needed_bytes, beside)
         return True
 
+    def may_be_lean(self, graph: JointGraph) -> bool:
+        """Return whether `graph` may be planned for few bytes until a step is measured: none was, and it may be planned
+        again for the budget of the user."""
+        planner, trial = graph.planner, self.trial
+        if not planner.is_budget_given or trial.given_bytes or not trial.is_new or graph.is_inference:
+            return False
+        return planner.may_replan and not (
+            self.neighbours.in_turn() or self.stages is not None or planner.divides_to_fit
+        )
+
+    def begin_lean(self, graph: JointGraph, rest_bytes: int) -> bool:
+        """Return whether `graph` has to be planned again for few bytes.
+
+        Its step may hold `rest_bytes` beside it, and the plan in use leaves less between its forward and its backward.
+        """
+        plan, extent = graph.active.plan, extent_of(graph.active.graph, graph.active.plan)
+        free_bytes = plan.budget_bytes - plan.base_bytes - extent.resident_bytes - extent.left_bytes
+        if rest_bytes > free_bytes:
+            self.trial.begin_lean(plan.budget_bytes)
+        return rest_bytes > free_bytes
+
     def _trains_next(self) -> bool:
         """Return whether steps that train follow a forward without gradients, and are not known yet: an optimizer has
         parameters of the model, and no graph has trained, or what they need is being found out."""
@@ -337,6 +367,7 @@ class OutstandingForwards:
             graphs = [own for own in self.joint_graphs() if not own.is_inference]
             if models[1:]:  # a step holds what they allocate, so its figures tell nothing about `graphs`
                 self.watch.peaks = {}
+                self.is_crowded |= self.trial.is_lean
                 self.trial.conclude("other models, which run in turn with it")
             if graphs and self._is_tried(graphs):
                 self._try_together(graphs)
@@ -362,6 +393,7 @@ class OutstandingForwards:
         """Return whether the budget of `graphs` is tried. That begins if the measured step exceeded it, and they may
         be planned again."""
         peaks, budget_bytes = self.watch.peaks, graphs[0].planner.given_budget_bytes
+        self.trial.is_new &= not peaks
         if budget_bytes is None or self.trial.is_of(budget_bytes):
             return budget_bytes is not None
         if max(peaks.values(), default=0) <= budget_bytes + TOLERATED_BYTES:
@@ -394,24 +426,19 @@ class OutstandingForwards:
 
     def _try_together(self, graphs: Sequence[JointGraph]) -> None:
         """Plan `graphs` together for the smallest budget that is enough, at least the user's, unless they follow such
-        plans and keep it.
+        plans and keep it; in lean steps, for as few bytes as they can.
 
         Raises NoFeasiblePlan once the budget is known, if it is more than the user's.
         """
-        trial, peaks = self.trial, self.watch.peaks
+        trial = self.trial
         is_crowded, self.is_crowded = self.is_crowded, False
-        if trial.follows(graphs):
-            if max(peaks.values(), default=0) > trial.budget_bytes + TOLERATED_BYTES:
-                self._note_overrun(graphs, trial.budget_bytes, "It is planned again with room for them")
-            elif not is_crowded:
-                trial.kept(max(peaks.values(), default=None), {place.graph for place in peaks if not place.is_outside})
-                self.watch.peaks = {}
-                self.watch.measure_next(is_on=bool(trial.given_bytes))
-                return
-        if not trial.may_plan():
+        if (trial.follows(graphs) and self._stays(graphs, is_crowded=is_crowded)) or not trial.may_plan():
             return
         beside = [own.runs.positions_in(graphs) for own in graphs]
         requests, planner = _requests_of({self: graphs}, beside), _searching(graphs)
+        if trial.is_lean:
+            self._plan_lean(graphs, beside, requests)
+            return
         plan = partial(plan_in_least, requests, search=planner.search, may_divide=planner.may_divide)
         budget_bytes, planned = plan(trial.given_bytes)
         if budget_bytes > trial.given_bytes:
@@ -423,6 +450,45 @@ class OutstandingForwards:
             trial.lift(budget_bytes, "what these steps show")
         _follow({self: graphs}, beside, planned)
         trial.planned(graphs, budget_bytes)
+
+    def _plan_lean(self, graphs: Sequence[JointGraph], beside: _Beside, requests: Sequence[GraphRequest]) -> None:
+        """Plan `graphs`, each `beside` others, for as few bytes as they can take within the budget of the user.
+
+        If there are no such plans, the graphs are planned together after the step.
+        """
+        trial, planner = self.trial, _searching(graphs)
+        asked = [replace(each, problem=replace(each.problem, budget_bytes=trial.given_bytes)) for each in requests]
+        for plan in (plan_leanest, partial(plan_jointly, may_divide=planner.may_divide)):
+            with suppress(NoFeasiblePlan):
+                planned = plan(asked, planner.search)
+                _follow({self: graphs}, beside, planned)
+                peak_bytes = max(own.prediction.device_peak_bytes for _, own in planned)
+                trial.planned(graphs, min(peak_bytes, trial.given_bytes))
+                return
+        self.is_crowded = True
+        trial.conclude()
+
+    def _stays(self, graphs: Sequence[JointGraph], *, is_crowded: bool) -> bool:
+        """Return whether `graphs`, which follow plans for the budget that is tried, go on with them: they have kept it,
+        or they are lean, and no step was measured yet."""
+        trial, peaks = self.trial, self.watch.peaks
+        if trial.is_lean and not peaks:
+            waits = trial.waits()
+            if not waits:
+                trial.end_lean()
+            return waits and not is_crowded
+        if trial.is_lean:
+            self._note_overrun(graphs, trial.budget_bytes, "Its graphs are planned for the budget beside that")
+            trial.end_lean()
+            return False
+        if max(peaks.values(), default=0) > trial.budget_bytes + TOLERATED_BYTES:
+            self._note_overrun(graphs, trial.budget_bytes, "It is planned again with room for them")
+            return False
+        if not is_crowded:
+            trial.kept(max(peaks.values(), default=None), {place.graph for place in peaks if not place.is_outside})
+            self.watch.peaks = {}
+            self.watch.measure_next(is_on=bool(trial.given_bytes))
+        return not is_crowded
 
     def fixed_requests(self, graphs: Sequence[JointGraph], problem: Problem) -> list[GraphRequest]:
         """Return the requests of what runs between `graphs` and does not change with their plans, each with `problem`:
@@ -527,10 +593,6 @@ class OutstandingForwards:
         """Return the graphs that ran in the last steps: those that train, or all if none does."""
         ran = [own for own in self._graphs if own.runs.has_run and own.is_planned and not own.is_superseded]
         return [own for own in ran if not own.is_inference] or ran
-
-
-_Beside = Sequence[tuple[int, ...]]
-"""The positions of the graphs beside each graph."""
 
 
 def _owners(models: Iterable[OutstandingForwards]) -> list[object]:

@@ -40,11 +40,15 @@ from elixir_compile.problem.outside import unplanned_bytes, unread_bytes
 from elixir_compile.problem.planning import ExternalUsage, param_names_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.search import Problem
+from elixir_compile.search import Problem, extents
 from elixir_compile.search.joint.loss import LossAttempt, is_pressed
 from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
+_USES_RESULTS = "code that uses its results, as a loss"
+_COPIES_OF_RESULTS = 16
+"""Code that uses the results of a graph is assumed to hold at most so many tensors of their size: a loss over logits in
+half precision holds them in fp32, their logarithms, and the gradients of both."""
 
 
 class PlannedGraph:
@@ -144,6 +148,8 @@ class PlannedGraph:
             self._active = replace(self.active, plan=reviewed)
         if before is not None:
             self._outstanding.supersede(before, self)
+        elif self._outstanding.may_be_lean(self) and self._outstanding.begin_lean(self, self._rest_bytes()):
+            self._plan_or_put_off()
         if not self.is_inference and is_new:
             self._progress.planned(self.active.plan)
 
@@ -155,16 +161,38 @@ class PlannedGraph:
         Nothing is put off if the capture is not the last form of the step to try (`is_last`), or if the step `is_known`
         already and only its inputs have grown. Raises NoFeasiblePlan then.
         """
+        trial = self._outstanding.trial
         while True:
             try:
-                return self.planner.whole_first(self._make_plan, keeps_whole=keeps_whole)
+                return self.planner.whole_first(self._make_plan, keeps_whole=keeps_whole or trial.is_lean)
             except NoFeasiblePlan as error:
+                if trial.ease(error.needed_bytes if error.memory == "device" else trial.given_bytes):
+                    continue
                 is_final = is_known or error.memory != "device" or bool(error.because)
                 beside = "" if is_final else self._rest_of_step()
                 if not beside:
                     raise
                 if not (is_last and self._outstanding.put_off(self, error.needed_bytes, beside)):
                     raise error.without(beside) from None
+
+    def _rest_bytes(self) -> int:
+        """Return an estimate of what the step may hold beside this graph between its forward and its backward.
+
+        That is code over its results, and other layers, which hold as much for each parameter as those of the graph; 0
+        if there is neither.
+        """
+        rest, active, executor = self._rest_of_step(), self.active, self._executor
+        if not rest:
+            return 0
+        nbytes_of = {storage.id: storage.nbytes for storage in active.graph.storages}
+        rest_bytes = _COPIES_OF_RESULTS * sum(nbytes_of.get(name, 0) for name in active.graph.outputs)
+        if rest == _USES_RESULTS:
+            return rest_bytes
+        trained = [slot for slot in executor.slots.values() if slot.param.requires_grad]
+        total_bytes, read = sum(slot.own_nbytes for slot in trained), set(self.param_names)
+        read_bytes = max(1, sum(slot.own_nbytes for slot in trained if slot.name in read))
+        kept_bytes = extents(active.problem)[1].left_bytes
+        return rest_bytes + kept_bytes + 2 * kept_bytes * (total_bytes - read_bytes) // read_bytes
 
     def _rest_of_step(self) -> str:
         """Return in words what a step holds beside the capture of this graph, as far as it may; empty if nothing."""
@@ -182,7 +210,7 @@ class PlannedGraph:
             return "the other graphs"
         if outstanding.knows_size_of(self):
             return ""
-        return "" if returns_loss(own) else "code that uses its results, as a loss"
+        return "" if returns_loss(own) else _USES_RESULTS
 
     def _make_plan(self) -> "PlannedGraph | None":
         """Plan the graph's own capture for the current sizes and external usage; return the earlier capture of the same

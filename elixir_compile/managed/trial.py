@@ -1,4 +1,6 @@
-"""Steps that exceed their budget are planned again, or refused with a budget that is enough for the whole step.
+"""The budget of the first steps: less than the user's until they are measured, and more if they exceed it.
+
+A step that exceeds its budget is planned again, or refused with a budget that is enough for the whole step.
 
 ```text
   step 0    A.fwd does not fit: it runs in the fewest bytes that it can, over the budget    B.fwd  B.bwd  A.bwd
@@ -9,6 +11,9 @@
 
 When the first graph of a step is planned, neither the later graphs are known nor the bytes of the code between them,
 which runs op by op. A refusal with what the first graph needs would be followed by one with what the second needs.
+
+Plans that fill the budget leave no room for what is not known. If it may need more than they leave, the first steps are
+lean: each graph follows its smallest plan, for a budget below the user's, until a step is measured.
 """
 
 import logging
@@ -30,6 +35,10 @@ _MOST_KEPT = 3
 other sizes, are not waited for."""
 _MOST_UNMEASURED = 16
 """So many forwards in turn may begin without a measured step before them: accumulated gradients take several a step."""
+_MOST_LEAN = 16
+"""So many forwards in turn may be lean without a measured step: somebody else may hold torch.profiler."""
+_EASE_DIVISOR = 8
+"""A budget below the user's, for which no plan is found, grows by this part of it."""
 _MARGIN_DIVISOR = 64
 """A budget that is tried is more than the smallest by this part of it."""
 
@@ -62,7 +71,9 @@ class Trial:
         self.given_bytes = 0
         """The budget of the user; 0 without a trial."""
         self.budget_bytes = 0
-        """The budget under which plans are made meanwhile."""
+        """The budget under which plans are made meanwhile: less than the user's in lean steps."""
+        self.is_new = True
+        """Whether no step has been measured, and no budget tried."""
         self._enough_bytes = 0
         """The budget that is enough, once the step is refused; 0 before."""
         self._uncounted = ""
@@ -83,6 +94,39 @@ class Trial:
         if given_bytes != self.given_bytes:
             self._end()
             self.given_bytes = self.budget_bytes = given_bytes
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether plans are made for less than the budget of the user, until a step is measured."""
+        return self.budget_bytes < self.given_bytes
+
+    def begin_lean(self, given_bytes: int) -> None:
+        """Begin with lean steps; `given_bytes` is the budget of the user."""
+        self.begin(given_bytes)
+        self.budget_bytes = 1
+        log.info(
+            "the first steps of %s take as little device memory as they can, until what is held beside its graphs is "
+            "measured",
+            self._name,
+        )
+
+    def ease(self, needed_bytes: int) -> bool:
+        """Plan for at least `needed_bytes`, or for the budget of the user if that is less; return whether plans were
+        made for less."""
+        was_lean = self.is_lean
+        if was_lean:
+            least_bytes = self.budget_bytes + self.budget_bytes // _EASE_DIVISOR
+            self.budget_bytes = min(self.given_bytes, max(needed_bytes, least_bytes))
+        return was_lean
+
+    def end_lean(self) -> None:
+        """Plan for the budget of the user from now on."""
+        self.budget_bytes, self._tried = self.given_bytes, _Tried()
+
+    def waits(self) -> bool:
+        """Return whether lean steps go on, although a forward begins before which none was measured."""
+        self._tried.num_unmeasured += 1
+        return self._tried.num_unmeasured <= _MOST_LEAN
 
     def lift(self, needed_bytes: int, beside: str) -> None:
         """Plan for at least `needed_bytes` from now on; `beside` names what else the step may need."""
@@ -114,9 +158,9 @@ class Trial:
         return self._tried.graphs == frozenset(graphs)
 
     def measures(self, graph: object) -> bool:
-        """Return whether `graph` follows a plan over the user's budget until its step is measured, whatever is held
-        beside it: with another plan, the measurement would end."""
-        return self.budget_bytes > self.given_bytes and graph in self._tried.graphs
+        """Return whether `graph` follows a plan for another budget than the user's until its step is measured, whatever
+        is held beside it: with another plan, the measurement would end."""
+        return self.budget_bytes != self.given_bytes and graph in self._tried.graphs
 
     def may_plan(self) -> bool:
         """Return whether the graphs may be planned together once more; if not, the trial ends.
@@ -170,4 +214,4 @@ class Trial:
 
     def _end(self) -> None:
         self.given_bytes = self.budget_bytes = self._enough_bytes = self._num_plans = 0
-        self._tried, self._uncounted = _Tried(), ""
+        self._tried, self._uncounted, self.is_new = _Tried(), "", False

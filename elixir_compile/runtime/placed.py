@@ -125,8 +125,8 @@ class PlacedBuckets:
         """
         if for_training and not self._serves_training:
             self._serves_training = True
-            for bucket in self:
-                bucket.queued.wait()
+            for queued in [bucket.queued for bucket in self]:  # a local bucket would hold the memory of its parameters
+                queued.wait()
             self.forget()
         new: list[tuple[Bucket, Placement, list[Slot]]] = []
         for spec, placement in zip(buckets, placements, strict=True):

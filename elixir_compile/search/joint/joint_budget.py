@@ -100,6 +100,14 @@ def plan_jointly(
     return _planned_between(requests, found, search)
 
 
+def plan_leanest(requests: Sequence[GraphRequest], search: Callable[[Problem], Plan]) -> list[Planned]:
+    """Return plans as `plan_jointly` does, each with about the fewest bytes of its graph.
+
+    Raises NoFeasiblePlan with the minimum bytes of the step if no plans are found.
+    """
+    return _planned_between(requests, [request.extents() for request in requests], search, is_least=True)
+
+
 def plan_in_least(
     requests: Sequence[GraphRequest], least_bytes: int, search: Callable[[Problem], Plan], *, may_divide: bool = False
 ) -> tuple[int, list[Planned]]:
@@ -137,14 +145,20 @@ def _lowest(problem: Problem, numbers: Sequence[int], whole: Extent) -> Extent:
 
 
 def _planned_between(
-    requests: Sequence[GraphRequest], found: Sequence[tuple[Extent, Extent]], search: Callable[[Problem], Plan]
+    requests: Sequence[GraphRequest],
+    found: Sequence[tuple[Extent, Extent]],
+    search: Callable[[Problem], Plan],
+    *,
+    is_least: bool = False,
 ) -> list[Planned]:
-    """Return the plans of `plan_jointly` with bytes of each graph between the two extents in `found`."""
+    """Return the plans of `plan_jointly` with bytes of each graph between the two extents in `found`; if `is_least`,
+    with the fewest."""
     share = _largest_share(requests, found)
     budget_bytes, needed_bytes = _tightest(requests, [low for low, _ in found])
     memory = "device"
     host_needs: dict[int, int] = {}
-    shares: list[float | None] = [] if share is None else [*dict.fromkeys(share * part for part in _EASED), None]
+    eased = [] if share is None or is_least else dict.fromkeys(share * part for part in _EASED)
+    shares: list[float | None] = [] if share is None else [*eased, None]
     while shares:
         own = shares[0]
         held = [low if own is None else low.towards(high, own) for low, high in found]

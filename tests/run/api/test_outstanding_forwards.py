@@ -88,6 +88,7 @@ def test_without_joint_plans_activations_are_offloaded_in_every_step(
         raise NoFeasiblePlan("", "", 1, 2, {})
 
     monkeypatch.setattr(outstanding, "plan_jointly", refuse)
+    monkeypatch.setattr(outstanding.OutstandingForwards, "may_be_lean", lambda *_: False)  # would need no room at first
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)
@@ -97,6 +98,22 @@ def test_without_joint_plans_activations_are_offloaded_in_every_step(
         got.train([batch])
         assert rooms
     assert_same(expected, got)
+    assert planned_peak_bytes(got) <= budget_bytes
+
+
+@pytest.mark.parametrize("has_plans", [True, False])
+def test_first_steps_without_lean_plans_keep_the_budget(has_plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NoFeasiblePlan("", "", 1, 2, {})
+
+    monkeypatch.setattr(outstanding, "plan_leanest", refuse)
+    if not has_plans:
+        monkeypatch.setattr(outstanding, "plan_jointly", refuse)
+    model, batches = broken()
+    budget_bytes = half_bytes("broken")
+    expected = by_torch(model).train(batches)
+    got = by_elixir(model, device_memory=budget_bytes, **OPTIONS)
+    assert_same(expected, got.train(batches))
     assert planned_peak_bytes(got) <= budget_bytes
 
 

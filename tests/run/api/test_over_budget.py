@@ -141,19 +141,20 @@ def trained(make: Callable[[], nn.Module], num_steps: int, **options: Any) -> tu
 
 
 class Lines(logging.Handler):
-    """The warnings of the package."""
+    """What the package logs."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.lines: list[str] = []
         logging.getLogger("elixir_compile").addHandler(self)
+        logging.getLogger("elixir_compile").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
 
 Measured = Mapping[str, tuple[int, int, list[str], int]]
-"""The peak of a settled step, its budget, the warnings, and how many steps left tensors, by model."""
+"""The peak of a settled step, its budget, what was logged, and how many steps left tensors, by model."""
 
 
 def measured(names: Sequence[str]) -> Measured:
@@ -186,7 +187,7 @@ def test_code_between_graphs_is_in_the_budget(name: str, settled: Measured) -> N
     assert peak_bytes <= budget_bytes + TOLERATED_BYTES
     [line] = [line for line in lines if "a step of Around took" in line]
     assert f"in code that runs op by op after {__file__}:{LINE_OF_CALL}" in line
-    assert "It is planned again with room for them" in line
+    assert "Its graphs are planned for the budget beside that" in line
 
 
 @pytest.mark.slow
@@ -243,3 +244,21 @@ def test_a_measurement_without_a_result_reads_no_events(monkeypatch: pytest.Monk
     measured.drop()
     assert not compat.is_profiling()
     assert measured.stop() == {}
+
+
+def test_tensors_kept_for_a_backward_are_found_and_no_hook_is_called() -> None:
+    source = torch.randn(4, WIDTH, requires_grad=True)
+    kept = source.exp()
+    result = torch.nn.functional.gelu(kept.sin())
+    found = {tensor.data_ptr() for tensor in compat.saved_behind([result, torch.ones(1)])}
+    assert kept.data_ptr() in found
+    assert len(found) == 2, "`exp` keeps its result, which is the input that `sin` keeps"
+
+    def unpack(packed: object) -> torch.Tensor:
+        pytest.fail("a hook was called")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: "packed", unpack):
+        packed = source.exp()
+    assert compat.saved_behind([packed]) == []
+    result.sum().backward()
+    assert compat.saved_behind([result]) == []

@@ -38,7 +38,7 @@ def assert_trains_in_the_budget_of_its_errors(model: nn.Module, batches: list[to
 @habit(
     "Code that runs op by op between graphs: `compiler.disable`, GRU and LSTM, experts of a list, branches on values",
     area="Training loops",
-    note="`device_memory` holds once the first steps were measured; the log names the lines and their bytes",
+    note="`device_memory` holds; the log names the lines and their bytes",
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
