@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.kernel_bytes import KernelBytes, KernelCall
+from elixir_compile.capture.kernel_bytes import INDICES_OF, KernelBytes, KernelCall
 from elixir_compile.capture.node_facts import leaves_of, value_of
 from elixir_compile.measure.machine import available_host_bytes
 from elixir_compile.measure.regions import random_input, random_tensor
@@ -52,6 +52,10 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
         try:
             _require_host_memory(tensors, call)
             made = {source: _made_up(source, call) for source in node.all_input_nodes}
+            if target in INDICES_OF:  # all of them differ, as far as there are as many: that takes most
+                place, most = INDICES_OF[target]
+                indices, num = made[node.args[place]], compat.evaluate_size(node.args[most], call.sizes)
+                indices.copy_((torch.arange(indices.numel()) % num).view(indices.shape))
             given = local_args(node, call.result_dim, call.parts, int) if call.parts > 1 else (node.args, node.kwargs)
             args, kwargs = fx.map_arg((given[0], dict(given[1])), made.__getitem__)
             run = _on_device if platform.has_own_memory else _on_host

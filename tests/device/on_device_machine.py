@@ -223,15 +223,21 @@ def test_a_workspace_is_not_known_while_somebody_else_reads_the_history(
 
 
 @pytest.mark.parametrize(
-    ("op", "expected"),
+    ("op", "fused", "expected"),
     [
-        (torch.ops.aten.convolution.default, True),
-        (torch.ops.aten._fft_c2c.default, True),
-        (torch.ops.aten._cudnn_rnn.default, True),
-        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, True),
-        (torch.ops.aten.embedding.default, False),
-        (torch.ops.elixir_tests.wasteful.default, False),
+        (torch.ops.aten.convolution.default, True, True),
+        (torch.ops.aten._fft_c2c.default, True, True),
+        (torch.ops.aten._cudnn_rnn.default, True, True),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, True, True),
+        (torch.ops.aten.embedding.default, True, False),
+        (torch.ops.aten.sum.dim_IntList, True, False),
+        (torch.ops.aten.sum.dim_IntList, False, True),
+        (torch.ops.aten.native_layer_norm_backward.default, False, True),
+        (torch.ops.aten.mul.Tensor, False, False),
+        (torch.ops.elixir_tests.wasteful.default, False, False),
     ],
 )
-def test_ops_whose_library_chooses_are_run_on_a_device_and_no_others(op: Any, expected: bool) -> None:
-    assert may_differ(called(op, 4).node, fused=True) is expected
+def test_ops_that_choose_their_memory_are_run_on_a_device_and_no_others(
+    op: Any, *, fused: bool, expected: bool
+) -> None:
+    assert may_differ(called(op, 4).node, fused=fused) is expected

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
@@ -206,6 +207,27 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     run = by_elixir(stack(), profile_regions=True, report=True).train(inputs(9))
     elixir.measure_step(lambda: run.compiled(inputs(1)[0]).backward())
     assert torch.cuda.max_memory_allocated() == peak_bytes
+
+
+class Words(nn.Module):
+    """The mean of squares of what two layers with biases make of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(4096, 256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 64))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.layers(words).square().mean()
+
+
+def test_the_parts_of_shared_reductions_are_within_the_planned_peak() -> None:
+    """Many blocks of threads share the sum of a column, of the gradient of a bias, and of a row of a table."""
+    model = seeded(Words).cuda()
+    batches = [torch.randint(4096, (16, 256), device="cuda") for _ in range(3)]
+    run = by_elixir(model, inner="aot_eager", planner="greedy", activations="recompute").train(batches)
+    beside_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"] - own_bytes(executor_of(run.model))
+    record = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batches[0]))
+    assert record.device_peak_bytes - beside_bytes <= planned_peak_bytes(run) + (1 << 16)
 
 
 def test_workspaces_of_attention_are_within_the_planned_peak() -> None:
