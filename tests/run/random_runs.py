@@ -30,7 +30,7 @@ from elixir_compile.measure.step import Resident
 from elixir_compile.platforms import platform_of
 from elixir_compile.problem import machine
 from tests.run.models import seeded
-from tests.run.training import fused_adamw, hybrid_adamw, is_same, loss_of
+from tests.run.training import different, fused_adamw, hybrid_adamw, loss_of, same_losses
 
 SLACK_BYTES = 4096
 """Step counters of the optimizer, tickets and losses: beside a GPU most of them are host tensors."""
@@ -421,9 +421,7 @@ def _trained(
         options["accumulate"] = True
     compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
     found, record = _steps(draw, compiled, model, optimizer, batches, device)
-    same = is_same(torch.tensor(losses, device="cpu"), torch.tensor(found, device="cpu")) and all(
-        is_same(weights[name], value.cpu()) for name, value in model.state_dict().items()
-    )
+    same = same_losses(losses, found) and not different(weights, model.state_dict())
     plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
     return Outcome(
         draw=draw,

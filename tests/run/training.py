@@ -184,26 +184,37 @@ def assert_offloads(run: Run) -> None:
 
 def assert_same(expected: Run, got: Run) -> None:
     """Fail unless losses and weights are bitwise equal; on a GPU, unless they are close."""
-    names = map(str, range(len(expected.losses)))
-    ours, theirs = ([loss.cpu() for loss in run.losses] for run in (got, expected))
-    assert len(ours) == len(theirs)
-    different = [name for name, a, b in zip(names, theirs, ours, strict=True) if not is_same(a, b)]
-    assert not different, [(float(a), float(b)) for a, b in zip(theirs, ours, strict=True)]
+    theirs, ours = ([loss.item() for loss in run.losses] for run in (expected, got))
+    assert same_losses(theirs, ours), (theirs, ours)
     assert_same_tensors(expected.weights, got.weights)
+
+
+def same_losses(expected: Iterable[float], got: Iterable[float]) -> bool:
+    """Return whether the losses are equal; on a GPU, whether each is close."""
+    ours = [*got]
+    return [*expected] == (pytest.approx(ours, rel=1e-3, nan_ok=True) if _rounds_otherwise() else ours)
 
 
 def assert_same_tensors(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> None:
     """Fail unless both hold bitwise equal tensors under the same names, on whatever device; on a GPU, close ones."""
     assert list(expected) == list(got)
-    different = [name for name in expected if not is_same(expected[name].cpu(), got[name].cpu())]
-    assert not different
+    assert not different(expected, got)
 
 
-def is_same(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Return whether two tensors on the host are bitwise equal; on a GPU, whether they are close.
+def different(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors are not bitwise equal; on a GPU, none if all tensors together are close."""
+    names = [name for name in expected if not torch.equal(expected[name].cpu(), got[name].cpu())]
+    if names and _rounds_otherwise():
+        apart = [(got[name].cpu() - expected[name].cpu()).abs().double().norm() for name in names]
+        norms = [tensor.cpu().abs().double().norm() for tensor in expected.values()]
+        return names if torch.stack(apart).norm() > 0.02 * torch.stack(norms).norm() else []
+    return names
 
-    Host and GPU round an update otherwise, and a division by the root of a small second moment makes more of that.
+
+def _rounds_otherwise() -> bool:
+    """Return whether updates on the host and on the device give other bits, as beside a GPU.
+
+    AdamW divides by the root of the second moment: where a gradient is nothing but rounding, as of a bias in front of a
+    normalization, two roundings part by as much as a step. So all tensors are compared together there.
     """
-    if torch.cuda.is_available() and not standin.is_here() and expected.shape == got.shape:
-        return torch.allclose(expected, got, rtol=1e-3, atol=1e-5, equal_nan=True)
-    return torch.equal(expected, got)
+    return torch.cuda.is_available() and not standin.is_here()
