@@ -52,12 +52,11 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
         try:
             _require_host_memory(tensors, call)
             made = {source: _made_up(source, call) for source in node.all_input_nodes}
-            if target in INDICES_OF:  # all of them differ, as far as there are as many: that takes most
-                place, most = INDICES_OF[target]
-                indices, num = made[node.args[place]], compat.evaluate_size(node.args[most], call.sizes)
-                indices.copy_((torch.arange(indices.numel()) % num).view(indices.shape))
             given = local_args(node, call.result_dim, call.parts, int) if call.parts > 1 else (node.args, node.kwargs)
             args, kwargs = fx.map_arg((given[0], dict(given[1])), made.__getitem__)
+            if target in INDICES_OF:  # all of them differ, as far as there are as many: that takes most
+                place, most = INDICES_OF[target]
+                args[place].copy_((torch.arange(args[place].numel()) % args[most]).view(args[place].shape))
             run = _on_device if platform.has_own_memory else _on_host
             kernel = in_own_memory(target)
             results, peak_bytes = run(lambda: kernel(*args, **kwargs), platform, device)
