@@ -54,9 +54,9 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
             made = {source: _made_up(source, call) for source in node.all_input_nodes}
             given = local_args(node, call.result_dim, call.parts, int) if call.parts > 1 else (node.args, node.kwargs)
             args, kwargs = fx.map_arg((given[0], dict(given[1])), made.__getitem__)
-            if target in INDICES_OF:  # all of them differ, as far as there are as many: that takes most
-                place, most = INDICES_OF[target]
-                args[place].copy_((torch.arange(args[place].numel()) % args[most]).view(args[place].shape))
+            if target in INDICES_OF:
+                indices, num = (args[place] for place in INDICES_OF[target])
+                _make_different(indices, num)
             run = _on_device if platform.has_own_memory else _on_host
             kernel = in_own_memory(target)
             results, peak_bytes = run(lambda: kernel(*args, **kwargs), platform, device)
@@ -64,6 +64,11 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
         except Exception as error:  # what kernels say of made-up inputs: indices, shapes, values, and no memory
             log.info("the bytes that %s allocates are not known: %s", target, str(error).partition("\n")[0])
             return None
+
+
+def _make_different(indices: Any, num: Any) -> None:
+    """Let all `indices` below `num` differ, as far as there are as many: then the kernel allocates most."""
+    indices.copy_((torch.arange(indices.numel()) % num).view(indices.shape))
 
 
 def _require_host_memory(tensors: list[torch.Tensor], call: KernelCall) -> None:
