@@ -18,20 +18,21 @@ host, gradients and updated parameters are copied, unless the two are the same m
 during its copies, bucket by bucket. Updates run at these times (see `Update`):
 
     after the backward   every lane is idle when the next step begins, so a single step is simulated
-    across steps         the step counts from the call of `optimizer.step()` of the step before: the updates, the
-                         forward beside updates by the host, the backward. Each reader of a bucket waits for its update.
-                         All updates end before the backward does, so every step is the same
+    across steps         the step counts from the end of compute in the backward before: the updates, the forward beside
+                         updates by the host, the backward. Each reader of a bucket waits for its update
     in the backward      each bucket is updated after its last use, with its complete gradient. Remaining updates run
-                         beside the next forward, so steps are simulated until two leave the lanes in the same state
+                         beside the next forward
+
+In the two latter cases steps are simulated until two leave the lanes in the same state.
 
 If gradients of several backward passes are summed, the gradients of the step are added to the sums when its backward
-ends, by the processor beside which the sums live; compute waits for it.
+ends, by the processor beside which the sums live. The thread that trains adds and updates on the host as soon as the
+last gradient has arrived there, while compute may still be in the backward.
 
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
 rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; two collectives on the
 same link; the start of an early update by the device on several ranks, which is at the wait for the gradient and not,
-as here, at the issue of its reduce; unless updates begin in the backward, sums and updates on the host that begin when
-the last gradient has arrived, as they do in a run, and not, as here, when compute is through with the backward too.
+as here, at the issue of its reduce.
 """
 
 from collections import Counter
@@ -58,7 +59,6 @@ from elixir_compile.simulate.traffic import traffic
 
 _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
-_ROUNDING_S = 1e-12
 
 _Actions = Sequence[tuple[Verb, Target]]
 
@@ -150,26 +150,14 @@ def play(
 
 def play_with(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Played:
     """Return the seconds of a step of `actions` in steady state, simulated by `player`."""
-    if player.cycle.update is Update.IN_BACKWARD:
+    if player.cycle.update is not Update.AFTER_BACKWARD:
         return _play_steadily(player, tuple(actions))
-    for _ in acting_once(player, actions):
-        pass
+    player.run(actions)
     return played_once(player)
 
 
-def acting_once(player: "Player", actions: Iterable[tuple[Verb, Target]]) -> Iterator[tuple[Verb, BucketId]]:
-    """Simulate a step of `actions`, with updates after the backward or across steps, and yield its collectives."""
-    if player.cycle.update is Update.ACROSS_STEPS:
-        actions = tuple(actions)
-        updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
-        player.update([target.bucket for target in updated])
-        actions = tuple(action for action in actions if action[0] is not Verb.UPDATE)
-    yield from player.acting(actions)
-    player.lanes.await_all_updates()
-
-
 def played_once(player: "Player") -> Played:
-    """Return the seconds of the step that `player` has simulated by `acting_once`."""
+    """Return the seconds of the step that `player` has simulated alone, with its updates after the backward."""
     lanes = player.lanes
     return _played(lanes.over_s, lanes.memory_s, lanes.stalled_s)
 
@@ -185,34 +173,15 @@ def _play_steadily(player: "Player", actions: _Actions) -> Played:
     lanes = player.lanes
     before, step_s, memory_s = [] if lanes.drawing is None else lanes.drawing.spans, 0.0, 0.0
     for _ in range(_MOST_CYCLES):
-        lanes.stalled_s = 0.0
-        if lanes.drawing is not None:
-            lanes.drawing.spans = []
-        found = _rounded(lanes)
-        player.updated.clear()
+        found = player.begin()
         player.run(actions)
         memory_s = lanes.memory_s
         step_s = lanes.begin_again()
-        if found == _rounded(lanes):
+        if found == lanes.rounded():
             break
     if lanes.drawing is not None:
         lanes.drawing.spans = [*before, *(_wrapped(span, step_s) for span in lanes.drawing.spans)]
     return _played(step_s, memory_s, lanes.stalled_s)
-
-
-def _rounded(lanes: Lanes) -> tuple[object, ...]:
-    """Return the state of the lanes at the start of a step, rounded for comparison."""
-
-    def rounded(seconds: float) -> int:
-        return round(seconds / _ROUNDING_S)
-
-    return (
-        rounded(lanes.issued_s),
-        tuple(rounded(free_s) for free_s in lanes.free_s.values()),
-        tuple((name, rounded(end_s)) for name, end_s in lanes.updating_s.items()),
-        tuple((name, rounded(end_s)) for name, end_s in lanes.returned_s.items()),
-        tuple((arrival.bucket, rounded(arrival.since_s)) for arrival in lanes.arriving),
-    )
 
 
 def _wrapped(span: Span, step_s: float) -> Span:
@@ -241,15 +210,31 @@ class Player:
         self._reduced: list[BucketId] = []
         """Buckets whose gradients are to be added to their sums at the end of the backward."""
 
+    def begin(self) -> tuple[object, ...]:
+        """Begin a step of several, and return the state of the lanes in which it begins, rounded for comparison."""
+        self.updated.clear()
+        self.lanes.stalled_s = 0.0
+        if self.lanes.drawing is not None:
+            self.lanes.drawing.spans = []
+        return self.lanes.rounded()
+
     def run(self, actions: Iterable[tuple[Verb, Target]]) -> None:
         """Simulate `actions`, which no other rank holds up."""
         for _ in self.acting(actions):
             pass
 
     def acting(self, actions: Iterable[tuple[Verb, Target]]) -> Iterator[tuple[Verb, BucketId]]:
-        """Simulate `actions`, and yield each gather and each reduce when it is issued, with its bucket."""
+        """Simulate `actions`, and yield each gather and each reduce when it is issued, with its bucket.
+
+        Across steps, the updates of the step before come first.
+        """
         lanes, placements, is_closing = self.lanes, self._placements, bool(self.cycle.closing)
         left: list[BucketId] = []
+        if self.cycle.update is Update.ACROSS_STEPS:
+            actions = tuple(actions)
+            updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
+            self.update([target.bucket for target in updated])
+            actions = tuple(action for action in actions if action[0] is not Verb.UPDATE)
         for verb, target in actions:
             if isinstance(target, RegionRef):
                 self._run_region(target.region)
@@ -278,7 +263,7 @@ class Player:
 
     def _end_backward(self) -> None:
         """End the backward: wait for all copies, and add the gradients of this step to their sums, if there are any."""
-        self.lanes.end_backward(is_alone=self.cycle.update is not Update.IN_BACKWARD)
+        self.lanes.end_backward()
         for bucket in self._reduced if self.lanes.price.add_s else ():
             self.lanes.add_gradient(bucket, self._placements[bucket])
         self._reduced.clear()

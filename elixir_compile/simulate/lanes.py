@@ -21,6 +21,8 @@ from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionR
 from elixir_compile.simulate.drawing import Drawing
 from elixir_compile.simulate.prices import LapCopies, Prices
 
+_ROUNDING_S = 1e-12
+
 AT_ONCE_S = -math.inf
 """Before all work: what begins then begins when it is issued."""
 
@@ -173,15 +175,14 @@ class Lanes:
         self.group_s[group] = self._to_host(GroupRef, group, self.group_s.get(group, 0.0))
 
     def add_gradient(self, bucket: BucketId, placement: Placement) -> None:
-        """Add the gradients of a bucket to their sums at the end of the backward; compute waits for it."""
+        """Add the gradients of a bucket to their sums at the end of the backward: compute does it on the device, the
+        thread that trains on the host."""
         seconds = self.price.add_s.get((bucket, placement.param), 0.0)
         if placement.param is Tier.DEVICE:
             self.occupy(Lane.COMPUTE, InnerVerb.ADD, GradientRef, bucket, AT_ONCE_S, seconds)
         else:
             self.memory_s += self.price.memory.add_s.get(bucket, 0.0)
-            since_s = self.free_s[Lane.COMPUTE]
-            self.issued_s = self.occupy(Lane.HOST, InnerVerb.ADD, GradientRef, bucket, since_s, seconds)
-            self._hold_compute(self.issued_s)
+            self.issued_s = self.occupy(Lane.HOST, InnerVerb.ADD, GradientRef, bucket, AT_ONCE_S, seconds)
 
     def prefetch(self, group: GroupId) -> None:
         """Issue the copy of activations to the device, after their offload."""
@@ -258,15 +259,10 @@ class Lanes:
         else:
             self.updating_s[bucket] = ends_s
 
-    def end_backward(self, *, is_alone: bool) -> None:
-        """Let the thread that trains wait for all copies to the host, and for those to the device issued until then.
-
-        If the step `is_alone`, it waits for compute too, which the runtime does not do: the bounds of the search count
-        on phases that follow each other.
-        """
+    def end_backward(self) -> None:
+        """Let the thread that trains wait for all copies to the host, and for those to the device issued until then; it
+        does not wait for compute."""
         self.leave()
-        if is_alone:
-            self.issued_s = max(self.issued_s, self.free_s[Lane.COMPUTE])
         while self.arriving and self.arriving[0].since_s <= self.issued_s:
             self._land()
         self.issued_s = max(self.issued_s, self.free_s[self.price.lane_of[Lane.H2D]])
@@ -296,6 +292,20 @@ class Lanes:
             self._land()
         for bucket in (*self.updating_s, *self.returned_s):
             self.await_update(bucket)
+
+    def rounded(self) -> tuple[object, ...]:
+        """Return the state at the start of a step, rounded for comparison."""
+
+        def rounded(seconds: float) -> int:
+            return round(seconds / _ROUNDING_S)
+
+        return (
+            rounded(self.issued_s),
+            tuple(rounded(free_s) for free_s in self.free_s.values()),
+            tuple((name, rounded(end_s)) for name, end_s in self.updating_s.items()),
+            tuple((name, rounded(end_s)) for name, end_s in self.returned_s.items()),
+            tuple((arrival.bucket, rounded(arrival.since_s)) for arrival in self.arriving),
+        )
 
     @property
     def over_s(self) -> float:

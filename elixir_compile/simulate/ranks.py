@@ -19,11 +19,11 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import BucketId, Lane, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record, Span
-from elixir_compile.simulate.engine import Player, acting_once, actions_of, played_once, player_of, record_of
+from elixir_compile.simulate.engine import Player, actions_of, played_once, player_of, record_of
 
 _COLLECTIVE_LANES = (Lane.GATHER, Lane.REDUCE)
-_NUM_CYCLES = 3
-"""Steps that are simulated if updates begin in the backward and run on beside the next step."""
+_MOST_CYCLES = 3
+"""Steps that are simulated if updates run on beside the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def simulate_ranks(steps: Sequence[RankStep]) -> tuple[Record, ...]:
     Raises InvalidPlan if the plans issue other collectives.
     """
     players = [player_of(step.graph, step.plan, step.cluster, step.measured) for step in steps]
-    if any(player.cycle.update is Update.IN_BACKWARD for player in players):
+    if any(player.cycle.update is not Update.AFTER_BACKWARD for player in players):
         step_s = _play_cycles(players, steps)
     else:
         _play_jointly(players, steps)
@@ -57,31 +57,24 @@ def busy_share(record: Record) -> float:
 
 
 def _play_cycles(players: Sequence[Player], steps: Sequence[RankStep]) -> float:
-    """Simulate steps in which updates begin in the backward, and return the seconds of the last."""
+    """Simulate steps whose updates run on beside the next one, and return the seconds of the last."""
     step_s = 0.0
-    for _ in range(_NUM_CYCLES):
-        for player in players:
-            player.updated.clear()
-            player.lanes.stalled_s = 0.0
-            if player.lanes.drawing is not None:
-                player.lanes.drawing.spans = []
+    for _ in range(_MOST_CYCLES):
+        found = [player.begin() for player in players]
         _play_jointly(players, steps)
         # Memory of the host is counted from the begin of each step.
-        passed_s = max(player.lanes.free_s[Lane.COMPUTE] for player in players)
+        passed_s = max(max(player.lanes.issued_s, player.lanes.free_s[Lane.COMPUTE]) for player in players)
         step_s = max(passed_s, *(player.lanes.memory_s for player in players))
         for player in players:
             player.lanes.begin_again(passed_s)
+        if found == [player.lanes.rounded() for player in players]:
+            break
     return step_s
 
 
 def _play_jointly(players: Sequence[Player], steps: Sequence[RankStep]) -> None:
     """Simulate one step, from each collective of all ranks to the next."""
-    acting = [
-        player.acting(actions_of(step.plan))
-        if player.cycle.update is Update.IN_BACKWARD
-        else acting_once(player, actions_of(step.plan))
-        for player, step in zip(players, steps, strict=True)
-    ]
+    acting = [player.acting(actions_of(step.plan)) for player, step in zip(players, steps, strict=True)]
     sharded = frozenset(bucket.id for bucket in steps[0].plan.buckets if bucket.is_sharded)
     while True:
         issued: list[tuple[Verb, BucketId] | None] = []

@@ -1,16 +1,20 @@
 """The flow shops of a step with its updates, for each update mode; their work is linear in the decisions.
 
-`after_backward`: the update is a phase of its own, with one event per bucket: its parameters and gradients go to the
-host, the host updates, its parameters come back. Device updates are compute.
+The host works from the moment when the last gradient has come to it (`RunTables.arrival`), while compute may still be
+in the backward; buckets whose parameters are on the device wait for compute, because their copies do.
+
+`after_backward`: the update is a phase with one event per bucket with parameters on the device: its parameters and
+gradients go to the host, the host updates, its parameters come back. Device updates are compute. All updates by the
+host together go through backward and update: T_backward + T_update >= arrival + u_0..u_end.
 
 `across_steps`: a step is device updates and streamed updates, forward, backward. The host updates beside all three
 phases, bucket by bucket. The copy of a bucket to the device waits for its update, even if its gather was issued early,
-and compute waits for the copy at the first use of the bucket. So paths that begin with host updates go through update
+and compute waits for the copy at the first use of the bucket. So paths with host updates go through backward, update
 and forward together:
 
     host     u_b0 | u_b1 | u_b2 | ...               the update of b1 ends, then its gather (or copy back) begins,
     h2d                  | b1 | b2 | ...            then the ops from its first use on
-    compute                   | h.1 | h.2 | ...     T_update + T_forward >= u_0..u_i + h_i..h_j + c_j..c_end
+    compute                   | h.1 | h.2 | ...     T >= arrival + u_0..u_i + h_i..h_j + c_j..c_end
 
 Only copies of buckets with host updates are on these paths, because other copies need not wait for the host.
 
@@ -23,7 +27,7 @@ bucket's levels with state on the host and this home. It takes away the host's u
 device's update to compute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,26 +36,30 @@ from scipy import sparse
 
 from elixir_compile.cost import StreamedCopies
 from elixir_compile.ir import Lane, Tier, Update
-from elixir_compile.search.formulation.flow_shop import Choice, Phase, Table
+from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gated, Phase, Shop, Table
 from elixir_compile.search.formulation.phases import RunTable, RunTables, of_buckets
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.simulate import Prices
 
 _ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
+HOST_MEMORY = "host memory"
+"""The name of the flow shop of the traffic of the host's memory."""
 
 
 class Shops(NamedTuple):
     """The flow shops of a step."""
 
-    phases: list[list[Phase]]
+    phases: list[list[Shop]]
     """The flow shops of each phase, in the order of the phases; a phase takes as long as its longest flow shop."""
-    across: list[Phase]
+    across: list[Shop]
     """Flow shops that go through several phases."""
     spanned: tuple[int, ...]
     """The indices in `phases` of the phases that flow shops in `across` go through."""
-    whole_step: list[Phase]
-    """Flow shops of the entire step: the traffic of the host's memory."""
+    whole_step: list[Shop]
+    """Flow shops of the entire step: the traffic of the host's memory, and what the host does across steps."""
+    gates: Sequence[Gate] = ()
+    """The gates of all of these shops."""
 
 
 def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
@@ -71,27 +79,39 @@ def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
     If `counts_trips`, copies of activations are on the paths of several ranks too; such paths prove no bound.
     """
     facts, prices, columns = runs.facts, runs.prices, runs.columns
-    run = runs.phases(counts_trips=counts_trips)
-    forward_backward = [[phase] for phase in run]
+    forward_backward = runs.shops(counts_trips=counts_trips)
     # `copies` is only valid if all transfers run beside compute. Otherwise collectives are work for compute and may run
     # early, ahead of an op in wait for activations.
     is_beside = all(prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
     if facts.problem.cluster.num_ranks > 1 and is_beside and not counts_trips:
-        forward_backward = [[phase, copied] for phase, copied in zip(run, runs.copies(), strict=True)]
+        for side, copied in zip(forward_backward, runs.copies(), strict=True):
+            side.insert(1, copied)
     if not facts.is_training:
         return Shops(forward_backward, [], (), [])
-    whole_step = [_host_memory(facts, prices, columns)] if prices.memory.update_s else []
-    update = asked_time(facts.problem)
-    if update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}:
+    whole_step: list[Shop] = [_host_memory(facts, prices, columns)] if prices.memory.update_s else []
+    update, arrival, sums = asked_time(facts.problem), runs.arrival(counts_trips=counts_trips), runs.host_sums()
+    is_early = runs.is_host_early and arrival is not None
+    before = [shop for shop in (arrival, sums) if shop is not None]
+    is_in_backward = update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}
+    gates = [] if arrival is None or (sums is None and (is_in_backward or not is_early)) else [arrival.gate]
+    if is_in_backward:
         all_phases = tuple(range(len(forward_backward)))
-        return Shops(forward_backward, _totals(runs), all_phases, whole_step)
+        return Shops(forward_backward, _totals(runs), all_phases, whole_step, gates)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
-        return Shops([*forward_backward, _updates(facts, prices, columns)], [], (), whole_step)
+        phases = [*forward_backward, _updates(facts, prices, columns, is_early=is_early)]
+        chain = Chain(name="backward and update", shops=(*before, _host_updates(facts, prices, columns)))
+        return Shops(phases, [chain] if is_early else [], (1, 2), whole_step, gates)
     updates = _CrossStepUpdates(runs, counts_trips=counts_trips)
-    # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
-    is_sent_beside = prices.lane_of[Lane.H2D] is Lane.H2D
-    across = [updates.host_first(), updates.round_trips(), *updates.all_copies()] if is_sent_beside else []
-    return Shops([updates.before_forward(), *forward_backward], across, (0, 1), whole_step)
+    phases = [updates.before_forward(), *forward_backward]
+    if prices.lane_of[Lane.H2D] is not Lane.H2D:
+        # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
+        return Shops(phases, [], (0, 1), whole_step, gates)
+    trips, copies = updates.round_trips(), updates.all_copies()
+    if arrival is None or not is_early:
+        return Shops(phases, [updates.host_first(), trips, *copies], (0, 1), whole_step, gates)
+    late_trips = updates.behind_copies(trips, first=len(arrival.gate.takers))
+    whole_step.append(Chain(name="step", shops=(*before, updates.host_first())))
+    return Shops(phases, [late_trips, *copies], (0, 1), whole_step, [arrival.gate, late_trips.gate])
 
 
 def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
@@ -100,10 +120,12 @@ def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
     return prices.streams[name, home].alone_s + prices.device_update_s[name]
 
 
-def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> list[Phase]:
+def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int], *, is_early: bool) -> list[Shop]:
     """Return the flow shops of an update after the backward: device updates, and host updates with their copies.
 
-    The two run side by side; if device and host are one memory, all updates are in one flow shop.
+    The two run side by side; if device and host are one memory, all updates are in one flow shop. If the host
+    `is_early`, it may have updated buckets whose parameters it has before compute is through the backward; they are
+    left out.
     """
     num_events = len(facts.buckets)
     device = Table("update", (Lane.COMPUTE,), num_events, columns)
@@ -118,7 +140,8 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> lis
             device.add(Lane.COMPUTE, i, (i, level), seconds or prices.device_update_s[bucket.id])
             continue
         table = device if is_serial else host
-        table.add(Lane.COMPUTE if is_serial else Lane.HOST, i, (i, level), prices.host_update_s[bucket.id])
+        if not (is_early and level.has_param_on_host):
+            table.add(Lane.COMPUTE if is_serial else Lane.HOST, i, (i, level), prices.host_update_s[bucket.id])
         if not level.has_param_on_host and not is_serial:
             for lane, seconds in ((Lane.D2H, prices.staged_s(bucket.id)), (Lane.H2D, prices.h2d_s[bucket.id])):
                 overlaps = prices.lane_of[lane] is not Lane.COMPUTE
@@ -126,7 +149,16 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> lis
     return [device.phase()] if is_serial else [device.phase(), host.phase()]
 
 
-def _totals(runs: RunTables) -> list[Phase]:
+def _host_updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> Phase:
+    """Return all updates by the host as one event."""
+    table = Table("update", (Lane.HOST,), 1, columns)
+    for i, level in of_buckets(facts, columns):
+        if facts.buckets[i].trainable and level.has_state_on_host and i not in facts.streamed:
+            table.add(Lane.HOST, 0, (i, level), prices.host_update_s[facts.buckets[i].id])
+    return table.phase()
+
+
+def _totals(runs: RunTables) -> list[Shop]:
     """Return two flow shops: all ops and device updates of a step on one lane, all host updates on another."""
     facts, prices = runs.facts, runs.prices
     compute = Table("step", (Lane.COMPUTE,), 1, runs.columns)
@@ -148,7 +180,7 @@ def _totals(runs: RunTables) -> list[Phase]:
 def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> Phase:
     """Return the seconds of the host's memory at its full rate in forward, backward and updates, as one event."""
     memory = prices.memory
-    table = Table("step", (Lane.HOST,), 1, columns)
+    table = Table(HOST_MEMORY, (Lane.HOST,), 1, columns)
 
     def host_s(i: int, home: Tier) -> float:
         name = facts.buckets[i].id
@@ -185,7 +217,7 @@ class _CrossStepUpdates:
         for i, home, choice in self._streams:
             self._by_bucket[i].append((home, choice, -1.0))
 
-    def before_forward(self) -> list[Phase]:
+    def before_forward(self) -> list[Shop]:
         """Return the flow shops of the phase before the forward: device updates and the copies to the host behind
         them, of parameters on the device and their gradients; device updates and streamed updates; and all three.
 
@@ -257,6 +289,21 @@ class _CrossStepUpdates:
                     table.add(Lane.D2H, event, choice, sign * prices.staged_s(self._facts.buckets[i].id))
         return table.phase()
 
+    def behind_copies(self, trips: Phase, first: int) -> Gated:
+        """Return the `round_trips` if the host begins before compute is through the backward: an update counts if it or
+        an earlier one is of a bucket that must be copied to the host, and waits for compute. `first` is that of the
+        gate."""
+        copied = {
+            event: {self._columns[choice]: sign for home, choice, sign in self._by_bucket[i] if home is Tier.DEVICE}
+            for i, event in self._events(self._run)
+        }
+        latest_first = [event for event in sorted(copied, reverse=True) if copied[event]]
+        starts = np.full((len(trips.lanes), trips.num_events), -1)
+        num_earlier = np.searchsorted(latest_first[::-1], np.arange(trips.num_events), side="right")
+        starts[trips.lanes.index(Lane.HOST)] = len(latest_first) - num_earlier
+        gate = Gate(takers=[copied[event] for event in latest_first], first=first)
+        return Gated(phase=trips, gate=gate, starts=starts.ravel())
+
     def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
         """Return a table of `lanes` with the forward's work on the lanes `filled`, and the result of `_events`."""
         run = self._run.table
@@ -278,7 +325,7 @@ class _CrossStepUpdates:
         if is_copied:
             table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
 
-    def all_copies(self) -> list[Phase]:
+    def all_copies(self) -> list[Shop]:
         """Return the flow shop of all copies to the device, gathered and updated buckets alike, and the forward's ops;
         and the same behind the updates of the device and the streamed updates.
 
@@ -287,7 +334,7 @@ class _CrossStepUpdates:
         """
         lanes = (Lane.H2D, Lane.COMPUTE)
         last_s = [update_s + copies.last_s for copies, update_s in self._streamed()]
-        found: list[Phase] = []
+        found: list[Shop] = []
         for is_behind in (False, True) if last_s else (False,):
             table, events = self._table(lanes, lanes)
             for i, event in events:

@@ -7,11 +7,16 @@ first out, so the shop takes as long as the longest path that goes back neither 
 
 with h, a, c, r, d the work on the lanes h2d, gather, compute, reduce and d2h. Each path is linear in the decisions.
 `phases` and `cross_step_updates` make the flow shops of a step. Source: flow shops, Johnson 1954.
+
+Some work counts only if a decision is taken: the host waits for the ops of a backward up to the last gradient that
+comes to it, so ops count if a bucket whose gradient is complete behind them has it on the host. `Gated` is such a shop,
+and `Chain` is shops one behind the other.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +30,42 @@ Choice = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """The work along one path through lanes and events; it takes `constant_s + coefficients_s @ x`."""
+    """The work along one path through lanes and events; it takes `constant_s + coefficients_s @ (x, y)`, with the y of
+    gates, if it has any."""
 
-    label: str
+    name: str
+    """The name of the shop."""
+    lanes_s: Mapping[Lane, float]
+    """The seconds of the path on each lane, at the x for which it is the longest."""
     constant_s: float
     coefficients_s: NDArray[np.float64]
     seconds: float
     """Seconds of the path at the x for which it is the longest."""
+
+    @property
+    def label(self) -> str:
+        """The name of the shop, and the shares of the lanes."""
+        total_s = sum(self.lanes_s.values())
+        shares = {lane: lane_s / total_s for lane, lane_s in self.lanes_s.items() if lane_s > 0.005 * total_s}
+        busy = [f"{lane} {share:.0%}" for lane, share in shares.items()]
+        return f"{self.name}: {', '.join(busy) or 'nothing to do'}"
+
+
+class Shop(Protocol):
+    """Work whose longest path is a lower limit on the seconds of a part of the step."""
+
+    @property
+    def name(self) -> str:
+        """The name of the part."""
+        ...
+
+    def longest(self, x: NDArray[np.float64]) -> Path:
+        """Return the longest path at x, one number per choice, integral or not."""
+        ...
+
+    def longest_s(self, x: NDArray[np.float64]) -> float:
+        """Return the seconds of the longest path at x."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +93,8 @@ class Phase:
         coefficients_s = np.asarray(np.bincount(columns, seconds, minlength=len(x)), dtype=np.float64)
         constant_s = float(np.concatenate([self.constants_s[own] for own in rows]).sum())
         return Path(
-            label=self._label(work_s, runs),
+            name=self.name,
+            lanes_s={self.lanes[lane]: float(work_s[lane, first : last + 1].sum()) for lane, first, last in runs},
             constant_s=constant_s,
             coefficients_s=coefficients_s,
             seconds=constant_s + float(coefficients_s @ x),
@@ -115,11 +150,117 @@ class Phase:
         """Return when the work of each event may begin on `lane`, if the lane before ends its work at `before_s`."""
         return np.concatenate([[0.0], before_s[:-1]]) if self._follows_compute(lane) else before_s
 
-    def _label(self, work_s: NDArray[np.float64], runs: Sequence[tuple[int, int, int]]) -> str:
-        shares = {self.lanes[lane]: float(work_s[lane, first : last + 1].sum()) for lane, first, last in runs}
-        total_s = sum(shares.values())
-        busy = [f"{lane} {share_s / total_s:.0%}" for lane, share_s in shares.items() if share_s > 0.005 * total_s]
-        return f"{self.name}: {', '.join(busy) or 'nothing to do'}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Takers of work that counts only if one of some of them is chosen.
+
+    A taker is a set of choices of which at most one is taken, perhaps with others that take it away. The takers are in
+    an order, and y of a taker is 1 if it or a later one is chosen, else 0. The MILP has a column for each y.
+    """
+
+    takers: Sequence[Mapping[int, float]]
+    """The entries of x of each taker, with a sign: they add up to 1 if it is chosen, else to 0."""
+    first: int = 0
+    """The place of the y of the first taker among those of all gates of the MILP."""
+
+    def counts(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the y of each taker at x, the least that the rows of the MILP allow if x is not integral."""
+        chosen = [sum(sign * x[column] for column, sign in taker.items()) for taker in self.takers]
+        return np.maximum.accumulate(np.array([*chosen[::-1]], dtype=np.float64))[::-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """A flow shop of which some work counts only if a taker is chosen: `phase` is the shop with all its work.
+
+    Constant work c is c y. Work s x of a choice is s x if the choice is of the takers themselves, else s (x + y - 1) or
+    0, the larger at the given x: linear lower limits of the work that counts, exact if x is integral. Source: McCormick
+    1976.
+    """
+
+    phase: Phase
+    gate: Gate
+    starts: NDArray[np.int64]
+    """By row of the shop's matrix: the number of the first taker for which its work counts; -1 if it always counts."""
+
+    @property
+    def name(self) -> str:
+        return self.phase.name
+
+    def longest(self, x: NDArray[np.float64]) -> Path:
+        """Return the longest path of the work that counts at x; its coefficients are those of x and of all y up to the
+        last of this gate."""
+        y = self.gate.counts(x)
+        return self._counted(x, y).longest(np.concatenate([x, np.zeros(self.gate.first), y]))
+
+    def longest_s(self, x: NDArray[np.float64]) -> float:
+        """Return the seconds of the longest path of the work that counts at x."""
+        y = self.gate.counts(x)
+        return self._counted(x, y).longest_s(np.concatenate([x, np.zeros(self.gate.first), y]))
+
+    def _counted(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Phase:
+        """Return the shop of the work that counts, linear in x and y, a lower limit that is exact here."""
+        work, num_takers, taker_of = self.phase.matrix_s.tocoo(), len(y), np.full(len(x), -1)
+        for number, taker in enumerate(self.gate.takers):
+            taker_of[list(taker)] = number
+        rows, columns, seconds = work.row, work.col, work.data
+        starts, own_x = self.starts[rows], x[columns]
+        is_never = starts == num_takers
+        own_y = np.append(y, 0.0)[starts]
+        is_whole = (taker_of[columns] >= starts) | (starts < 0)
+        # What is taken away counts as little as x or y, so that no more is taken away than was there.
+        is_whole |= (seconds < 0) & (own_x <= own_y)
+        both = ~is_whole & (seconds > 0) & (own_x + own_y > 1) & ~is_never
+        by_taker = both | ~is_whole & (seconds < 0) & ~is_never
+        constants = np.flatnonzero((self.starts >= 0) & (self.starts < num_takers) & (self.phase.constants_s != 0))
+        behind = len(x) + self.gate.first
+        kept = is_whole | both
+        entries = (
+            np.concatenate([seconds[kept], seconds[by_taker], self.phase.constants_s[constants]]),
+            (
+                np.concatenate([rows[kept], rows[by_taker], constants]),
+                np.concatenate([columns[kept], behind + starts[by_taker], behind + self.starts[constants]]),
+            ),
+        )
+        constants_s = np.where(self.starts >= 0, 0.0, self.phase.constants_s)
+        np.subtract.at(constants_s, rows[both], seconds[both])
+        matrix = sparse.csr_array(entries, shape=(len(self.starts), behind + num_takers))
+        return replace(self.phase, constants_s=constants_s, matrix_s=matrix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Shops of which each begins when the one before is over."""
+
+    name: str
+    shops: Sequence[Shop]
+
+    def longest(self, x: NDArray[np.float64]) -> Path:
+        """Return the longest paths of the shops at x, one behind the other."""
+        paths = [shop.longest(x) for shop in self.shops]
+        lanes_s: Counter[Lane] = Counter()
+        for path in paths:
+            lanes_s.update(path.lanes_s)
+        return Path(
+            name=self.name,
+            lanes_s=lanes_s,
+            constant_s=sum(path.constant_s for path in paths),
+            coefficients_s=_sum([path.coefficients_s for path in paths]),
+            seconds=sum(path.seconds for path in paths),
+        )
+
+    def longest_s(self, x: NDArray[np.float64]) -> float:
+        """Return the seconds of the longest paths of the shops at x, one behind the other."""
+        return sum(shop.longest_s(x) for shop in self.shops)
+
+
+def _sum(vectors: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return the sum of `vectors`; what a shorter one lacks is 0."""
+    found = np.zeros(max(map(len, vectors)))
+    for vector in vectors:
+        found[: len(vector)] += vector
+    return found
 
 
 class _Work(NamedTuple):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elixir_compile.ir import Tier
 from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import flow_shops, stream_choices
-from elixir_compile.search.formulation.flow_shop import Choice, Path
+from elixir_compile.search.formulation.flow_shop import Choice, Gate, Path
 from elixir_compile.search.formulation.phases import RunTables
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.memory import MemoryModel
@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Row:
-    """A row `values @ (x, T, z)[columns] <= limit`, in scaled units; sparse, because later rows add columns z."""
+    """A row `values @ (x, T, y, z)[columns] <= limit`, in scaled units; sparse, because later rows add columns z."""
 
     columns: Indices
     values: Vector
@@ -53,9 +53,6 @@ class Milp:
         self.evaluator = evaluator
         self.reference_s = reference_s
         self.rows: list[Row] = []
-        self.num_extra = 0
-        """Number of columns z, which come behind x and T. A column z is 1 if the gradients of one bucket are still on
-        the device at one segment, because no later bucket's gradients have left; see `add_leaving`."""
         facts = evaluator.facts
         profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
@@ -70,7 +67,12 @@ class Milp:
         """By bucket and home of its parameters: the choice to stream its update."""
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self.streams.values())}
         self._runs = RunTables(facts, evaluator.prices, self.choices, profiles)
-        self.phases, self.across, self.spanned, self.whole_step = flow_shops(self._runs)
+        self.phases, self.across, self.spanned, self.whole_step, gates = flow_shops(self._runs)
+        self._num_counts = sum(len(gate.takers) for gate in gates)
+        """Number of columns y of gates, which come behind x and T: whether some work of a shop counts."""
+        self.num_extra = self._num_counts
+        """Number of columns behind x and T: y, and then z. A column z is 1 if the gradients of one bucket are still on
+        the device at one segment, because no later bucket's gradients have left; see `add_leaving`."""
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
         more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
         changes = np.zeros(len(facts.graph.ops), dtype=np.bool_)
@@ -93,6 +95,7 @@ class Milp:
         self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
         self._lasting_rows = [self.host_row, *(self._stream_row(i, home) for i, home in self.streams)]
         self._lasting_rows += [row for quota in facts.quotas for row in self._quota_rows(quota)]
+        self._lasting_rows += [row for gate in gates for row in self._gate_rows(gate)]
         self.rows += self._lasting_rows
 
     def with_trips(self) -> "Milp":
@@ -106,9 +109,9 @@ class Milp:
         memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
         other.rows = [*self._lasting_rows, *memory_rows]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
-        other.num_extra = 0
-        shops = flow_shops(self._runs, counts_trips=True)
-        other.phases, other.across, other.spanned, other.whole_step = shops
+        other.num_extra = self._num_counts
+        # The same gates, because copies of activations are no takers.
+        other.phases, other.across, other.spanned, other.whole_step, _ = flow_shops(self._runs, counts_trips=True)
         return other
 
     @property
@@ -141,6 +144,16 @@ class Milp:
         columns = np.array([self.choices[pair] for pair in counted], dtype=np.int64)
         shares = np.array([quota.numels[i] for i, _ in counted], dtype=np.float64) / max(quota.most, 1) * SCALE
         return [Row(columns, shares, SCALE), Row(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)]
+
+    def _gate_rows(self, gate: Gate) -> list[Row]:
+        """Return the rows: y of each taker is at least the share of the taker, and y of the next one."""
+        behind = self.num_choices + len(self.phases) + gate.first
+        rows = [
+            Row(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
+            for i, taker in enumerate(gate.takers)
+        ]
+        later = range(behind + 1, behind + len(gate.takers))
+        return rows + [Row(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0) for y in later]
 
     def levels_at(self, i: int, home: Tier) -> list[Level]:
         """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""
@@ -226,6 +239,7 @@ class Milp:
         unit = SCALE / self.reference_s
         columns = np.flatnonzero(path.coefficients_s)
         values = path.coefficients_s[columns] * unit
+        columns[columns >= self.num_choices] += len(self.phases)  # columns y
         columns = np.append(columns, [self.num_choices + number for number in numbers])
         self.rows.append(Row(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
         return True

@@ -13,6 +13,9 @@ the modes of layers:
 The longest path (see `flow_shop`) is a lower limit on the seconds of the phase for every plan, whatever its prefetch
 distances. If another lane does the work of a lane (a CPU copies for itself), the seconds are added to that other lane.
 
+When the last gradient has come to the host, the thread that trains goes on there, while compute may still be in the
+backward: `RunTables.arrival` is the flow shop up to then. Only ops before the last such gradient count in it.
+
 `cross_step_updates` adds the updates.
 """
 
@@ -20,8 +23,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from elixir_compile.ir import GroupId, Lane
-from elixir_compile.search.formulation.flow_shop import Choice, Phase, Table
+import numpy as np
+
+from elixir_compile.ir import GroupId, Lane, Tier
+from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gated, Phase, Shop, Table
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.profiles import Profile
@@ -87,8 +92,61 @@ class RunTables:
         """A number for each group that may be offloaded, counted on from the number of buckets."""
         self._made: dict[tuple[Span, bool], RunTable] = {}
 
+    @property
+    def is_host_early(self) -> bool:
+        """Whether the host may update before compute is through the backward and its sums.
+
+        It may not if copies are work for compute, for which it waits, and compute has no sums to make behind them.
+        """
+        is_beside = all(self.prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.D2H))
+        return is_beside or (bool(self.prices.add_s) and not self.prices.is_one_memory)
+
+    def arrival(self, *, counts_trips: bool = False) -> Gated | None:
+        """Return the flow shop of the backward up to the last gradient that comes to the host; None if the step does
+        not train. `counts_trips` as in `phases`."""
+        spans_of_step = _spans(self.facts)
+        if len(spans_of_step) < 2:
+            return None
+        run = self._of(spans_of_step[1], counts_trips=counts_trips)
+        by_event: dict[int, dict[int, float]] = {}
+        for i, level in of_buckets(self.facts, self.columns):
+            gradients = self.facts.gradients[i]
+            if level.has_param_on_host and gradients is not None and spans_of_step[1].holds(gradients.complete):
+                event = run.event_of[gradients.complete + 1, False, i]
+                by_event.setdefault(event, {})[self.columns[i, level]] = 1.0
+        events, num_events = sorted(by_event), run.table.num_events
+        starts = np.full((len(run.table.lanes), num_events), -1)
+        for lane, ahead in ((Lane.GATHER, 1), (Lane.COMPUTE, 1), (Lane.REDUCE, 0)):
+            # Gathers and ops count if a gradient leaves behind them, reduces if one leaves behind them or with them.
+            row = run.table.lanes.index(lane)
+            starts[row] = np.searchsorted(events, np.arange(num_events) + ahead)
+        takers = [by_event[event] for event in events]
+        return Gated(phase=run.table.phase(), gate=Gate(takers=takers), starts=starts.ravel())
+
+    def host_sums(self) -> Phase | None:
+        """Return the seconds in which the thread that trains adds gradients to their sums on the host, as one event;
+        None if it adds nothing beside compute."""
+        if not self.prices.add_s or self.prices.is_one_memory:
+            return None
+        table = Table("backward", (Lane.HOST,), 1, self.columns)
+        for i, level in of_buckets(self.facts, self.columns):
+            if level.home is Tier.HOST and self.facts.gradients[i] is not None:
+                table.add(Lane.HOST, 0, (i, level), self.prices.add_s.get((self.facts.buckets[i].id, Tier.HOST), 0.0))
+        return table.phase()
+
+    def shops(self, *, counts_trips: bool = False) -> list[list[Shop]]:
+        """Return the flow shops of each phase: of the forward and, if the step trains, of the backward.
+
+        Compute works again when the host has added the gradients that came to it.
+        """
+        found: list[list[Shop]] = [[phase] for phase in self.phases(counts_trips=counts_trips)]
+        arrival, sums = self.arrival(counts_trips=counts_trips), self.host_sums()
+        if arrival is not None and sums is not None:
+            found[1].append(Chain(name="backward", shops=(arrival, sums)))
+        return found
+
     def phases(self, *, counts_trips: bool = False) -> list[Phase]:
-        """Return the flow shop of the forward and, if the step trains, of the backward.
+        """Return the flow shop of the forward and, if the step trains, of the backward, without the host.
 
         Copies of activations are counted on one rank, and on several ranks if `counts_trips`.
         """
@@ -235,8 +293,10 @@ def _add_leaving(table: Table, prices: Prices, facts: Facts, choice: tuple[int, 
 def _add_sums(
     table: Table, prices: Prices, facts: Facts, span: Span, choices: Iterable[tuple[int, Level]], last_event: int
 ) -> None:
-    """Add the seconds for which compute waits at the end of the backward, while gradients are added to their sums."""
+    """Add the seconds of compute at the end of the backward in which gradients are added to their sums."""
     for i, level in choices if prices.add_s else ():
+        if level.home is Tier.HOST and not prices.is_one_memory:
+            continue
         gradients, seconds = facts.gradients[i], prices.add_s.get((facts.buckets[i].id, level.home), 0.0)
         if gradients is not None and span.holds(gradients.complete) and seconds:
             table.add(Lane.COMPUTE, last_event, (i, level), seconds)

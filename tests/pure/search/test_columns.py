@@ -1,9 +1,11 @@
 """The columns of the MILP against a plain count of each choice on its own, and how often their work is computed."""
 
 import gc
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,13 +15,14 @@ from elixir_compile.cost import copy_s
 from elixir_compile.ir import GroupId, Lane, Update
 from elixir_compile.search import Problem, planner
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.flow_shop import Phase
+from elixir_compile.search.formulation.cross_step_updates import flow_shops
+from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.formulation.phases import RunTables
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.residency import spans
-from tests.pure.search.test_best import SAVINGS, machine
+from tests.pure.search.test_best import SAVINGS, machine, random_answer
 from tests.pure.search.test_planner import chain_of, problem_of
 
 _Event = tuple[int, bool, int]
@@ -133,20 +136,59 @@ def test_the_bytes_of_each_mode_are_the_highest_of_each_segment() -> None:
                 assert (milp.bytes_of[:, milp.choices[number, mode]] == more_bytes).all()
 
 
+def parts_of(shop: Shop, x: NDArray[np.float64]) -> list[Phase]:
+    """Return the flow shops of which `shop` consists at x, with the work that counts there."""
+    if isinstance(shop, Chain):
+        return [part for own in shop.shops for part in parts_of(own, x)]
+    return [shop._counted(x, shop.gate.counts(x))] if isinstance(shop, Gated) else [cast("Phase", shop)]
+
+
+def with_counts(milp: Milp, x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return x with the y of all gates."""
+    return np.concatenate([x, *(gate.counts(x) for gate in flow_shops(milp._runs).gates)])
+
+
+def all_shops(milp: Milp) -> list[Shop]:
+    return [*(shop for shops in milp.phases for shop in shops), *milp.across, *milp.whole_step]
+
+
 def test_a_path_adds_up_the_work_along_it() -> None:
     draw = np.random.default_rng(0)
     for milp in milps():
         x = draw.random(milp.num_choices)
-        for shop in [*(shop for shops in milp.phases for shop in shops), *milp.across, *milp.whole_step]:
-            path = shop.longest(x)
+        for shop in all_shops(milp):
+            path, parts = shop.longest(x), parts_of(shop, x)
             assert path.seconds == pytest.approx(shop.longest_s(x), rel=1e-9)
-            rows = [
-                lane * shop.num_events + event
-                for lane, first, last in shop._trace(shop._work_s(x))
-                for event in range(first, last + 1)
-            ]
-            expected = shop.matrix_s.toarray()[rows].sum(axis=0)
-            np.testing.assert_allclose(path.coefficients_s, expected, rtol=1e-12, atol=0.0)
+            expected, whole = np.zeros(len(with_counts(milp, x))), with_counts(milp, x)
+            for part in parts:
+                own = whole[: part.matrix_s.shape[1]]
+                rows = [
+                    lane * part.num_events + event
+                    for lane, first, last in part._trace(part._work_s(own))
+                    for event in range(first, last + 1)
+                ]
+                expected[: len(own)] += part.matrix_s.toarray()[rows].sum(axis=0)
+            found = np.zeros(len(expected))
+            found[: len(path.coefficients_s)] = path.coefficients_s
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_a_path_found_between_answers_is_no_longer_than_the_work_that_counts_at_any_answer() -> None:
+    """Work counts only if a gradient behind it comes to the host; a row from a fractional x holds for all answers."""
+    draw, num_exact = random.Random(0), 0
+    for milp in milps():
+        gated = [shop for shop in all_shops(milp) if not isinstance(shop, Phase)]
+        answers = [milp.vector(random_answer(draw, milp.evaluator)) for _ in range(12)]
+        for one, other in itertools.pairwise(answers):
+            share = draw.random()
+            for shop in gated:
+                path = shop.longest(share * one + (1 - share) * other)
+                for answer in answers:
+                    counts = with_counts(milp, answer)[: len(path.coefficients_s)]
+                    found_s = path.constant_s + float(path.coefficients_s @ counts)
+                    assert found_s <= shop.longest_s(answer) * (1 + 1e-9) + 1e-12
+                    num_exact += found_s >= shop.longest_s(answer) * (1 - 1e-9) > 0
+    assert num_exact > 100
 
 
 def test_the_work_of_a_phase_is_computed_once_for_all_flow_shops(monkeypatch: pytest.MonkeyPatch) -> None:

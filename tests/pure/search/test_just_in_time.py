@@ -38,15 +38,22 @@ def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> N
 
 
 def test_with_all_the_memory_being_later_costs_nothing_on_one_rank() -> None:
+    """Unless a frozen bucket comes from the host: the host updates when the last copy to the device has ended too."""
+    num_compared = 0
     for seed, problem in instances(24, num_layers=8):
         if problem.cluster.num_ranks > 1:
             continue
         roomy = replace(problem, budget_bytes=GIB, update=Update.AFTER_BACKWARD, savings=frozenset({Saving.KEEP}))
         evaluator = Evaluator(gather_facts(roomy))
         levels, _ = random_answer(random.Random(seed), evaluator)
+        placed = zip(evaluator.facts.buckets, levels, strict=True)
+        if any(level.has_param_on_host and not bucket.trainable for bucket, level in placed):
+            continue
+        num_compared += 1
         late_s = evaluator.step_s(levels, just_in_time(evaluator, levels))
         early_s = evaluator.step_s(levels, raise_prefetch(evaluator, levels))
         assert late_s == pytest.approx(early_s, rel=1e-9), f"seed {seed}"
+    assert num_compared > 3
 
 
 def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:

@@ -15,8 +15,10 @@ from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.simulate import simulate
-from tests.pure.search.test_best import instances, random_answer
+from tests.pure.search.test_best import instances, machine, random_answer
+from tests.pure.search.test_crossing import mixed_layers
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
+from tests.pure.strategies import chain
 
 
 def accumulating(problem: Problem) -> Problem:
@@ -67,6 +69,25 @@ def test_the_bound_counts_no_more_seconds_than_the_simulation() -> None:
                 assert lower_s[1] <= step_s * (1 + 1e-9), (seed, candidate)
             num_longer += lower_s[1] > lower_s[0]
     assert num_longer > 12
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_the_bound_holds_with_sums_whatever_runs_beside_compute(update: Update) -> None:
+    """Also where only some links are beside compute: the host then adds and updates while the device adds."""
+    num_seeds = 25
+    for seed in (*range(1000, 1000 + num_seeds), 1040, 1075):
+        draw = random.Random(seed)
+        cluster = machine(draw, draw.choice([1, 1, 2, 3]), draw.choice([0.6, 1.0]))
+        graph = chain(list(mixed_layers(draw)))
+        problem = accumulating(problem_of(graph, cluster, update=update, bucket_min_bytes=1, bucket_max_bytes=800))
+        evaluator = Evaluator(gather_facts(problem))
+        milp = Milp(evaluator, 1.0)
+        for _ in range(6):
+            candidate = random_answer(draw, evaluator)
+            at, lower_s = evaluator.at(candidate.modes), milp.lower_s(milp.vector(candidate))
+            for ahead in (1, 8):
+                step_s = at.step_s(candidate.levels, moves_at_use(at.facts, candidate.levels, ahead))
+                assert lower_s <= step_s * (1 + 1e-9), (seed, candidate)
 
 
 def test_the_error_names_the_bytes_that_stay() -> None:

@@ -132,9 +132,10 @@ def test_streamed_updates_in_force_stay_streamed_with_device_memory_for_one_buck
 
 
 def test_the_first_layers_keep_their_state_on_the_device() -> None:
-    """Their gradients arrive last and they are needed first; most of the rest hides under the forward."""
+    """Their gradients arrive last and they are needed first; the rest hides under the end of the backward and the
+    forward."""
     problem = layers_of(NUM_LAYERS, 2_000_000, 200_000_000)
-    cluster = on(preset("a100-40g"), host_per_s=20e9, link_bytes_per_s=20e9)
+    cluster = on(preset("a100-40g"), host_per_s=2e9, link_bytes_per_s=20e9)
     problem = replace(problem, cluster=cluster, savings=frozenset())
     kept = plan(problem, "keep_all")
     bucket = kept.buckets[0]
@@ -145,11 +146,11 @@ def test_the_first_layers_keep_their_state_on_the_device() -> None:
     assert len(on_host) >= 3
     assert min(on_host) > 0
     record = simulate(problem.graph, made, cluster)
-    assert hidden_update_share(record) > 0.5
-    # After the backward the same placement exposes all of it.
+    assert hidden_update_share(record) == pytest.approx(1.0)
+    # After the backward the same placement exposes what the end of the backward does not cover.
     late = simulate(problem.graph, replace(made, update=Update.AFTER_BACKWARD), cluster)
-    assert record.step_s < late.step_s
-    assert hidden_update_share(late) < 0.1
+    assert record.step_s < 0.95 * late.step_s
+    assert 0.5 < hidden_update_share(late) < 0.9
 
 
 def test_the_bound_holds_whenever_updates_run() -> None:

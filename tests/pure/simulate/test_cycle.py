@@ -92,11 +92,66 @@ def test_a_copy_that_waits_for_compute_holds_up_those_that_are_issued_after_it()
     assert copies == {"gather b0": (16, 20), "gather b1": (10, 16)}
 
 
-def test_an_update_begins_when_the_copies_have_arrived_though_compute_goes_on() -> None:
-    """The gradient of b0 leaves 10-13, the host updates b0 13-20 beside bwd.1 10-20, and fwd.0 need not wait for it."""
-    cycle = Cycle(update=Update.IN_BACKWARD, reads={F0: (BucketId("b0"),)})
-    actions = [(R, F0), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (R, B0), (U, "b0")]
-    assert step_s(actions, (HOST, DEVICE), cycle) == 20
+ENDS = [(R, F0), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (R, B0)]
+"""The gradient of b0 leaves 10-13, compute goes on until 20."""
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_an_update_begins_when_the_copies_have_arrived_though_compute_goes_on(update: Update) -> None:
+    """The host updates b0 13-20 beside bwd.1 10-20, and fwd.0 need not wait for it."""
+    cycle, drawn = Cycle(update=update, reads={F0: (BucketId("b0"),)}), Drawing()
+    assert step_s([*ENDS, (U, "b0")], (HOST, DEVICE), cycle, drawn=drawn) == 20
+    assert spans_of(drawn, Lane.HOST) == {"update b0": (13, 20)}
+
+
+SUMS = replace(PRICE, add_s={(f"b{i}", home): 2.0 + i for i in range(2) for home in Tier})
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_the_host_adds_gradients_before_compute_is_through(update: Update) -> None:
+    """b0 is added 13-15 and updated 15-22. Across steps fwd.0 waits for this update, 2 s of the next step."""
+    cycle, drawn = Cycle(update=update, reads={F0: (BucketId("b0"),)}), Drawing()
+    assert step_s([*ENDS, (U, "b0")], (HOST, DEVICE), cycle, SUMS, drawn) == 22
+    late_s = 0 if update is Update.AFTER_BACKWARD else 2
+    seconds = {
+        name: (start_s % 22 - late_s, end_s - start_s) for name, (start_s, end_s) in spans_of(drawn, Lane.HOST).items()
+    }
+    assert seconds == {"add b0.grad": (13, 2), "update b0": (15, 7)}
+
+
+def test_the_device_adds_behind_the_sums_that_the_host_makes_before() -> None:
+    """b0 is added on the host 13-15 and b1, which is reduced behind it, on the device when compute is through, 20-23;
+    or 15-18 if compute is through at 10. Then the device updates b1 for 1 s, beside the host's b0."""
+    early = [*ENDS[:3], (Verb.REDUCE, "b1"), (R, B0), (U, "b0"), (U, "b1")]
+    assert step_s(early, (HOST, DEVICE), Cycle(), SUMS) == 24
+    assert step_s([*early[:4], *early[5:]], (HOST, DEVICE), Cycle(), SUMS) == 22
+
+
+@pytest.mark.parametrize(("homes", "ends_s"), [((HOST, HOST), 28), ((HOST, SPLIT), 25 + 8 + 6), ((HOST, DEVICE), 21)])
+def test_after_the_backward_only_copied_buckets_wait_for_compute(
+    homes: Sequence[tuple[Tier, Tier, bool]], ends_s: float
+) -> None:
+    """b0 is updated 13-20, beside bwd.1 until 20. b1 is updated behind it: on the host without a gradient to copy,
+    until 28; after its way to the host 20-25, and back for 6 s behind 33; on the device 20-21."""
+    assert step_s([*ENDS, (Verb.REDUCE, "b1"), (U, "b0"), (U, "b1")], homes, Cycle()) == ends_s
+
+
+def test_a_late_copy_to_the_device_holds_the_host_up() -> None:
+    """The gather of b1 ends at 26, behind bwd.1: the host, which has the gradient of b0 at 13, updates it 26-33."""
+    actions = [*ENDS, (G, "b1"), (W, "b1"), (R, B1), (U, "b0")]
+    assert step_s(actions, (HOST, HOST), Cycle()) == 36
+    drawn = Drawing()
+    step_s(actions, (HOST, HOST), Cycle(), drawn=drawn)
+    assert spans_of(drawn, Lane.HOST) == {"update b0": (26, 33)}
+
+
+def test_across_steps_the_next_gather_comes_when_the_early_update_ends() -> None:
+    """b0 is updated 13-28, while compute is through at 20. The copy 28-32, and then fwd.0, begin the next step: 32 - 20
+    of it are in the step of 22."""
+    slow = replace(PRICE, host_update_s={"b0": 15.0, "b1": 8.0})
+    actions = [(G, "b0"), (W, "b0"), *ENDS, (U, "b0")]
+    assert step_s(actions, (HOST, DEVICE), ACROSS, slow) == 8 + 4 + 10 + 10
+    assert step_s(actions, (HOST, DEVICE), Cycle(), slow) == 4 + 10 + 3 + 15
 
 
 def test_a_gather_waits_at_its_issue_if_sharded_or_copied_by_compute() -> None:
