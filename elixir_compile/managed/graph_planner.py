@@ -87,14 +87,27 @@ class GraphPlanner:
     @property
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan."""
-        return self._options.replan and self.may_move
+        return not self.why_fixed
+
+    @property
+    def why_fixed(self) -> str:
+        """Why the first steps may not change the plan, in words; empty if they may."""
+        return self._why_unmovable or ("" if self._options.replan else "the option replan is off")
 
     @property
     def may_move(self) -> bool:
-        """Whether another plan may take the place of this one: it is neither the user's, nor a plan of several ranks,
-        nor of several calls in a step, whose seconds include waiting for other stages."""
-        is_free = self._options.plan is None and self._executor.peers is None
-        return is_free and self._executor.calls.spec.num == 1
+        """Whether another plan may take the place of this one."""
+        return not self._why_unmovable
+
+    @property
+    def _why_unmovable(self) -> str:
+        """Why no other plan may take the place of this one, in words; empty if it may."""
+        if self._options.plan is not None:
+            return "the user chose its plan"
+        if self._executor.peers is not None:
+            return "several ranks follow one plan"
+        # The seconds of several calls in a step include waiting for other stages.
+        return "" if self._executor.calls.spec.num == 1 else "a step calls it several times"
 
     @property
     def is_budget_given(self) -> bool:

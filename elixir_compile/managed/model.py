@@ -259,7 +259,7 @@ class ManagedModel:
                 else:
                     other.profiler.stop()  # The steps of two graphs alternate.
             graph.learn_from_steps(args)
-        self._outstanding.begin(graph)
+        self._outstanding.begin(graph, args)
         graph.keep_current(args)
         self._outstanding.make_room(graph)
         graph.programs.drop_old()

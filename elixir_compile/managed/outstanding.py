@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from elixir_compile.managed.neighbours import Neighbours
 from elixir_compile.managed.over_budget import TOLERATED_BYTES, Outside, StepWatch, note_overrun
 from elixir_compile.managed.programs import Programs
 from elixir_compile.managed.stages import StagesOfRank
+from elixir_compile.managed.step_profiler import foreign_bytes
 from elixir_compile.managed.trial import Trial, with_margin
 from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.ops.optimizers import are_optimized
@@ -346,9 +347,9 @@ class OutstandingForwards:
             if not other.is_superseded
         )
 
-    def begin(self, graph: JointGraph) -> None:
-        """Record a forward of `graph`; first plan all graphs of the last steps together, with those of models in turn,
-        if memory was short and no forward is outstanding.
+    def begin(self, graph: JointGraph, args: Sequence[Any] = ()) -> None:
+        """Record a forward of `graph` with the inputs `args`; first plan all graphs of the last steps together, with
+        those of models in turn, if memory was short and no forward is outstanding.
 
         Raises NoFeasiblePlan if the steps exceed the budget of the user whatever their plans are.
         """
@@ -373,8 +374,8 @@ class OutstandingForwards:
                 self._try_together(graphs)
             elif any(model.is_crowded for model in models):
                 replan_together(models)
-            elif graphs and not models[1:] and self.stages is None:
-                self._leave_gaps(graphs)
+            elif graphs:
+                self._leave_gaps(models, args)
         if self.neighbours.is_away:
             self._return(graph, is_pressed=is_pressed)
         graph.runs.has_run = True
@@ -502,21 +503,39 @@ class OutstandingForwards:
                 found.append(GraphRequest(problem=problem, beside=(), outside_bytes=nbytes))
         return found
 
-    def _leave_gaps(self, graphs: Sequence[JointGraph]) -> None:
-        """Plan `graphs` again, with room for gaps, if the allocator held more in the last step than the budget."""
-        planners = [graph.planner for graph in graphs]
-        may_replan = all(planner.may_replan for planner in planners)
-        plans = [graph.active.plan for graph in graphs]
-        held = self.gaps.found(plans, is_given=planners[0].is_budget_given, may_replan=may_replan)
+    def _leave_gaps(self, models: Sequence["OutstandingForwards"], args: Sequence[Any]) -> None:
+        """Plan the graphs of `models`, which run in turn, again with room for gaps, if the allocator held more in the
+        last step than the budget. The next has the inputs `args`."""
+        if not self.gaps.is_watching:
+            return
+        graphs_of = {model: found for model in models if (found := model.joint_graphs())}
+        graphs = [graph for own in graphs_of.values() for graph in own]
+        whys = ["" if self.stages is None else "the stages of a pipeline are planned one after another"]
+        whys += [graph.planner.why_fixed for graph in graphs]
+        held = self.gaps.found(
+            [(graph.active.problem, graph.active.plan) for graph in graphs],
+            partial(self._foreign_bytes, models[1:], args),
+            given_bytes=min((graph.planner.given_budget_bytes for graph in graphs), key=lambda given: given or 0),
+            why_fixed=next(filter(None, whys), ""),
+        )
         if held is None:
             return
-        before_bytes, self.gaps.nbytes = self.gaps.nbytes, held.gap_bytes
-        try:
-            beside = [graph.runs.positions_in(graphs) for graph in graphs]
-            _follow({self: graphs}, beside, _jointly({self: graphs}, beside))
-        except NoFeasiblePlan as error:
-            self.gaps.nbytes = before_bytes
-            self.gaps.give_up(held, error)
+        beside = [graph.runs.positions_in(graphs) for graph in graphs]
+        answer = self.gaps.answer(held, lambda: _jointly(graphs_of, beside))
+        for other in models[1:]:
+            other.gaps.follow(self.gaps)
+        if answer is not None:
+            _follow(graphs_of, beside, answer)
+            self.gaps.begin(answer)
+
+    def _foreign_bytes(self, others: Sequence["OutstandingForwards"], args: Sequence[Any]) -> int:
+        """Return the device bytes of tensors that are in no plan, beside the models `others` in turn, before a step
+        with the inputs `args`."""
+        beside_bytes = sum(other.neighbours.present_bytes() for other in others)
+        if self.stages is not None:
+            beside_bytes += self.stages.present_bytes_beside(self)
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return max(0, foreign_bytes(self._executor, inputs) - beside_bytes)
 
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""

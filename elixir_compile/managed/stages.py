@@ -22,7 +22,7 @@ from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes
-from elixir_compile.problem.outside import on_device_bytes, training_bytes
+from elixir_compile.problem.outside import on_device_bytes, present_bytes, training_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
@@ -93,6 +93,10 @@ class StagesOfRank:
         runs = [run._replace(stage=places.index(run.stage)) for run in self._runs if run.stage in places]
         peaks = stage_peaks([self._bytes_of(other, planned[other]) for other in places], runs)
         return max(peak.nbytes for peak in peaks) + library_bytes(stage.executor.device)
+
+    def present_bytes_beside(self, stage: Stage) -> int:
+        """Return the device bytes that the other stages of the rank hold now."""
+        return sum(present_bytes(there.executor) for _, there in self._alive() if there is not stage)
 
     def answered(self, stage: Stage, problem: Problem, make: Callable[[Problem], Plan], options: Options) -> Plan:
         """Return the plan of `stage` for `problem`, whose device budget is that of the rank, from `make`.

@@ -235,6 +235,8 @@ class Draw:
     """Whether `zero_grad(set_to_none=False)` leaves zeros for the next step."""
     accumulate: bool
     """The option `accumulate`."""
+    num_steps: int = NUM_STEPS
+    """The number of steps."""
 
     @classmethod
     def of(cls, seed: int) -> "Draw":
@@ -259,19 +261,19 @@ class Draw:
     @classmethod
     def of_others(cls, seed: int) -> "Draw":
         """Return the run of `seed` with a model whose kernels, or whose graphs, are not those of `of`."""
-        return replace(cls.of(seed), model=random.Random(f"model {seed}").choice(_OTHERS))
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps."""
-        return NUM_STEPS_BROKEN if self.model == "broken" else NUM_STEPS
+        model = random.Random(f"model {seed}").choice(_OTHERS)
+        return replace(cls.of(seed), model=model, num_steps=NUM_STEPS_BROKEN if model == "broken" else NUM_STEPS)
 
     def made(self, device: torch.device) -> tuple[nn.Module, list[Any]]:
-        """Return the model, and a batch for each micro-batch of all steps, on `device`."""
+        """Return the model on `device`, and a batch for each micro-batch of all steps on the host."""
         model, batch = _MODELS[self.model](random.Random(self.seed))
         generator = torch.Generator().manual_seed(self.seed)
         batches = [batch(generator) for _ in range(self.num_steps * self.num_micro_batches)]
-        return model.to(device), tree_map(lambda tensor: tensor.to(device), batches)
+        return model.to(device), batches
+
+    def there(self, batches: list[Any], device: torch.device) -> list[Any]:
+        """Return those of all `batches` that are on `device` during the last step."""
+        return batches[-self.num_micro_batches :] if platform_of(device).has_own_memory else batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +287,8 @@ class Outcome:
     """Peak of the last step, as the events of the allocator say."""
     unused_bytes: int = 0
     """Bytes of workspaces that the plan counts: 1 MiB in each of two threads, if a product adds a bias there."""
+    reserved_bytes: int = 0
+    """What the allocator of the device holds after the last step beyond what it held before the run."""
     is_same: bool
     """Whether losses and weights are bitwise those of `aot_eager`; on a GPU, close to them."""
     seconds: float
@@ -349,20 +353,21 @@ def expected_of(draw: Draw, device: torch.device) -> tuple[int, list[float], dic
     compiled, optimizer = torch.compile(model, backend="aot_eager"), fused_adamw(model.parameters())
     found, record = _steps(draw, compiled, model, optimizer, batches, device)
     weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
-    return record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches), found, weights
+    return record.device_peak_bytes - foreign_bytes - _waiting_bytes(draw.there(batches, device)), found, weights
 
 
-def outcome_of(draw: Draw, device: torch.device | None = None) -> Outcome:
-    """Carry out the run of `draw` on `device`; None means torch's default device."""
+def outcome_of(draw: Draw, device: torch.device | None = None, budget_bytes: int = 0) -> Outcome:
+    """Carry out the run of `draw` on `device`; None means torch's default device. The budget is that of the draw, at
+    least `budget_bytes`."""
     with torch._dynamo.config.patch(allow_rnn=True):
-        return _outcome_of(draw, device or torch.get_default_device())
+        return _outcome_of(draw, device or torch.get_default_device(), budget_bytes)
 
 
-def _outcome_of(draw: Draw, device: torch.device) -> Outcome:
+def _outcome_of(draw: Draw, device: torch.device, least_bytes: int) -> Outcome:
     began_s = time.perf_counter()
     peak_bytes, losses, weights = expected_of(draw, device)
     fixed_bytes = machine.library_bytes(device)
-    budget_bytes = fixed_bytes + int(draw.share * (peak_bytes - fixed_bytes))
+    budget_bytes = max(least_bytes, fixed_bytes + int(draw.share * (peak_bytes - fixed_bytes)))
     for _ in range(_MOST_ERRORS):
         try:
             return _trained(draw, budget_bytes, losses, weights, began_s, device)
@@ -384,7 +389,8 @@ def _steps(
     found: list[float] = []
 
     def step() -> None:
-        own = batches[len(found) :][: draw.num_micro_batches]
+        on_host = batches[len(found) :][: draw.num_micro_batches]
+        own = tree_map(lambda tensor: tensor.to(device), on_host)
         found.extend([loss.item() for loss in train(draw, compiled, model, optimizer, own)])
 
     for _ in range(draw.num_steps - 1):
@@ -394,7 +400,7 @@ def _steps(
 
 
 def _waiting_bytes(batches: list[Any]) -> int:
-    """Return the bytes of all batches but one: a data loader holds none of them during a step."""
+    """Return the bytes of all `batches` but one: a data loader holds none of them during a step."""
     nbytes = [sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(batch)}.values()) for batch in batches]
     return sum(nbytes) - nbytes[0]
 
@@ -410,6 +416,8 @@ def _trained(
     torch._dynamo.reset()
     gc.collect()
     foreign_bytes = _resident_bytes(device)
+    platform_of(device).empty_cache()
+    held_bytes = platform_of(device).reserved_bytes(device)
     model, batches = draw.made(device)
     if draw.is_prepared:
         model = elixir.prepare(model)
@@ -435,13 +443,15 @@ def _trained(
 
     found, record = _steps(draw, compiled, model, optimizer, batches, device, note_plans)
     note_plans()  # the measured step may begin with a new plan, or end with one
-    peak_bytes = record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches)
+    waiting_bytes = _waiting_bytes(draw.there(batches, device))
+    peak_bytes = record.device_peak_bytes - foreign_bytes - waiting_bytes
     same = same_losses(losses, found) and not different(weights, model.state_dict())
     return Outcome(
         draw=draw,
         budget_bytes=budget_bytes,
         planned_bytes=min(planned, key=lambda nbytes: abs(nbytes - peak_bytes)),
         peak_bytes=peak_bytes,
+        reserved_bytes=max(0, platform_of(device).reserved_bytes(device) - held_bytes - waiting_bytes),
         unused_bytes=min(2 << 20, machine.library_bytes(device)),
         is_same=same,
         seconds=time.perf_counter() - began_s,

@@ -1,29 +1,40 @@
 """`allocator_gaps`: what the allocator holds is compared with the budget, by figures of a device that is not there."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.managed import allocator_gaps
-from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, Held, fix, tolerated_bytes
+from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, Held, fix
 from elixir_compile.platforms.platform import Platform
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import plan
+from elixir_compile.search.joint.joint_budget import Planned
 from elixir_compile.units import GIB, MIB
 from tests.pure.search.test_planner import chain_of, problem_of
 
-MADE = plan(problem_of(chain_of(3)), "greedy")
-PLAN = replace(MADE, budget_bytes=4 * GIB, prediction=replace(MADE.prediction, device_peak_bytes=3 * GIB))
+PROBLEM = problem_of(chain_of(3))
+MADE = plan(PROBLEM, "greedy")
+BUDGET, PEAK = 4 * GIB, 3 * GIB
+
+
+def plans() -> list[Planned]:
+    """Return the plan of a graph, another object with each call."""
+    prediction = replace(MADE.prediction, device_peak_bytes=PEAK)
+    return [(PROBLEM, replace(MADE, budget_bytes=BUDGET, prediction=prediction))]
+
+
+def no_plans(needed_bytes: int = 6 * GIB) -> NoFeasiblePlan:
+    return NoFeasiblePlan("", "", BUDGET, needed_bytes, {})
 
 
 class Device(Platform):
     """A device whose allocator says in each step what the test says."""
 
-    def __init__(self, held: Sequence[int], peak_bytes: int, *, retries: int) -> None:
+    def __init__(self, held: Sequence[int], peak_bytes: int = PEAK, *, retries: int = 0) -> None:
         super().__init__("cpu")
         self.held, self.peak, self.retries = list(held), peak_bytes, retries
         self.num_freed = self.num_asked = self.num_peaks = 0
@@ -33,7 +44,7 @@ class Device(Platform):
         return True
 
     def reserved_bytes(self, device: torch.device) -> int:
-        return self.held[min(self.num_asked, len(self.held) - 1)]
+        return self.held[min(self.num_asked, len(self.held)) - 1]
 
     def alloc_retries(self, device: torch.device) -> int:
         self.num_asked += 1
@@ -47,79 +58,180 @@ class Device(Platform):
         return self.peak - self.num_peaks % 2  # it rises while it is measured
 
 
-def answers(
-    device: Device, num_steps: int, *, is_given: bool = True, may_replan: bool = True, **changes: Any
-) -> tuple[AllocatorGaps, list[Held | None]]:
-    gaps = AllocatorGaps(Executor(torch.device("cpu"), "m"))
-    gaps._platform = device
-    plans = [replace(PLAN, **changes)]
-    found: list[Held | None] = []
-    while len(found) < num_steps and not any(found):
-        found.append(gaps.found(plans, is_given=is_given, may_replan=may_replan))
-    return gaps, found
+@dataclass
+class Training:
+    """Steps of a model on a device; `make` answers when plans are to leave room for gaps."""
+
+    device: Device
+    budget_bytes: int | None = BUDGET
+    why_fixed: str = ""
+    make: Callable[[], Sequence[Planned]] = plans
+    planned: Sequence[Planned] = field(default_factory=plans)
+    found: list[tuple[int, Held]] = field(default_factory=list)
+    """The number of each step before which the graphs were to be planned again, and what was found."""
+
+    def __post_init__(self) -> None:
+        self.gaps = AllocatorGaps(Executor(torch.device("cpu"), "m"))
+        self.gaps._platform = self.device
+
+    def steps(self, num: int) -> "Training":
+        for _ in range(num):
+            held = self.gaps.found(self.planned, lambda: 0, given_bytes=self.budget_bytes, why_fixed=self.why_fixed)
+            if held is None:
+                continue
+            self.found.append((self.device.num_asked - 1, held))
+            answer = self.gaps.answer(held, self.make)
+            if answer is not None:
+                self.planned = answer
+                self.gaps.begin(answer)
+        return self
 
 
-CASES: dict[str, tuple[list[int], int, dict[str, Any], int, list[int]]] = {
-    # by name: GiB held before each step, cache freed for room per step, arguments, times that the cache is freed here,
-    # steps that are planned again
-    "less than the budget": ([4], 0, {}, 0, []),
-    "more than the budget after compilation": ([5, 4], 0, {}, 1, []),
-    "more than the budget again": ([5], 0, {}, 1, [1]),
-    "a measured budget": ([5], 0, {"is_given": False}, 0, []),
-    "a measured budget, no room": ([4], 1, {"is_given": False}, 1, [2]),
-    "a given budget, no room": ([4], 1, {}, 1, [2]),
-    "a plan that must stay": ([5], 0, {"may_replan": False}, 1, []),
+LOW, HIGH = 4 * GIB, 5 * GIB
+CASES: dict[str, tuple[Training, int, list[int]]] = {
+    # by name: steps, times that the cache is freed in five of them, steps that are planned again
+    "less than the budget": (Training(Device([LOW])), 0, []),
+    "more behind compilation": (Training(Device([LOW, HIGH, LOW])), 1, []),
+    "more behind compilation and behind that": (Training(Device([LOW, HIGH, HIGH, LOW])), 2, [2]),
+    "more in the second step behind a cache that was freed": (Training(Device([HIGH, HIGH, LOW, HIGH, LOW])), 2, [3]),
+    "more in the fourth step": (Training(Device([HIGH, HIGH, LOW, LOW, LOW, HIGH])), 1, []),
+    "a measured budget": (Training(Device([HIGH]), budget_bytes=None), 0, []),
+    "a measured budget, no room": (Training(Device([LOW], retries=1), budget_bytes=None), 4, [2, 3, 4]),
+    "a given budget, no room": (Training(Device([LOW], retries=1)), 4, [2, 3, 4]),
+    "a plan that must stay": (Training(Device([HIGH]), why_fixed="the user chose its plan"), 1, []),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_cache_is_freed_before_a_step_is_planned_again(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    held, retries, options, num_freed, planned = CASES[case]
-    device = Device([nbytes * GIB for nbytes in held], 3 * GIB, retries=retries)
-    _, found = answers(device, 3, **options)
-    assert device.num_freed == num_freed
-    assert [number for number, each in enumerate(found) if each is not None][:1] == planned
-    for each in filter(None, found):
-        assert each.gap_bytes >= device.reserved_bytes(torch.device("cpu")) - 3 * GIB
-    assert bool(caplog.messages) == bool(planned or case == "a plan that must stay")
-    assert all("expandable_segments:True" in said and "m, whose budget is 4.0 GiB" in said for said in caplog.messages)
+    training, num_freed, planned = CASES[case]
+    training.steps(5)
+    assert training.device.num_freed == num_freed
+    assert [number for number, _ in training.found] == planned
+    assert bool(caplog.messages) == bool(planned or training.why_fixed)
+    assert all(training.why_fixed in said and "of m, whose budget is 4.0 GiB" in said for said in caplog.messages)
+
+
+def test_new_plans_leave_room_for_the_gaps() -> None:
+    training = Training(Device([HIGH])).steps(3)
+    assert training.gaps.nbytes == training.found[0][1].gap_bytes >= HIGH - PEAK
+
+
+def test_each_plan_leaves_a_sixteenth_more_free_if_the_allocator_lacks_room(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(Device([LOW], PEAK, retries=1), budget_bytes=None).steps(6)
+    gaps = [held.gap_bytes for _, held in training.found]
+    assert [after - before for before, after in itertools.pairwise(gaps)] == [BUDGET // 16] * 3
+    assert all("had to free memory in mid-step to make room" in said for said in caplog.messages)
+
+
+def test_without_memory_of_its_own_a_device_has_no_gaps() -> None:
+    gaps = AllocatorGaps(Executor(torch.device("cpu"), "m"))
+    assert not gaps.is_watching
+
+
+def test_plans_that_must_stay_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(Device([HIGH]), why_fixed="several ranks follow one plan").steps(9)
+    assert [said.count("because several ranks follow one plan") for said in caplog.messages] == [1]
+    assert not training.gaps.is_watching
 
 
 def test_tensors_that_took_more_than_planned_are_no_gaps() -> None:
-    device = Device([10 * MIB + 400 * MIB], 410 * MIB - 1, retries=0)
-    _, found = answers(device, 3, budget_bytes=300 * MIB)
-    assert not any(found)
+    assert not Training(Device([410 * MIB], 410 * MIB), budget_bytes=300 * MIB).steps(9).found
 
 
-def test_small_budgets_may_be_exceeded_by_a_segment_of_each_kind() -> None:
-    assert (tolerated_bytes(100 * MIB), tolerated_bytes(4 * GIB)) == (SEGMENT_BYTES, 0)
-    device = Device([100 * MIB + SEGMENT_BYTES], 90 * MIB, retries=0)
-    _, found = answers(device, 3, budget_bytes=100 * MIB)
-    assert (device.num_freed, any(found)) == (0, False)
+@pytest.mark.parametrize("budget_bytes", [100 * MIB, 4 * GIB])
+def test_budgets_may_be_exceeded_by_a_begun_segment_of_each_kind_and_no_more(budget_bytes: int) -> None:
+    assert SEGMENT_BYTES == 22 * MIB
+    for more_bytes in (0, 1):
+        device = Device([budget_bytes + SEGMENT_BYTES + more_bytes], budget_bytes - MIB)
+        training = Training(device, budget_bytes=budget_bytes).steps(3)
+        assert (device.num_freed > 0, bool(training.found)) == (more_bytes > 0, more_bytes > 0)
 
 
-def test_later_plans_count_the_gaps_and_the_last_is_the_fourth(caplog: pytest.LogCaptureFixture) -> None:
-    device = Device([5 * GIB], 3 * GIB, retries=0)
-    gaps, found = answers(device, 2)
-    for number in range(1, 7):
-        assert found[-1] is not None or number > 4
-        gaps.nbytes = 0 if found[-1] is None else found[-1].gap_bytes
-        device.held = [(5 + number) * GIB]
-        plans = [replace(PLAN)]  # another plan
-        found = [gaps.found(plans, is_given=True, may_replan=True) for _ in range(2)]
-    assert [said.count("planned again") for said in caplog.messages] == [1] * 5
-    assert "It is not planned again" in caplog.messages[-1]
+def test_steps_that_keep_the_budget_for_long_may_exceed_it_three_times_without_new_plans() -> None:
+    device = Device([LOW, *[LOW, LOW, LOW, LOW, HIGH] * 4])
+    training = Training(device).steps(20)
+    assert (device.num_freed, training.found) == (3, [])
+    assert training.steps(1).found
 
 
-def test_gaps_that_no_plan_leaves_free_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    gaps, found = answers(Device([5 * GIB], 3 * GIB, retries=0), 2)
-    assert found[-1] is not None
-    gaps.give_up(found[-1], NoFeasiblePlan("", "", 4 * GIB, 6 * GIB, {}))
-    assert "needs 6.0 GiB of device memory" in caplog.messages[-1]
-    assert not any(gaps.found([replace(PLAN)], is_given=True, may_replan=True) for _ in range(4))
+def test_it_goes_back_to_plans_that_kept_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(Device([LOW])).steps(5)
+    kept, training.planned = training.planned, plans()
+    training.device.held = [HIGH]
+    training.steps(2)
+    assert training.planned is kept
+    assert training.gaps.nbytes == 0
+    assert "It goes back to earlier plans" in caplog.messages[-1]
 
 
-def test_expandable_segments_are_not_recommended_to_who_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seventh_plans_are_those_of_all_under_which_the_allocator_held_least(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device, tried = Device([9 * GIB]), []
+
+    def make() -> Sequence[Planned]:
+        most_bytes = GIB // 8 * len(tried)
+        if training.gaps.nbytes > most_bytes:
+            raise no_plans(BUDGET + training.gaps.nbytes - most_bytes)
+        return plans()
+
+    training = Training(device, make=make)
+    training.steps(2)
+    for nbytes in (9, 7, 8, 8, 8, 8, 8):
+        tried.append(training.planned)
+        device.held = [nbytes * GIB]
+        training.steps(1)
+    assert [said.count("is planned again") for said in caplog.messages] == [1, 1, 1, 1, 1, 1, 0]
+    assert training.planned is tried[1]
+    assert not training.gaps.is_watching
+
+
+def test_gaps_for_which_there_are_no_plans_are_left_as_far_as_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+
+    def make() -> Sequence[Planned]:
+        asked.append(training.gaps.nbytes)
+        if asked[-1] > GIB // 2:
+            raise no_plans(BUDGET + asked[-1] - GIB // 2)
+        return plans()
+
+    training = Training(Device([HIGH]), make=make)
+    training.steps(3)
+    assert len(asked) == 2
+    assert 0 < GIB // 2 - training.gaps.nbytes <= BUDGET // 64
+    assert "planned again with 448.0 MiB for gaps" in caplog.messages[-1]
+
+
+def test_other_gaps_are_left_if_there_are_no_plans_for_more() -> None:
+    asked: list[int] = []
+
+    def make() -> Sequence[Planned]:
+        asked.append(training.gaps.nbytes)
+        if asked[-1] > 3 * GIB:
+            raise no_plans()
+        return plans()
+
+    training = Training(Device([HIGH]), make=make)
+    training.steps(3)
+    training.device.peak = GIB
+    training.steps(1)
+    assert [nbytes // GIB for nbytes in asked] == [2, 4, 1]
+    assert training.gaps.nbytes == asked[-1] == asked[0] // 2
+
+
+def test_gaps_for_which_there_are_no_plans_at_all_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> Sequence[Planned]:
+        raise no_plans()
+
+    training = Training(Device([HIGH]), make=make)
+    before = training.planned
+    training.steps(9)
+    assert training.planned is before
+    assert [said.count("needs 6.0 GiB of device memory, so the plans stay") for said in caplog.messages] == [1]
+
+
+def test_what_torch_can_do_is_recommended_to_who_has_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "expandable_segments:True" in fix(GIB)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native,expandable_segments:True")
     assert fix(GIB) == f"device_memory={GIB} is enough for what it holds"
-    assert allocator_gaps.fix(GIB + 1).startswith("device_memory=")
