@@ -9,6 +9,9 @@ The results of `copy`, `slice_scatter`, `select_scatter` and `diagonal_scatter` 
 and torch makes them by a copy of its whole storage (`at::clone_preserve_strides`, torch 2.11 to 2.13). So in n
 micro-batches, which read slices of whole values, an op took n times its bytes, one on a gathered parameter took its
 bucket, and one on rows of a data set the data set. Inductor lowers these ops to kernels that write the result alone.
+
+An argument whose elements share memory, as those of `x.unfold(0, 3, 1)`, goes to torch's kernel: in its result, too, a
+write of one element is one of all that share its place.
 """
 
 from collections.abc import Callable
@@ -20,23 +23,41 @@ from torch import fx
 _aten = torch.ops.aten
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements of `tensor` may share a place in memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * max(0, size - 1)
+    return False
+
+
 def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if _overlaps(into):
+        return _aten.copy.default(into, source, non_blocking)
     return torch.empty_like(into).copy_(source, non_blocking)
 
 
 def _slice_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if _overlaps(into):
+        return _aten.slice_scatter.default(into, source, *args, **kwargs)
     made = into.clone()
     _aten.slice.Tensor(made, *args, **kwargs).copy_(source)
     return made
 
 
 def _select_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if _overlaps(into):
+        return _aten.select_scatter.default(into, source, *args, **kwargs)
     made = into.clone()
     _aten.select.int(made, *args, **kwargs).copy_(source)
     return made
 
 
 def _diagonal_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if _overlaps(into):
+        return _aten.diagonal_scatter.default(into, source, *args, **kwargs)
     made = into.clone()
     _aten.diagonal.default(made, *args, **kwargs).copy_(source)
     return made

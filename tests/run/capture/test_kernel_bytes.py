@@ -1,7 +1,9 @@
 """Plans count what kernels allocate, which for these ops is not what their meta kernels say."""
 
+import copy
 import gc
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +332,56 @@ def test_ops_on_a_part_of_a_memory_allocate_their_result_alone(
     result = in_own_memory(op)(into, source, *more)
     assert torch.equal(result, expected)
     assert result.untyped_storage().nbytes() == into.nbytes
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        pytest.param(torch.randn(10).unfold(0, 8, 1)[:, :4], id="windows"),
+        pytest.param(torch.randn(40).as_strided((3, 4), (2, 1), 5), id="strides"),
+        pytest.param(torch.randn(1, 4).expand(3, 4), id="expanded"),
+        pytest.param(torch.randn(4, 3).t(), id="transposed"),
+        pytest.param(torch.randn(7, 9)[::3, ::2][:, 1:], id="steps"),
+        pytest.param(torch.randn(3, 4, dtype=torch.cfloat).conj(), id="conjugate"),
+        pytest.param(torch.randn(0, 4), id="empty"),
+    ],
+)
+def test_ops_on_any_memory_have_the_results_of_torch(into: torch.Tensor) -> None:
+    """Where elements share memory, torch writes all that share a place."""
+    rows = len(into)
+    calls: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = [
+        (aten.copy.default, (rows, 4), ()),
+        (aten.slice_scatter.default, (rows, 2), (1, 0, 4, 2)),
+        (aten.select_scatter.default, (rows,), (1, -2)),
+        (aten.diagonal_scatter.default, (min(rows, 3),), (1,)),
+    ]
+    for op, given, more in calls:
+        source = torch.arange(float(math.prod(given))).view(given).to(into.dtype)
+        expected, result = op(into, source, *more), in_own_memory(op)(into, source, *more)
+        assert torch.equal(result, expected), op
+        if into.t().is_contiguous():
+            assert result.stride() == expected.stride(), op
+
+
+class Windows(nn.Module):
+    """Writes one column of windows that share elements, and so the next column too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = self.up(x).tanh().unfold(1, 3, 1)
+        return windows.select_scatter(3 * windows[:, :, 1], 2, 0).pow(3).mean()
+
+
+def test_a_write_into_windows_that_share_elements_is_that_of_aot_eager() -> None:
+    torch.manual_seed(0)
+    model, x = Windows(), torch.randn(4, 8)
+    torch._dynamo.reset()
+    expected = torch.compile(copy.deepcopy(model), backend="aot_eager")(x)
+    result = torch.compile(elixir.prepare(model), backend="elixir", options=OPTIONS)(x)
+    assert torch.equal(result, expected)
 
 
 def test_graphs_keep_their_ops_where_places_are_counted_from_the_start_of_a_memory() -> None:
