@@ -371,8 +371,7 @@ class _Builder:
         for storage in () if overwritten is None else storages[overwritten]:
             self.drafts[storage].batched = walked.batched(node, 0)  # zeros, into which each micro-batch adds
         # An op that makes no tensor, as one that returns a size, needs what it reads where that may be on the host.
-        makes_none = is_number(node) or not node.users
-        reads = tuple(s for s in inputs if made or mutated or (makes_none and s in self.saved))
+        reads = tuple(name for name in inputs if made or mutated or name in self.saved)
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops = (Size(*self._count(flops_of(node))) + inside.flops).simplified()
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes)) if made or mutated else 0

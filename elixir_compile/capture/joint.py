@@ -88,7 +88,7 @@ def partition_hidden(
     static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
     forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
     num_saved_from = options["num_fwd_outputs"]
-    _name_random_states(forward.graph, backward.graph)
+    _describe_draws(forward.graph, backward.graph)
     save_sizes(forward.graph, backward.graph)
     _show_in_forward(forward, hidden, num_saved_from)
     _show_in_backward(backward, hidden)
@@ -97,22 +97,27 @@ def partition_hidden(
     return forward, backward
 
 
-def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Give random generator states the same names among the backward's inputs as in the forward.
+def _describe_draws(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Give the draws of random numbers that the backward repeats the values that other nodes have, and name the states.
 
-    The partitioner saves a state for each random op of a `checkpoint` region. Unlike for other saved values, it names
-    the backward's inputs by a count: `rng_state_output_0`. Both halves have them in the same order.
+    The partitioner saves the state of the generator for each random op of a `checkpoint` region. Unlike for other saved
+    values, it names the backward's inputs by a count: `rng_state_output_0`. Both halves have them in the same order.
+    The ops that draw have no values in torch 2.11 to 2.13, so their results would count as made by none of them.
     """
     draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
+    for draw in draws:
+        results = {node.args[1]: node.meta["val"] for node in draw.users}
+        draw.meta["val"] = (results[0], results.get(1))
     repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
-    taken = {source_of(node) for node in repeated}
+    again = {source_of(node): node for node in repeated}
     saved = [node for node in outputs_of(forward) if isinstance(node, fx.Node) and node.args]
     states = [node for node in saved if node.args[0] in draws and node.args[1] == 0]
-    inputs = [node for node in backward.find_nodes(op="placeholder") if node in taken]
+    inputs = [node for node in backward.find_nodes(op="placeholder") if node in again]
     for state, given in zip(states, inputs, strict=True):
         with backward.inserting_before(given):
             named = backward.placeholder(state.name)
         named.meta = dict(given.meta)
+        again[given].meta["val"] = value_of(source_of(state))[1]
         given.replace_all_uses_with(named)
         backward.erase_node(given)
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.node_facts import kernel_of, leaves_of, value_of
+from elixir_compile.capture.node_facts import kernel_of, leaves_of, op_of, value_of
 from elixir_compile.capture.views import is_view
 from elixir_compile.ir import Kernel
 
@@ -114,20 +114,21 @@ def may_differ(node: fx.Node, *, fused: bool) -> bool:
     columns of 1,024 x 2,304 numbers (H200, torch 2.11). Ops that read integers are not run there: an index out of
     range, which a kernel of a CPU reports, ends the use of a CUDA device.
     """
-    if not compat.is_op_overload(node.target) or node.target.namespace not in _LIBRARIES or is_view(node):
+    op = op_of(node)
+    if not compat.is_op_overload(op) or op.namespace not in _LIBRARIES or is_view(node):
         return False
     devices = {tensor.device.type for source in (node, *node.all_input_nodes) for tensor in _tensors(source)}
     if not any(_tensors(source) for source in node.all_input_nodes):
         return False
     if devices != {"cpu"}:
-        if fused or torch.Tag.pointwise in node.target.tags:
-            return str(node.target).startswith(_CHOSEN_BY_A_LIBRARY)
+        if fused or torch.Tag.pointwise in op.tags:
+            return str(op).startswith(_CHOSEN_BY_A_LIBRARY)
         reads_integers = any(_has_integers(tensor) for source in node.all_input_nodes for tensor in _tensors(source))
-        return not reads_integers or node.target in INDICES_OF
+        return not reads_integers or op in INDICES_OF
     if fused:
         return kernel_of(node) is Kernel.OPAQUE
     dtypes = {tensor.dtype for source in (node, *node.all_input_nodes) for tensor in _tensors(source)}
-    return torch.Tag.pointwise not in node.target.tags or len(dtypes) > 1
+    return torch.Tag.pointwise not in op.tags or len(dtypes) > 1
 
 
 def _has_integers(tensor: torch.Tensor) -> bool:

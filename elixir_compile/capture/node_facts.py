@@ -184,6 +184,14 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
+def op_of(node: fx.Node) -> Any:
+    """Return the op that `node` runs: its target, or the random op that it repeats with a saved state of the generator,
+    which the partitioner makes of random ops in a `checkpoint`."""
+    if node.target is torch.ops.higher_order.run_and_save_rng_state:
+        return node.args[0]
+    return node.args[1] if node.target is torch.ops.higher_order.run_with_rng_state else node.target
+
+
 def leaves_of(value: object) -> list[object]:
     """Return the leaves of nested lists, tuples and dictionaries `value`, or `[value]` if it is itself a leaf."""
     if isinstance(value, Mapping):

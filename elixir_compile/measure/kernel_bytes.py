@@ -85,6 +85,8 @@ def _made_up(node: fx.Node, call: KernelCall) -> Any:
     Raises ValueError if it is empty in the trace and nobody knows its bytes: a kernel that expects more would read the
     memory of others.
     """
+    if call.node.target is torch.ops.higher_order.run_with_rng_state and node is call.node.args[0]:
+        return torch.get_rng_state()
     value = value_of(node)
     if isinstance(value, (list, tuple)):
         return [_made(leaf, node, call) for leaf in value]

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
 from elixir_compile.analysis import plan_timeline
@@ -46,6 +47,26 @@ class Layers(nn.Module):
         for layer in self.layers:
             y = layer(y)
         return self.loss(y, x)
+
+
+class Repeated(nn.Module):
+    """Two layers that are run again in the backward, with random numbers between them from the state of the forward."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return self.narrow(self.draw(functional.gelu(self.wide(x))))
+
+        return x + checkpoint(inside, x, use_reentrant=False)
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(64, -1, 2, 64).transpose(1, 2)
+    return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).transpose(1, 2).reshape(x.shape)
 
 
 class Spectral(nn.Module):
@@ -132,6 +153,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], tup
     "convolution": (conv(nn.Conv2d), functional.mse_loss, IMAGES),
     "batch norm": (normed, functional.smooth_l1_loss, IMAGES),
     "soft margin": (linear, functional.soft_margin_loss, ROWS),
+    "dropout again": (lambda: Repeated(lambda x: functional.dropout(x, 0.1)), mean_square, ROWS),
     "real frequencies": (lambda: Spectral(torch.fft.rfft, torch.fft.irfft), mean_square, SEQUENCES),
     "dtypes and sort": (Sorted, mean_square, ROWS),
     "resized": (Resized, mean_square, IMAGES),
@@ -152,6 +174,11 @@ FURTHER = {
     "a diagonal": (lambda: Written(lambda x, y: x.diagonal_scatter(y[:32, 0])), mean_square, ROWS),
     "a written slice": (lambda: Written(assigned), mean_square, ROWS),
     "a row of a weight": (lambda: WrittenWeight(32, 32), mean_square, ROWS),
+    "random masks again": (lambda: Repeated(lambda x: x * torch.rand_like(x)), mean_square, ROWS),
+    "random bits again": (lambda: Repeated(lambda x: x * torch.bernoulli(x.sigmoid())), mean_square, ROWS),
+    "channels dropped again": (lambda: Repeated(lambda x: functional.dropout1d(x, 0.2)), mean_square, ROWS),
+    "attention again": (lambda: Repeated(attended), mean_square, ROWS),
+    "noise again": (lambda: Repeated(lambda x: x + torch.randn_like(x)), mean_square, ROWS),
     "planes": (lambda: Spectral(torch.fft.fft2, torch.fft.ifft2), mean_square, SEQUENCES),
 }
 
