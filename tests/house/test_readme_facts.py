@@ -9,6 +9,7 @@ import torch
 import typer
 from torch import nn
 
+import elixir_compile as elixir
 from elixir_compile.capture.modules import unmanaged_reason
 from elixir_compile.cli.main import app
 from elixir_compile.errors import InvalidOption
@@ -58,6 +59,15 @@ def has_no_option(*words: str) -> bool:
     return not any(word in name for name in Options.__dataclass_fields__ for word in words)
 
 
+def reaches_its_weight(backend: str) -> bool:
+    """Return whether `autograd.grad` finds the weight of a prepared model that `backend` compiles."""
+    torch.compiler.reset()
+    model = elixir.prepare(nn.Linear(2, 2))
+    loss = torch.compile(model, backend=backend)(torch.ones(1, 2)).sum()
+    (found,) = torch.autograd.grad(loss, [model.weight], allow_unused=True)
+    return found is not None
+
+
 HOLDS: dict[str, Callable[[], bool]] = {
     "GPUs other than one H200": lambda: "## What a GPU has shown" in page("accelerators.md"),
     "Sequence and context parallelism": lambda: has_no_option("sequence", "context"),
@@ -73,6 +83,7 @@ HOLDS: dict[str, Callable[[], bool]] = {
     "Writes through `module.weight.data` of a parameter on the host, on an accelerator,": lambda: (
         "is lost, and nothing notices it" in page("accelerators.md")
     ),
+    "`autograd.grad` beside another backend": lambda: not reaches_its_weight("eager"),
     "Gradients of gradients": lambda: (
         '| refused, `UnsupportedBackward`: "... create_graph=True' in page("compatibility.md")
     ),
