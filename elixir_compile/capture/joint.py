@@ -105,9 +105,11 @@ def _describe_draws(forward: fx.Graph, backward: fx.Graph) -> None:
     The ops that draw have no values in torch 2.11 to 2.13, so their results would count as made by none of them.
     """
     draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
+    drawn: dict[fx.Node, object] = {}
     for draw in draws:
-        results = {node.args[1]: node.meta["val"] for node in draw.users}
-        draw.meta["val"] = (results[0], results.get(1))
+        results = {node.args[1]: value_of(node) for node in draw.users}
+        drawn[draw] = results.get(1)
+        draw.meta["val"] = (results[0], drawn[draw])
     repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
     again = {source_of(node): node for node in repeated}
     saved = [node for node in outputs_of(forward) if isinstance(node, fx.Node) and node.args]
@@ -117,7 +119,7 @@ def _describe_draws(forward: fx.Graph, backward: fx.Graph) -> None:
         with backward.inserting_before(given):
             named = backward.placeholder(state.name)
         named.meta = dict(given.meta)
-        again[given].meta["val"] = value_of(source_of(state))[1]
+        again[given].meta["val"] = drawn[source_of(state)]
         given.replace_all_uses_with(named)
         backward.erase_node(given)
 
