@@ -506,8 +506,8 @@ class OutstandingForwards:
     def _leave_gaps(self, models: Sequence["OutstandingForwards"], args: Sequence[Any]) -> None:
         """Plan the graphs of `models`, which run in turn, again with room for gaps, if the allocator held more in the
         last step than the budget. The next has the inputs `args`."""
-        if not self.gaps.is_watching:
-            return
+        if not self.gaps.is_watching or self is not min(models, key=id):
+            return  # one of the models judges for all, or each would go back to plans that another has left
         graphs_of = {model: found for model in models if (found := model.joint_graphs())}
         graphs = [graph for own in graphs_of.values() for graph in own]
         whys = ["" if self.stages is None else "the stages of a pipeline are planned one after another"]
