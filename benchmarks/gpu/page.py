@@ -132,7 +132,7 @@ def figures(folder: Path) -> Iterator[str]:
                 mib(plan.get("planned_bytes")),
                 mib(steps[-1].get("requested_bytes")),
                 mib(steps[-1].get("reserved_bytes")),
-                f"{statistics.median(step['step_s'] for step in steps[-4:]) * 1e3:.1f}",
+                f"{statistics.median(step['step_s'] for step in (steps[1:] or steps)[-4:]) * 1e3:.1f}",
                 "-" if planned_s is None else f"{planned_s * 1e3:.1f}",
                 waits,
                 f"{steps[0]['step_s']:.0f}",

@@ -4,7 +4,7 @@
 #
 #     benchmarks/gpu/run.sh lives 240 /tmp/gpu      does it train, exactly and inside of its budget? Questions beside each other
 #     benchmarks/gpu/run.sh wide 240 /tmp/gpu       tests of training habits, random runs, and what the allocator holds
-#     benchmarks/gpu/run.sh figures 460 /tmp/gpu    seconds and bytes of a Llama of 1.1 B parameters, one question after another
+#     benchmarks/gpu/run.sh figures 590 /tmp/gpu    seconds and bytes of a Llama of 1.1 B parameters, one question after another
 #
 # The second argument is the most seconds of the call. Everything that is known so far is packed into results.tgz in the
 # folder after each question, so a machine that is taken away loses one question at most. Send back that file.
@@ -106,10 +106,10 @@ figures)
     done <<QUESTIONS
 torch 100 --backend torch
 fsdp2 60 --backend fsdp2 --steps 8
-as_fsdp2 110 --budget-of fsdp2
-half 100 --budget-of torch --share 0.5 --trace
-all 85 --budget-of torch
-third 85 --budget-of torch --share 0.3
+as_fsdp2 180 --budget-of fsdp2
+half 180 --budget-of torch --share 0.5 --trace
+all 100 --budget-of torch
+third 180 --budget-of torch --share 0.3
 masters 75 --budget-of torch --share 0.3 --dtype bfloat16 --expandable
 QUESTIONS
     ;;
