@@ -157,16 +157,21 @@ def test_gaps_between_tensors_are_planned_for(
     monkeypatch.setattr(AcceleratorPlatform, "reserved_bytes", reserved_bytes)
     monkeypatch.setattr(AcceleratorPlatform, "alloc_retries", alloc_retries)
     monkeypatch.setattr(allocator_gaps, "SEGMENT_BYTES", 0)
+    monkeypatch.setattr(allocator_gaps, "_ALIKE_BYTES", 1)
     caplog.set_level("INFO", logger="elixir_compile")
     run = by_elixir(model, device_memory=budget_bytes, report=True, **PLAIN).train(batches[:1])
     before = elixir.compilations(run.model)[0].plan
-    run.train(batches[1:])
-    after = elixir.compilations(run.model)[0].plan
+    followed = []
+    for batch in batches[1:]:
+        run.train([batch])
+        followed.append(elixir.compilations(run.model)[0].plan)
     said = [line for line in caplog.messages if line.startswith("torch's allocator holds")]
     assert bool(said) == is_said
-    assert is_planned_for is None or (after.base_bytes > before.base_bytes) == is_planned_for
-    assert after.base_bytes < budget_bytes
-    assert after.prediction.device_peak_bytes <= budget_bytes
+    # What the allocator holds here does not depend on plans, so in the end those made first are gone back to.
+    most_base_bytes = max(plan.base_bytes for plan in followed)
+    assert is_planned_for is None or (most_base_bytes > before.base_bytes) == is_planned_for
+    assert most_base_bytes < budget_bytes
+    assert all(plan.prediction.device_peak_bytes <= budget_bytes for plan in followed)
 
 
 @pytest.mark.slow
