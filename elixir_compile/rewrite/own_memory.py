@@ -40,26 +40,25 @@ def _copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 
 
 def _slice_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if _overlaps(into):
-        return _aten.slice_scatter.default(into, source, *args, **kwargs)
-    made = into.clone()
-    _aten.slice.Tensor(made, *args, **kwargs).copy_(source)
-    return made
+    return _scattered(_aten.slice_scatter.default, _aten.slice.Tensor, into, source, *args, **kwargs)
 
 
 def _select_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if _overlaps(into):
-        return _aten.select_scatter.default(into, source, *args, **kwargs)
-    made = into.clone()
-    _aten.select.int(made, *args, **kwargs).copy_(source)
-    return made
+    return _scattered(_aten.select_scatter.default, _aten.select.int, into, source, *args, **kwargs)
 
 
 def _diagonal_scatter(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _scattered(_aten.diagonal_scatter.default, _aten.diagonal.default, into, source, *args, **kwargs)
+
+
+def _scattered(
+    scatter: Any, part_of: Any, into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return the result of the op `scatter`: a copy of `into` whose part, by the op `part_of`, is `source`."""
     if _overlaps(into):
-        return _aten.diagonal_scatter.default(into, source, *args, **kwargs)
+        return scatter(into, source, *args, **kwargs)
     made = into.clone()
-    _aten.diagonal.default(made, *args, **kwargs).copy_(source)
+    part_of(made, *args, **kwargs).copy_(source)
     return made
 
 
