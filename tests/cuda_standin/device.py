@@ -38,6 +38,11 @@ def is_here() -> bool:
     return _library() is not None
 
 
+def is_gpu() -> bool:
+    """Whether the process has a GPU: CUDA, and not over the stand-in."""
+    return torch.cuda.is_available() and not is_here()
+
+
 def start() -> ctypes.CDLL:
     """Return the library. The update kernel of the host, which is no op of torch, says what it reads and writes."""
     from elixir_compile.runtime.lanes.accelerator import Accelerator

@@ -17,8 +17,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from tests.cuda_standin import device as standin
 from tests.device import emulated
 
-IS_GPU = torch.cuda.is_available() and not standin.is_here()
-DEVICE = torch.device("cuda" if IS_GPU else emulated.NAME, 0)
+DEVICE = torch.device("cuda" if standin.is_gpu() else emulated.NAME, 0)
 _MOMENTS = "moments"
 _place = DeviceContext.__torch_function__
 
@@ -67,7 +66,7 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     """Run each test with copies at its moments, and fail it if two of its accesses had no order."""
-    if IS_GPU:
+    if standin.is_gpu():
         return (yield)
     with emulated.policy_named(item.callspec.params[_MOMENTS]), emulated.ordered():
         return (yield)

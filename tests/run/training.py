@@ -217,4 +217,4 @@ def _rounds_otherwise() -> bool:
     AdamW divides by the root of the second moment: where a gradient is nothing but rounding, as of a bias in front of a
     normalization, two roundings part by as much as a step. So all tensors are compared together there.
     """
-    return torch.cuda.is_available() and not standin.is_here()
+    return standin.is_gpu()
