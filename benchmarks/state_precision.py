@@ -35,8 +35,6 @@ PRECISIONS: dict[str, dict[str, str]] = {
     "bfloat16": {"state_dtype": "bfloat16"},
     "float8": {"state_dtype": "float8"},
     "int8": {"state_dtype": "int8"},
-    "bfloat16, nearest": {"state_dtype": "bfloat16", "state_rounding": "nearest"},
-    "int8, nearest": {"state_dtype": "int8", "state_rounding": "nearest"},
 }
 """By name, the arguments of HybridAdamW."""
 SEEDS = (0, 1, 2)

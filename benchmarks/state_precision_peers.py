@@ -26,7 +26,7 @@ from optimizer_pass import MOST_WAIT_S, SCALARS, Times, quartiles, quiet_values_
 from state_precision_rates import Arrays, timed
 
 from elixir_compile.optim.host import HostThreads, bf16_adamw, split_adamw
-from elixir_compile.optim.moment_forms import MomentForm, Rounding
+from elixir_compile.optim.moment_forms import MomentForm
 
 NAME = "state_precision_peers_cpu"
 OWN = ("elixir int8, split fp32 master", "elixir int8", "elixir float8")
@@ -40,7 +40,7 @@ def own_steps(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], ob
     def step(form: MomentForm, *, has_master: bool) -> Callable[[], object]:
         own = Arrays(arrays.numel)
         extras: dict[str, Any] = {
-            "form": form, "rounding": Rounding.STOCHASTIC, "threads": threads, "exp_avg_scale": own.scales[0],
+            "form": form, "threads": threads, "exp_avg_scale": own.scales[0],
             "exp_avg_sq_scale": own.scales[1], **SCALARS,
         }  # fmt: skip
         moments = own.moments(form)

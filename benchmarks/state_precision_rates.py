@@ -28,7 +28,7 @@ from optimizer_pass import MOST_WAIT_S, SCALARS, Times, limits, quartiles, quiet
 
 from elixir_compile.optim.host import HostThreads, split_adamw
 from elixir_compile.optim.host.build import build_command
-from elixir_compile.optim.moment_forms import MomentForm, Rounding, num_scales
+from elixir_compile.optim.moment_forms import MomentForm, num_scales
 
 NAME = "state_precision_rates_cpu"
 IN_CACHE = 1 << 15
@@ -61,9 +61,9 @@ class Arrays:
         return [tensor.view(dtype)[: self.numel] for tensor, dtype in pairs]
 
 
-def step_of(arrays: Arrays, form: MomentForm, rounding: Rounding, threads: HostThreads) -> Callable[[], object]:
+def step_of(arrays: Arrays, form: MomentForm, threads: HostThreads) -> Callable[[], object]:
     """Return a call that updates all elements once, in the steady state of its form."""
-    extras: dict[str, Any] = {"form": form, "rounding": rounding, "threads": threads, **SCALARS}
+    extras: dict[str, Any] = {"form": form, "threads": threads, **SCALARS}
     if form.has_scales:
         extras |= {"exp_avg_scale": arrays.scales[0], "exp_avg_sq_scale": arrays.scales[1]}
     moments = arrays.moments(form)
@@ -96,11 +96,6 @@ def own_limits() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
-def label(form: MomentForm, rounding: Rounding) -> str:
-    """Return the name of a variant."""
-    return form.value if rounding is Rounding.STOCHASTIC or form is MomentForm.FLOAT32 else f"{form.value}, nearest"
-
-
 def timed(call: Callable[[], object]) -> float:
     """Return the seconds of `call`."""
     began_s = time.perf_counter()
@@ -115,9 +110,7 @@ def in_cache_s(numel: int) -> dict[str, float]:
     """
     threads = HostThreads(1)
     calls: dict[str, Callable[[int], Callable[[], object]]] = {
-        label(form, rounding): lambda size, form=form, rounding=rounding: step_of(Arrays(size), form, rounding, threads)
-        for form in MomentForm
-        for rounding in Rounding
+        form.value: lambda size, form=form: step_of(Arrays(size), form, threads) for form in MomentForm
     }
     calls[ROOT_AND_QUOTIENT] = root_and_quotient_of
     found = {}
@@ -146,8 +139,7 @@ def measured(numel: int, num_threads: int, num_rounds: int) -> dict[str, Any]:
     arrays, threads = Arrays(numel), HostThreads(num_threads)
     calls: dict[str, tuple[MomentForm, Callable[[], object]]] = {}
     for form in MomentForm:
-        for rounding in Rounding:
-            calls[label(form, rounding)] = form, step_of(arrays, form, rounding, threads)
+        calls[form.value] = form, step_of(arrays, form, threads)
         if form is not MomentForm.INT8:
             calls[f"read and write {LIMITS[form.value]}"] = form, loop_of(arrays, form, threads)
     times: dict[str, Times] = {name: [] for name in calls}
@@ -169,7 +161,7 @@ def measured(numel: int, num_threads: int, num_rounds: int) -> dict[str, Any]:
         "num_rounds": num_rounds,
         "seconds": {name: quartiles(quiet_values_of(values)) for name, values in times.items()},
         "ratios": [ratio_of(name, EXACT, times) for name in names if name != EXACT],
-        "shares": [ratio_of(name, f"read and write {LIMITS[name.split(',')[0]]}", times) for name in names],
+        "shares": [ratio_of(name, f"read and write {LIMITS[name]}", times) for name in names],
         "in_cache_s_per_element": in_cache_s(IN_CACHE) if num_threads == 1 else {},
     }
 
@@ -199,7 +191,7 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     numel = figures[0]["numel"]
     lines = [
         f"One AdamW step of {numel / 1e6:.0f} M bf16 parameters with a split master on the host: median [quartiles] "
-        "over the rounds of one run, variants in turn. Rounding is stochastic where nothing else is said.",
+        "over the rounds of one run, variants in turn.",
         "",
         "| moments | " + " | ".join(f"{figure['num_threads']} threads, ms" for figure in figures) + " | in cache, ms |",
         "|---|" + "---|" * (len(figures) + 1),

@@ -39,9 +39,9 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     by the next call that waits for the update.
 
     `state_dtype` stores the moments in fewer bytes: `"bfloat16"`, or `"float8"` or `"int8"` with a scale for each 128
-    values. The arithmetic stays in fp32; moments are rounded as they are stored, by `state_rounding`: `"stochastic"`,
-    repeatable for the same `state_seed`, or `"nearest"`. `master_dtype="bfloat16"` makes bf16 parameters their own
-    masters, rounded stochastically. All of it changes the result: see docs/state-precision.md.
+    values. The arithmetic stays in fp32; moments are rounded stochastically as they are stored, repeatable for the same
+    `state_seed`. `master_dtype="bfloat16"` makes bf16 parameters their own masters, rounded stochastically. All of it
+    changes the result: see docs/state-precision.md.
 
     Raises ValueError if one of these has another value, or if AMSGrad is to have narrower moments; UnsupportedModel if
     `state_dtype` is not `"float32"` and a parameter has neither fp32 values nor an fp32 master.
@@ -68,11 +68,10 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
         foreach: bool | None = None,
         fused: bool | None = None,
         state_dtype: str = "float32",
-        state_rounding: str = "stochastic",
         master_dtype: str = "float32",
         state_seed: int = 0,
     ) -> None:
-        self.precision = state_precision(state_dtype, state_rounding, master_dtype, state_seed)
+        self.precision = state_precision(state_dtype, master_dtype, state_seed)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -172,9 +171,7 @@ def _restored(cls: type[Optimizer], precision: StatePrecision) -> Optimizer:
     return made.__new__(made)
 
 
-def hybrid(
-    cls: type[C], state_dtype: str = "float32", state_rounding: str = "stochastic", state_seed: int = 0
-) -> type[C]:
+def hybrid(cls: type[C], state_dtype: str = "float32", *, state_seed: int = 0) -> type[C]:
     """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
     An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
@@ -183,8 +180,8 @@ def hybrid(
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
-    With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically or to
-    the `"nearest"`; `cls` computes in fp32. `float8` and `int8` store a signed first moment and the root of a second
+    With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically;
+    `cls` computes in fp32. `float8` and `int8` store a signed first moment and the root of a second
     one, which only `HybridAdamW` is known to have.
 
     Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`, ValueError for another `state_dtype`.
@@ -197,7 +194,7 @@ def hybrid(
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
         raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
-    precision = state_precision(state_dtype, state_rounding, "float32", state_seed)
+    precision = state_precision(state_dtype, "float32", state_seed)
     if not precision.is_exact and (issubclass(cls, Hybrid) or cls is torch.optim.AdamW):
         raise ValueError(f"hybrid({cls.__name__}, {state_dtype!r}): use HybridAdamW(..., state_dtype={state_dtype!r})")
     if precision.moments not in (MomentForm.FLOAT32, MomentForm.BFLOAT16):

@@ -65,15 +65,6 @@ _DTYPES = {
 }
 
 
-class Rounding(Enum):
-    """How values are rounded to a form with fewer bits."""
-
-    STOCHASTIC = "stochastic"
-    """Up or down with the probability that keeps the mean."""
-    NEAREST = "nearest"
-    """To the nearest, ties to even. See [Note: Rounding]."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
     """The moments of a parameter, or of whole blocks of it, as they are stored."""
@@ -163,17 +154,17 @@ def encode(
     second: torch.Tensor,
     form: MomentForm,
     *,
-    rounding: Rounding = Rounding.STOCHASTIC,
-    key: int = 0,
+    key: int | None,
 ) -> Moments:
     """Return the fp32 moments `first` and `second` in `form`, in the same shape; the scales are flat.
 
-    The tensors begin at the first element of a block. `key` is that of `noise_key`.
+    The tensors begin at the first element of a block. `key` is that of `noise_key`; None for the nearest values, ties
+    to even, which gives moments that were decoded their codes again.
     """
     if form is MomentForm.FLOAT32:
         return Moments(exp_avg=first, exp_avg_sq=second)
     values = (first.contiguous(), root_of(second) if form.has_scales else second.contiguous())
-    bits = noise(*values, key) if rounding is Rounding.STOCHASTIC else None
+    bits = None if key is None else noise(*values, key)
     if form is MomentForm.BFLOAT16:
         halves = (None, None) if bits is None else (bits & 0xFFFF, _shifted(bits, 16))
         exp_avg, exp_avg_sq = (rounded_to_bfloat16(value, half) for value, half in zip(values, halves, strict=True))

@@ -24,7 +24,6 @@ from elixir_compile.optim.master_adamw import MixedAdamWRule, in_layout_of, mast
 from elixir_compile.optim.moment_forms import (
     BLOCK,
     MomentForm,
-    Rounding,
     decode,
     encode,
     noise,
@@ -182,7 +181,6 @@ class NarrowAdamWRule(MixedAdamWRule):
             "form": form,
             "exp_avg_scale": moments[1] if num_stored == 4 else None,
             "exp_avg_sq_scale": moments[3] if num_stored == 4 else None,
-            "rounding": self.precision.rounding,
             "seed": self.precision.seed,
         }
         if weight.dtype == torch.float32:
@@ -204,7 +202,6 @@ class NarrowAdamWRule(MixedAdamWRule):
         stored, layouts = [flat(tensor) for tensor in stored_moments(state)], layouts_of(form).values()
         number = num_steps(state["step"]) + 1
         key = noise_key(self.precision.seed, number)
-        rounding = self.precision.rounding
         for start in range(0, weight.numel(), _DEVICE_BLOCK):
             stop = min(start + _DEVICE_BLOCK, weight.numel())
             block = slice(start, stop)
@@ -215,12 +212,10 @@ class NarrowAdamWRule(MixedAdamWRule):
             moments: State = {"exp_avg": first, "exp_avg_sq": second, "step": state["step"].clone()}
             wide = slope[block].to(torch.float32)
             AdamWRule.update(self, [master], [wide if scale == 1.0 else wide * scale], [moments], group)
-            encoded = encode(first, second, form, rounding=rounding, key=key)
+            encoded = encode(first, second, form, key=key)
             for here, value in zip(own, as_stored(encoded), strict=True):
                 here.copy_(value)
-            bits = None
-            if rounding is Rounding.STOCHASTIC:
-                bits = weight_noise(noise(first, root_of(second) if form.has_scales else second, key), master)
+            bits = weight_noise(noise(first, root_of(second) if form.has_scales else second, key), master)
             _store(master, high[block], None if rest is None else flat(rest)[block], bits)
         state["step"].add_(1)
         note_num_steps(state["step"], number)
@@ -252,7 +247,7 @@ def _master(high: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
     return rest if rest.dtype == torch.float32 else joined(high, rest)
 
 
-def _store(master: torch.Tensor, high: torch.Tensor, rest: torch.Tensor | None, bits: torch.Tensor | None) -> None:
+def _store(master: torch.Tensor, high: torch.Tensor, rest: torch.Tensor | None, bits: torch.Tensor) -> None:
     """Write `master` back to the weight `high` and to the rest of its master; without a rest, round it with `bits`."""
     if rest is not None and rest.dtype == torch.int16:
         split(master, high, rest)

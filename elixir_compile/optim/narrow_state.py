@@ -17,7 +17,7 @@ import torch
 from elixir_compile.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_of_rows
 from elixir_compile.optim.disk.state import DiskState
 from elixir_compile.optim.layout import StatisticLayout, flat_order
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, Rounding, decode, encode
+from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, decode, encode
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CODED = tuple(f"{moment}_{part}" for moment in MOMENTS for part in ("codes", "scale"))
@@ -30,8 +30,6 @@ class StatePrecision:
     """How an optimizer stores its state."""
 
     moments: MomentForm = MomentForm.FLOAT32
-    rounding: Rounding = Rounding.STOCHASTIC
-    """How narrower moments, and weights without an exact master, are rounded."""
     masters: torch.dtype = torch.float32
     """`torch.bfloat16`: a bf16 parameter is its own master, rounded stochastically."""
     seed: int = 0
@@ -43,18 +41,17 @@ class StatePrecision:
         return self.moments is MomentForm.FLOAT32 and self.masters is torch.float32
 
 
-def state_precision(moments: str, rounding: str, masters: str, seed: int) -> StatePrecision:
+def state_precision(moments: str, masters: str, seed: int) -> StatePrecision:
     """Return the precision that a user asked for by words. Raises ValueError for an unknown word."""
-    forms, roundings = [form.value for form in MomentForm], [each.value for each in Rounding]
+    forms = [form.value for form in MomentForm]
     for name, value, known in (
         ("state_dtype", moments, forms),
-        ("state_rounding", rounding, roundings),
         ("master_dtype", masters, ["float32", "bfloat16"]),
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
     dtype = torch.float32 if masters == "float32" else torch.bfloat16
-    return StatePrecision(moments=MomentForm(moments), rounding=Rounding(rounding), masters=dtype, seed=seed)
+    return StatePrecision(moments=MomentForm(moments), masters=dtype, seed=seed)
 
 
 def layouts_of(form: MomentForm) -> Mapping[str, StatisticLayout]:
@@ -109,7 +106,7 @@ def with_form(state: Mapping[str, Any], form: MomentForm, like: torch.Tensor) ->
     """
     if form_of(state) is form or not STORED_NAMES.intersection(state):
         return dict(state)
-    moments = encode(*_wide(state, like), form, rounding=Rounding.NEAREST)
+    moments = encode(*_wide(state, like), form, key=None)
     stored = zip(layouts_of(form).items(), as_stored(moments), strict=True)
     found = {name: layout.shaped(value, like) for (name, layout), value in stored}
     return {**found, **{name: value for name, value in state.items() if name not in STORED_NAMES}}

@@ -3,17 +3,17 @@
 import numpy as np
 import torch
 
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, Rounding, noise_key
+from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments
 
 E4M3 = np.array([k * 2.0**-9 for k in range(8)] + [(8 + k % 8) * 2.0 ** (k // 8 - 10) for k in range(8, 127)])
 """The e4m3 numbers by code: steps of 2^-9 up to 2^-6, then 8 numbers for each power of two, up to 448."""
 
 
-def reference_noise(first: np.ndarray, second: np.ndarray, seed: int, step: int) -> np.ndarray:
+def reference_noise(first: np.ndarray, second: np.ndarray, key: int) -> np.ndarray:
     """32 bits for each element, as Python integers would compute them."""
     a, b = (values.view(np.uint32).astype(np.uint64) for values in (first, second))
     swapped = (b % 2**16) * 2**16 + b // 2**16
-    return (a ^ swapped ^ np.uint64(noise_key(seed, step))) * np.uint64(0x9E3779B1) % 2**32
+    return (a ^ swapped ^ np.uint64(key)) * np.uint64(0x9E3779B1) % 2**32
 
 
 def reference_bfloat16(values: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
@@ -76,12 +76,10 @@ def reference_blocks(
     return codes.astype(np.uint8), scale
 
 
-def reference_encode(
-    first: np.ndarray, second: np.ndarray, form: MomentForm, rounding: Rounding, seed: int, step: int
-) -> Moments:
-    """The moments in `form`."""
+def reference_encode(first: np.ndarray, second: np.ndarray, form: MomentForm, key: int | None) -> Moments:
+    """The moments in `form`, rounded with the noise of `key`, or to the nearest."""
     values = (first, np.sqrt(second) if form.has_scales else second)
-    noise = reference_noise(*values, seed, step) if rounding is Rounding.STOCHASTIC else None
+    noise = None if key is None else reference_noise(*values, key)
     if form is MomentForm.BFLOAT16:
         parts = (None, None) if noise is None else (noise % 2**16, noise // 2**16)
         halves = (reference_bfloat16(*pair) for pair in zip(values, parts, strict=True))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.layout import StatisticLayout, flat_order
-from elixir_compile.optim.moment_forms import Rounding, noise_key, rounded_to_bfloat16, weight_noise
+from elixir_compile.optim.moment_forms import noise_key, rounded_to_bfloat16, weight_noise
 from elixir_compile.optim.narrow_state import StatePrecision
 from elixir_compile.optim.rule import State
 from elixir_compile.optim.step_counts import note_num_steps, num_steps
@@ -118,8 +118,6 @@ class NarrowClassRule(ClassRule):
         torch.autograd.graph.increment_version(weight)
 
     def _rounded(self, values: torch.Tensor, key: int) -> torch.Tensor:
-        if self._precision.rounding is Rounding.NEAREST:
-            return values.to(torch.bfloat16)
         # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
         bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
         return rounded_to_bfloat16(values, weight_noise(bits, values))

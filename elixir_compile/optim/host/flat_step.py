@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from elixir_compile import compat
 from elixir_compile.optim import moment_forms
-from elixir_compile.optim.moment_forms import MomentForm, Moments, Rounding
+from elixir_compile.optim.moment_forms import MomentForm, Moments
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16)
@@ -86,10 +86,8 @@ class FlatStep:
     exp_avg_scale: torch.Tensor | None = None
     """The fp32 scales of the blocks of `exp_avg`, if the form has scales."""
     exp_avg_sq_scale: torch.Tensor | None = None
-    rounding: Rounding = Rounding.STOCHASTIC
-    """Of moments in fewer bytes, and of bf16 weights without a master."""
     seed: int = 0
-    """Of stochastic rounding."""
+    """Of the noise with which moments in fewer bytes, and bf16 weights without a master, are rounded."""
 
     @property
     def is_plain(self) -> bool:
@@ -206,7 +204,7 @@ def _store(flat: FlatStep, stored: Moments, moments: tuple[torch.Tensor, torch.T
     """Write fp32 `moments` into `stored`."""
     if flat.form is MomentForm.FLOAT32:
         return  # they are its own tensors
-    new = moment_forms.encode(*moments, flat.form, rounding=flat.rounding, key=key)
+    new = moment_forms.encode(*moments, flat.form, key=key)
     for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
         values, target = getattr(new, name), getattr(stored, name)
         if target is not None:
@@ -216,12 +214,10 @@ def _store(flat: FlatStep, stored: Moments, moments: tuple[torch.Tensor, torch.T
 def _rounded(
     flat: FlatStep, weights: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor], key: int
 ) -> torch.Tensor:
-    """Return fp32 `weights` in bf16, with the noise of `moments`, as they get rounded, if rounding is stochastic."""
-    bits = None
-    if flat.rounding is Rounding.STOCHASTIC:
-        first, second = moments
-        second = moment_forms.root_of(second) if flat.form.has_scales else second
-        bits = moment_forms.weight_noise(moment_forms.noise(first, second, key), weights)
+    """Return fp32 `weights` in bf16, with the noise of `moments` as they get rounded."""
+    first, second = moments
+    second = moment_forms.root_of(second) if flat.form.has_scales else second
+    bits = moment_forms.weight_noise(moment_forms.noise(first, second, key), weights)
     return moment_forms.rounded_to_bfloat16(weights, bits)
 
 

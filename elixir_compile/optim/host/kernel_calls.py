@@ -8,7 +8,7 @@ import torch
 from elixir_compile.optim import moment_forms
 from elixir_compile.optim.host.flat_step import FlatStep
 from elixir_compile.optim.host.threads import GRAIN, HostThreads
-from elixir_compile.optim.moment_forms import MomentForm, Rounding
+from elixir_compile.optim.moment_forms import MomentForm
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """The value of the enum `Kind` in `kernel.c` for the dtype of a gradient or a parameter."""
@@ -49,7 +49,6 @@ class Reduced(ctypes.Structure):
         ("exp_avg_sq_scale", ctypes.c_void_p),
         ("key", ctypes.c_uint32),
         ("form", ctypes.c_int),
-        ("is_stochastic", ctypes.c_int),
     )
 
 
@@ -110,7 +109,6 @@ def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficient
             *(_at(scale, block) for scale in (given.exp_avg_scale, given.exp_avg_sq_scale)),
             key,
             tuple(MomentForm).index(given.form),
-            given.rounding is Rounding.STOCHASTIC,
         )
         values = None if is_alone else _at(given.weights, start)
         weights = Weights(values, _at(given.weights if is_alone else given.param, start), _weight_form(given))

@@ -16,7 +16,6 @@ typedef struct {
     float *exp_avg_scale, *exp_avg_sq_scale; /* one for each block */
     uint32_t key;                            /* of the noise, from the seed and the step */
     int form;
-    int is_stochastic;
 } Reduced;
 
 /* The bits of the least and the greatest magnitude that a block of first moments, or of roots, may have when it is
@@ -40,19 +39,17 @@ INLINE uint32_t weight_noise(uint32_t noise, uint32_t weight) {
 
 /* -- numbers ------------------------------------------------------------------------------------------------------- */
 
-/* The bf16 for fp32 `bits`, with 16 bits of noise or rounded to nearest even; every NaN becomes the same. */
-INLINE uint16_t bf16_of(uint32_t bits, uint32_t noise, const int is_stochastic) {
-    uint32_t rounded = (bits + (is_stochastic ? noise : 0x7fffu + (bits >> 16 & 1u))) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+/* The bf16 for fp32 `bits`, with 16 bits of noise; every NaN becomes the same. */
+INLINE uint16_t bf16_of(uint32_t bits, uint32_t noise) {
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bits + noise) >> 16);
 }
 
-/* The e4m3 of a magnitude of at most 448, with 20 bits of noise or rounded to nearest even. Below 2^-6 the numbers are
-   2^-9 apart, as are fp32 numbers with 19 bits less behind 2^-5. */
-INLINE uint32_t float8_of(float magnitude, uint32_t noise, const int is_stochastic) {
+/* The e4m3 of a magnitude of at most 448, with 20 bits of noise. Below 2^-6 the numbers are 2^-9 apart, as are fp32
+   numbers with 19 bits less behind 2^-5. */
+INLINE uint32_t float8_of(float magnitude, uint32_t noise) {
     uint32_t bits = as_bits(magnitude);
-    uint32_t normal = (bits + (is_stochastic ? noise : 0x7ffffu + (bits >> 20 & 1u)) - (120u << 23)) >> 20;
-    uint32_t tiny = is_stochastic ? (as_bits(magnitude + as_float(0x3d000000u | noise >> 1)) - 0x3d000000u) >> 19
-                                  : as_bits(magnitude + 0x1p14f) - as_bits(0x1p14f);
+    uint32_t normal = (bits + noise - (120u << 23)) >> 20;
+    uint32_t tiny = (as_bits(magnitude + as_float(0x3d000000u | noise >> 1)) - 0x3d000000u) >> 19;
     return bits < 121u << 23 ? tiny : normal;
 }
 
@@ -100,31 +97,29 @@ INLINE void decode_block(float *restrict first, float *restrict second, const ui
 }
 
 /* A positive root never gets the code 0: the next step would divide what is left of the first moment by eps. */
-INLINE uint32_t code_of(float value, uint32_t bits, uint32_t noise, const int form, const int is_stochastic) {
-    if (form == FLOAT8) return float8_of(__builtin_fabsf(value), noise & 0xfffffu, is_stochastic) | (bits >> 24 & 0x80u);
-    if (!is_stochastic) return as_bits(value + 0x1.8p23f);
+INLINE uint32_t code_of(float value, uint32_t bits, uint32_t noise, const int form) {
+    if (form == FLOAT8) return float8_of(__builtin_fabsf(value), noise & 0xfffffu) | (bits >> 24 & 0x80u);
     return as_bits(value + as_float(0x43c00000u | (noise & 0x7fffu))) >> 15 ^ 0x80u; /* 15 bits behind the point */
 }
 
 /* The largest int8 root is 255 within 2^-16, a tie that goes to even: without the last bit of the noise it gets the code
    255, always. */
-INLINE uint32_t root_code_of(float value, uint32_t noise, const int form, const int is_stochastic) {
-    if (form == FLOAT8) return float8_of(value, noise >> 12, is_stochastic);
-    if (!is_stochastic) return as_bits(value + 0x1.8p23f) & 0xffu;
+INLINE uint32_t root_code_of(float value, uint32_t noise, const int form) {
+    if (form == FLOAT8) return float8_of(value, noise >> 12);
     return as_bits(value + as_float(0x43800000u | (noise >> 17 & 0x7ffeu))) >> 15 & 0xffu;
 }
 
 /* A positive root never gets the code 0: the next step would divide what is left of the first moment by eps. */
 INLINE void encode_block(uint8_t *restrict codes, uint8_t *restrict root_codes, const float *restrict first,
                          const float *restrict root, float inverse, float root_inverse, uint32_t key, size_t n,
-                         const int form, const int is_stochastic) {
+                         const int form) {
     uint32_t wide[BLOCK], wide_roots[BLOCK];
     for (size_t i = 0; i < n; ++i) {
         const float value = first[i], root_value = root[i];
         const uint32_t bits = as_bits(value), root_bits = as_bits(root_value), least = root_bits ? 1u : 0u;
-        const uint32_t noise = is_stochastic ? noise_of(bits, root_bits, key) : 0;
-        const uint32_t root_code = root_code_of(root_value * root_inverse, noise, form, is_stochastic);
-        wide[i] = code_of(value * inverse, bits, noise, form, is_stochastic);
+        const uint32_t noise = noise_of(bits, root_bits, key);
+        const uint32_t root_code = root_code_of(root_value * root_inverse, noise, form);
+        wide[i] = code_of(value * inverse, bits, noise, form);
         wide_roots[i] = root_code > least ? root_code : least;
     }
     for (size_t i = 0; i < n; ++i) codes[i] = (uint8_t)wide[i];
@@ -157,42 +152,30 @@ INLINE void finish(uint8_t *codes, float *to, Scale scale, uint32_t most, size_t
 }
 
 static void encode(uint8_t *codes, uint8_t *root_codes, float *scales, float *root_scales, const float *first,
-                   const float *root, uint32_t key, size_t n, int form, int is_stochastic) {
+                   const float *root, uint32_t key, size_t n, int form) {
     const uint32_t most = most_of(first, n), most_root = most_of(root, n);
     const Scale scale = scale_of(most, form, 0), root_scale = scale_of(most_root, form, 1);
     const float inverse = scale.inverse, root_inverse = root_scale.inverse;
-    if (form == FLOAT8 && is_stochastic)
-        encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 1);
-    else if (form == FLOAT8) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8, 0);
-    else if (is_stochastic) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 1);
-    else encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8, 0);
+    if (form == FLOAT8) encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, FLOAT8);
+    else encode_block(codes, root_codes, first, root, inverse, root_inverse, key, n, INT8);
     finish(codes, scales, scale, most, n, form);
     finish(root_codes, root_scales, root_scale, most_root, n, form);
 }
 
 static void encode_bf16(uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const float *restrict first,
-                        const float *restrict second, uint32_t key, size_t n, int is_stochastic) {
-    if (!is_stochastic) {
-        for (size_t i = 0; i < n; ++i) exp_avg[i] = bf16_of(as_bits(first[i]), 0, 0);
-        for (size_t i = 0; i < n; ++i) exp_avg_sq[i] = bf16_of(as_bits(second[i]), 0, 0);
-        return;
-    }
+                        const float *restrict second, uint32_t key, size_t n) {
     for (size_t i = 0; i < n; ++i) {
         uint32_t noise = noise_of(as_bits(first[i]), as_bits(second[i]), key);
-        exp_avg[i] = bf16_of(as_bits(first[i]), noise & 0xffffu, 1);
-        exp_avg_sq[i] = bf16_of(as_bits(second[i]), noise >> 16, 1);
+        exp_avg[i] = bf16_of(as_bits(first[i]), noise & 0xffffu);
+        exp_avg_sq[i] = bf16_of(as_bits(second[i]), noise >> 16);
     }
 }
 
-/* The weights in bf16, rounded with noise from their moments or to nearest even. */
+/* The weights in bf16, rounded with noise from their moments. */
 static void narrow_weights(uint16_t *restrict to, const float *restrict weights, const float *restrict first,
-                           const float *restrict second, uint32_t key, size_t n, int is_stochastic) {
-    if (!is_stochastic) {
-        for (size_t i = 0; i < n; ++i) to[i] = bf16_of(as_bits(weights[i]), 0, 0);
-        return;
-    }
+                           const float *restrict second, uint32_t key, size_t n) {
     for (size_t i = 0; i < n; ++i) {
         uint32_t noise = noise_of(as_bits(first[i]), as_bits(second[i]), key);
-        to[i] = bf16_of(as_bits(weights[i]), weight_noise(noise, as_bits(weights[i])), 1);
+        to[i] = bf16_of(as_bits(weights[i]), weight_noise(noise, as_bits(weights[i])));
     }
 }

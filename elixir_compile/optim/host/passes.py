@@ -36,12 +36,12 @@ from elixir_compile.optim.host.build import BuildError, loaded_kernel
 from elixir_compile.optim.host.flat_step import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
 from elixir_compile.optim.host.kernel_calls import typed
 from elixir_compile.optim.host.threads import HostThreads, host_threads_for
-from elixir_compile.optim.moment_forms import MomentForm, Rounding
+from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
 
 _BESIDE_THE_RULE = (
     *("max_exp_avg_sq", "total"),
-    *("form", "exp_avg_scale", "exp_avg_sq_scale", "rounding", "seed"),
+    *("form", "exp_avg_scale", "exp_avg_sq_scale", "seed"),
 )
 """The extras of a step that are fields of `FlatStep`; the others are scalars of its rule."""
 
@@ -89,7 +89,6 @@ class Extras(Scalars):
     form: NotRequired[MomentForm]
     exp_avg_scale: NotRequired[torch.Tensor | None]
     exp_avg_sq_scale: NotRequired[torch.Tensor | None]
-    rounding: NotRequired[Rounding]
     seed: NotRequired[int]
 
 
@@ -109,8 +108,8 @@ def mixed_adamw(
     AMSGrad. `threads` defaults to the threads of this process. Raises ValueError if a tensor has a wrong dtype, device,
     layout or size.
 
-    With `form`, the moments are stored in fewer bytes, rounded as `rounding` says, with noise from `seed` and
-    `step` (see `moment_forms.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
+    With `form`, the moments are stored in fewer bytes, rounded with noise from `seed` and `step` (see
+    `moment_forms.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 
@@ -142,7 +141,7 @@ def bf16_adamw(
     step: int,
     **extras: Unpack[Extras],
 ) -> None:
-    """Run the step of `mixed_adamw` on a bf16 `param` that has no master, and round it as `rounding` says.
+    """Run the step of `mixed_adamw` on a bf16 `param` that has no master, and round it with noise.
 
     Stochastic rounding keeps the mean of steps that are smaller than the distance between two bf16 numbers.
     """

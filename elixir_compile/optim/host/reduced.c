@@ -28,7 +28,7 @@ static void update_tile(Weights weights, Tiles *tiles, const float *slope, Momen
     } else if (weights.form == BF16_ALONE) {
         widen_bf16(tiles->wide, param, n);
         updated(tiles->wide, NULL, slope, here, 0, n, k, WIDE, keeps_root);
-        narrow_weights(param, tiles->wide, here.exp_avg, here.exp_avg_sq, moments->key, n, moments->is_stochastic);
+        narrow_weights(param, tiles->wide, here.exp_avg, here.exp_avg_sq, moments->key, n);
     } else {
         updated(master, NULL, slope, here, 0, n, k, WIDE, keeps_root);
         if (weights.form == MASTER_AND_FP16) narrow_fp16(param, master, n);
@@ -48,7 +48,7 @@ static void step_plain(Weights weights, Tiles *tiles, const Reduced *moments, co
     widen_bf16(tiles->first, exp_avg, n);
     widen_bf16(tiles->second, exp_avg_sq, n);
     update_tile(weights, tiles, slope, here, start, n, k, moments, 0);
-    encode_bf16(exp_avg, exp_avg_sq, tiles->first, tiles->second, moments->key, n, moments->is_stochastic);
+    encode_bf16(exp_avg, exp_avg_sq, tiles->first, tiles->second, moments->key, n);
 }
 
 /* The step of a tile of blocks, whose first begins at `start`. */
@@ -63,7 +63,7 @@ static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, c
     update_tile(weights, tiles, slope, here, start, n, k, moments, 1);
     for (size_t at = 0, i = 0; at < n; at += BLOCK, ++i)
         encode(codes + at, root_codes + at, scales + i, root_scales + i, tiles->first + at, tiles->second + at,
-               moments->key, n - at < BLOCK ? n - at : BLOCK, moments->form, moments->is_stochastic);
+               moments->key, n - at < BLOCK ? n - at : BLOCK, moments->form);
 }
 
 /* Pointers are to the first of `n` elements, which begins a block. */
@@ -72,7 +72,7 @@ void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, co
     Tiles tiles;
     size_t done = 0;
 #ifdef HAS_LANES
-    if (moments.is_stochastic && moments.form != FLOAT32 && (weights.form == SPLIT_MASTER || weights.form == BF16_ALONE)) {
+    if (moments.form != FLOAT32 && (weights.form == SPLIT_MASTER || weights.form == BF16_ALONE)) {
         const int is_split = weights.form == SPLIT_MASTER, is_direct = grad.kind == BF16 && !grad.total;
         Group all = {weights.param, is_split ? weights.values : NULL, is_direct ? grad.values : NULL, tiles.slope};
         for (size_t length; done + BLOCK <= n; done += length) {

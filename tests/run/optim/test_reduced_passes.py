@@ -12,7 +12,7 @@ import torch
 from elixir_compile.optim.host import HostThreads, bf16_adamw, flat_step, mixed_adamw, passes, split_adamw
 from elixir_compile.optim.host.passes import _kernel
 from elixir_compile.optim.host.threads import GRAIN
-from elixir_compile.optim.moment_forms import MomentForm, Moments, Rounding, zero_moments
+from elixir_compile.optim.moment_forms import MomentForm, Moments, noise_key, zero_moments
 from tests.run.moment_reference import (
     bits_of,
     differences,
@@ -28,12 +28,13 @@ SCALARS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay":
 REDUCED = [MomentForm.BFLOAT16, MomentForm.FLOAT8, MomentForm.INT8]
 WEIGHTS = ["fp32", "master and bf16", "master and fp16", "split", "bf16 alone"]
 SEED = 2**35 + 9
+KEY = noise_key(SEED, 3)
 
 
-def extras_of(moments: Moments, form: MomentForm, rounding: Rounding) -> dict[str, Any]:
+def extras_of(moments: Moments, form: MomentForm) -> dict[str, Any]:
     """The keyword arguments of a pass with `moments`."""
     scales = {"exp_avg_scale": moments.exp_avg_scale, "exp_avg_sq_scale": moments.exp_avg_sq_scale}
-    return {**SCALARS, **scales, "form": form, "rounding": rounding, "seed": SEED}
+    return {**SCALARS, **scales, "form": form, "seed": SEED}
 
 
 class Case:
@@ -49,7 +50,7 @@ class Case:
             self.moments = (
                 Moments(exp_avg=first, exp_avg_sq=second)
                 if form is MomentForm.FLOAT32
-                else reference_encode(first.numpy(), second.numpy(), form, Rounding.STOCHASTIC, 1, 1)
+                else reference_encode(first.numpy(), second.numpy(), form, noise_key(1, 1))
             )
         self.master = torch.randn(numel)
         self.grad = (torch.randn(numel) * 0.01).bfloat16()
@@ -72,17 +73,17 @@ class Case:
         dtype = torch.bfloat16 if kind == "master and bf16" else torch.float16
         return mixed_adamw, [self.master.clone(), torch.empty(len(self.grad), dtype=dtype)]
 
-    def run(self, kind: str, rounding: Rounding, threads: HostThreads | None = None) -> tuple[Moments, list]:
+    def run(self, kind: str, threads: HostThreads | None = None) -> tuple[Moments, list]:
         """The moments and the weights after step 3."""
         moments = copied(self.moments)
         update, tensors = self.weights(kind)
-        extras = extras_of(moments, self.form, rounding)
+        extras = extras_of(moments, self.form)
         pair = (moments.exp_avg, moments.exp_avg_sq)
         param = [] if update is bf16_adamw else [tensors[1] if len(tensors) > 1 else None]
         update(tensors[0], *pair, self.grad, *param, 3, threads=threads, **extras)
         return moments, tensors
 
-    def wanted(self, kind: str, rounding: Rounding) -> tuple[Moments, list]:
+    def wanted(self, kind: str) -> tuple[Moments, list]:
         """The same by the pass for exact moments, between numpy's decoding and encoding."""
         pair = (self.moments.exp_avg, self.moments.exp_avg_sq)
         if self.form is not MomentForm.FLOAT32:
@@ -99,18 +100,16 @@ class Case:
             moments = (
                 Moments(exp_avg=first, exp_avg_sq=second)
                 if self.form is MomentForm.FLOAT32
-                else reference_encode(*values, self.form, rounding, SEED, 3)
+                else reference_encode(*values, self.form, KEY)
             )
             if kind == "bf16 alone":
-                tensors = [self._rounded(tensors[0].numpy(), *values, rounding)]
+                tensors = [self._rounded(tensors[0].numpy(), *values)]
         return moments, tensors
 
-    def _rounded(self, weights: np.ndarray, first: np.ndarray, second: np.ndarray, rounding: Rounding) -> torch.Tensor:
-        noise = None
-        if rounding is Rounding.STOCHASTIC:
-            second = np.sqrt(second) if self.form.has_scales else second
-            mixed = reference_noise(first, second, SEED, 3) ^ weights.view(np.uint32).astype(np.uint64)
-            noise = mixed * np.uint64(0x85EBCA77) % 2**32 // 2**16
+    def _rounded(self, weights: np.ndarray, first: np.ndarray, second: np.ndarray) -> torch.Tensor:
+        second = np.sqrt(second) if self.form.has_scales else second
+        mixed = reference_noise(first, second, KEY) ^ weights.view(np.uint32).astype(np.uint64)
+        noise = mixed * np.uint64(0x85EBCA77) % 2**32 // 2**16
         return torch.from_numpy(reference_bfloat16(weights, noise).view(np.int16)).view(torch.bfloat16)
 
 
@@ -120,34 +119,31 @@ def copied(moments: Moments) -> Moments:
     return Moments(**{name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()})
 
 
-def check(case: Case, kind: str, rounding: Rounding) -> None:
-    moments, tensors = case.run(kind, rounding)
-    wanted, weights = case.wanted(kind, rounding)
+def check(case: Case, kind: str) -> None:
+    moments, tensors = case.run(kind)
+    wanted, weights = case.wanted(kind)
     assert not differences(moments, wanted)
     for found, other in zip(tensors, weights, strict=True):
         assert torch.equal(bits_of(found), bits_of(other))
 
 
-@pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("form", REDUCED)
-def test_a_pass_is_the_exact_pass_between_the_formulas(form: MomentForm, kind: str, rounding: Rounding) -> None:
+def test_a_pass_is_the_exact_pass_between_the_formulas(form: MomentForm, kind: str) -> None:
     for numel in (1, 77, 128, 129, 383, 2000, 2560):
-        check(Case(numel, form), kind, rounding)
+        check(Case(numel, form), kind)
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_bf16_weights_with_exact_moments(rounding: Rounding) -> None:
-    check(Case(1233, MomentForm.FLOAT32), "bf16 alone", rounding)
+def test_bf16_weights_with_exact_moments() -> None:
+    check(Case(1233, MomentForm.FLOAT32), "bf16 alone")
 
 
-@pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("form", REDUCED)
-def test_nan_infinity_and_the_largest_numbers(form: MomentForm, rounding: Rounding) -> None:
+def test_nan_infinity_and_the_largest_numbers(form: MomentForm) -> None:
     """Blocks with scales take the noise of finite values only. In bf16, so does a second moment beside a NaN."""
     case = Case(3072, form, is_spoiled=True)
-    moments, _ = case.run("split", rounding)
-    wanted, _ = case.wanted("split", rounding)
+    moments, _ = case.run("split")
+    wanted, _ = case.wanted("split")
     if form is MomentForm.BFLOAT16:
         beside = moments.exp_avg.isnan() & ~moments.exp_avg_sq.isnan()
         for each in (moments, wanted):
@@ -170,9 +166,8 @@ def other_build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
 def test_other_processors_give_the_same_bits() -> None:
     for form in REDUCED:
         for numel in (768, 999):
-            for rounding in Rounding:
-                check(Case(numel, form), "split", rounding)
-            check(Case(numel, form), "bf16 alone", Rounding.STOCHASTIC)
+            check(Case(numel, form), "split")
+            check(Case(numel, form), "bf16 alone")
 
 
 @pytest.mark.parametrize("form", [*REDUCED, MomentForm.FLOAT32])
@@ -185,7 +180,7 @@ def test_threads_change_no_bit(form: MomentForm) -> None:
     found = []
     for num_threads in (1, 2, 3):
         state, weights = copied(moments), param.clone()
-        extras = extras_of(state, form, Rounding.STOCHASTIC)
+        extras = extras_of(state, form)
         pair = (state.exp_avg.view(-1), state.exp_avg_sq.view(-1))
         for step, grad in enumerate(grads, start=1):
             bf16_adamw(weights, *pair, grad, step, threads=HostThreads(num_threads), **extras)
@@ -203,15 +198,15 @@ def test_without_a_compiler_the_formulas_are_around_torchs_update(
 ) -> None:
     """torch's fused AdamW rounds otherwise than the kernel in its last bits; numpy encodes what it computed."""
     monkeypatch.setattr(passes, "kernel", lambda: None)
-    check(Case(1200, form), kind, Rounding.STOCHASTIC)
+    check(Case(1200, form), kind)
     monkeypatch.setattr(flat_step, "BLOCK", 640)
-    check(Case(2560, form), kind, Rounding.STOCHASTIC)
+    check(Case(2560, form), kind)
 
 
 def test_a_split_master_with_reduced_moments_is_the_whole_master() -> None:
     case = Case(1500, MomentForm.INT8)
-    whole, master = case.run("fp32", Rounding.STOCHASTIC)
-    halves, (low, high) = case.run("split", Rounding.STOCHASTIC)
+    whole, master = case.run("fp32")
+    halves, (low, high) = case.run("split")
     assert not differences(whole, halves)
     assert torch.equal(flat_step.joined(high, low), master[0])
 
@@ -225,7 +220,7 @@ def _given() -> dict[str, Any]:
         "grad": torch.zeros(400),
         "param": None,
         "step": 1,
-        **extras_of(state, MomentForm.INT8, Rounding.NEAREST),
+        **extras_of(state, MomentForm.INT8),
     }
 
 
