@@ -33,7 +33,6 @@ MODELS = {
 PRECISIONS: dict[str, dict[str, str]] = {
     "float32": {},
     "bfloat16": {"state_dtype": "bfloat16"},
-    "float8": {"state_dtype": "float8"},
     "int8": {"state_dtype": "int8"},
 }
 """By name, the arguments of HybridAdamW."""

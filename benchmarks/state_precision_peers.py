@@ -29,7 +29,7 @@ from elixir_compile.optim.host import HostThreads, bf16_adamw, split_adamw
 from elixir_compile.optim.moment_forms import MomentForm
 
 NAME = "state_precision_peers_cpu"
-OWN = ("elixir int8, split fp32 master", "elixir int8", "elixir float8")
+OWN = ("elixir int8, split fp32 master", "elixir int8")
 LIBRARIES = ("torchao", "bitsandbytes")
 NUM_WARM_UP = 2
 
@@ -51,7 +51,6 @@ def own_steps(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], ob
     return {
         OWN[0]: step(MomentForm.INT8, has_master=True),
         OWN[1]: step(MomentForm.INT8, has_master=False),
-        OWN[2]: step(MomentForm.FLOAT8, has_master=False),
     }
 
 

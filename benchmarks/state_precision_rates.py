@@ -34,11 +34,11 @@ NAME = "state_precision_rates_cpu"
 IN_CACHE = 1 << 15
 ROOT_AND_QUOTIENT = "square root and division alone"
 EXACT = "float32"
-WANTED = {"bfloat16": 1.35, "float8": 1.6, "int8": 1.6}
+WANTED = {"bfloat16": 1.35, "int8": 1.6}
 """By form, the wanted rate over that of the pass with fp32 moments."""
 SHARE = 0.85
 """The wanted share of the rate of a loop with the same bytes."""
-LIMITS = {EXACT: "26 B", "bfloat16": "18 B", "float8": "14 B", "int8": "14 B"}
+LIMITS = {EXACT: "26 B", "bfloat16": "18 B", "int8": "14 B"}
 
 
 class Arrays:

@@ -153,10 +153,10 @@ def update_bytes(bucket: Bucket) -> int:
 _MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
 """Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
 fused kernel: see `optim.device_masters`. On the host one pass does it all."""
-_NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "float8": 500, "int8": 500}
+_NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "int8": 500}
 """Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
 torch's ops that decode, round and encode them, not measured on a device."""
-_NARROW_HOST_SECONDS = {"bfloat16": 0.82, "float8": 1.3, "int8": 1.2}
+_NARROW_HOST_SECONDS = {"bfloat16": 0.82, "int8": 1.2}
 """Seconds of the host pass with narrower moments over those of the pass with exact ones, on one thread: the codes of
 8 bits take more arithmetic than memory saves there. See `benchmarks/state_precision_rates.py`."""
 _LEAST_STATE_WITH_MASTER_BYTES = 10

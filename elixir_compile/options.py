@@ -28,7 +28,7 @@ PlacementPolicy = Literal["auto", "static"]
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
-StateDtype = Literal["auto:bfloat16", "auto:float8", "auto:int8"]
+StateDtype = Literal["auto:bfloat16", "auto:int8"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
@@ -111,7 +111,7 @@ class Options:
     """`float32`: gradients of parameters with a master are summed in fp32 over micro-batches and ranks. None: in the
     dtype of the parameter."""
     state_dtype: StateDtype | None = None
-    """`auto:bfloat16`, `auto:float8` or `auto:int8`: if no plan fits the budgets, the moments of HybridAdamW take this
+    """`auto:bfloat16` or `auto:int8`: if no plan fits the budgets, the moments of HybridAdamW take this
     dtype for as few parameters as needed; the plan names them. None: moments are as exact as the optimizer was asked
     to keep them, see `HybridAdamW(state_dtype=...)`."""
     search_timeout: float = 10.0

@@ -181,6 +181,8 @@ def optimizer_differences(
         saved, here = ", ".join(plain["hyperparameters"]), ", ".join(own)
         yield f"{plain['kind']} with {saved} in the checkpoint, {type(optimizer).__qualname__} with {here} here"
         return
+    for form in plain.get("moments", {}).keys() - {form.value for form in MomentForm}:
+        yield f"moments in {form} in the checkpoint, which this version does not have"
     names, groups = _names(model, optimizer), plain["groups"]
     if len(names) != len(groups):
         yield f"{len(groups)} param groups in the checkpoint, {len(names)} here"

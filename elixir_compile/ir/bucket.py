@@ -9,7 +9,7 @@ from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
-STATE_DTYPES = ("bfloat16", "float8", "int8")
+STATE_DTYPES = ("bfloat16", "int8")
 """The dtypes of moments that are narrower than fp32, from the most exact on."""
 _REDUCED_BYTES = {"float32": 4}
 """The dtypes that may be a `reduce_dtype`, with their bytes per element."""
@@ -41,8 +41,8 @@ class Bucket:
     reduce_dtype: str | None = None
     """The dtype in which several ranks reduce gradients and keep them; None for the dtype of the parameters."""
     state_dtype: str | None = field(default=None, metadata=LEFT_OUT)
-    """The dtype of the optimizer's moments if they are narrower than fp32: `bfloat16`, `float8` or `int8`. `float8` and
-    `int8` have a scale for each block of values, which `state_nbytes` includes."""
+    """The dtype of the optimizer's moments if they are narrower than fp32: `bfloat16`, or `int8` with a scale for each
+    block of values, which `state_nbytes` includes."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
     rank: int = field(default=0, compare=False, repr=False, metadata=LEFT_OUT)

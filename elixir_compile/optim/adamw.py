@@ -19,7 +19,7 @@ from elixir_compile.optim.generic.narrow_class import NarrowClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.narrow_adamw import amsgrad_refused, may_be_narrow
-from elixir_compile.optim.narrow_state import StatePrecision, state_precision
+from elixir_compile.optim.narrow_state import StatePrecision, form_of, state_precision
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.optim.state import decoded_entry
 
@@ -38,8 +38,8 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     or `state` waits for the updates it depends on; `wait()` waits for all updates. An exception of an update is raised
     by the next call that waits for the update.
 
-    `state_dtype` stores the moments in fewer bytes: `"bfloat16"`, or `"float8"` or `"int8"` with a scale for each 128
-    values. The arithmetic stays in fp32; moments are rounded stochastically as they are stored, repeatable for the same
+    `state_dtype` stores the moments in fewer bytes: `"bfloat16"`, or `"int8"` with a scale for each 128 values. The
+    arithmetic stays in fp32; moments are rounded stochastically as they are stored, repeatable for the same
     `state_seed`. `master_dtype="bfloat16"` makes bf16 parameters their own masters, rounded stochastically. All of it
     changes the result: see docs/state-precision.md.
 
@@ -94,8 +94,11 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
         """Load a state dict of this class or of `torch.optim.AdamW`, and move the state to where the plan wants it.
 
         Narrower moments are converted to the form that this optimizer stores, rounded to the nearest. Raises
-        ValueError, and loads nothing, if a param group has AMSGrad and this optimizer has narrower moments.
+        ValueError, and loads nothing, if a param group has AMSGrad and this optimizer has narrower moments, or if the
+        moments are in no form that this version has.
         """
+        for entry in state_dict["state"].values():
+            form_of(entry)
         if not self.precision.is_exact and any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError(amsgrad_refused(self.precision.moments.value))
         super().load_state_dict(state_dict)
@@ -180,9 +183,9 @@ def hybrid(cls: type[C], state_dtype: str = "float32", *, state_seed: int = 0) -
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
-    With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically;
-    `cls` computes in fp32. `float8` and `int8` store a signed first moment and the root of a second
-    one, which only `HybridAdamW` is known to have.
+    With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically; `cls`
+    computes in fp32. `int8` stores a signed first moment and the root of a second one, which only `HybridAdamW` is
+    known to have.
 
     Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`, ValueError for another `state_dtype`.
 

@@ -4,7 +4,6 @@
 form       exp_avg      exp_avg_sq             scale of each block of 128 values                       bytes
 float32    fp32         fp32                   none                                                    8
 bfloat16   bf16         bf16                   none                                                    4
-float8     e4m3         its root in e4m3       a power of two: the largest lands in (224, 448]         2.06
 int8       -127 .. 127  its root in 0 .. 255   largest magnitude / 127, or / 255                       2.06
 ```
 
@@ -14,7 +13,7 @@ nearest, codes and scales come back bit for bit.
 
 [Note: Why the root] The second moment spans twice the powers of two that gradients span. In 20,000
 blocks of magnitudes drawn as exp(2 * normal), 83 % of the second moments are below half a step of 8-bit linear codes,
-and 31 % of their roots; in e4m3 it is 30 % and 0.04 %. The update takes the root in any case.
+and 31 % of their roots. The update takes the root in any case.
 
 [Note: Rounding] Near a steady state the second moment changes by less than 1/1000 per step, far less than the distance
 between two numbers in 16 or 8 bits: rounded to nearest, it stays where it is for ever. Stochastic rounding goes up with
@@ -25,7 +24,7 @@ bijection of 32 bits, so over keys the noise of any value is uniform.
 Edges: in a block whose largest magnitude is below 2^-90 (8e-28; roots: 2^-50), scale and codes are 0. A block with a
 NaN, an infinity or more than 1.75 * 2^127 (roots: 2^63) has the scale NaN and decodes to NaN everywhere; its codes are
 0. bf16 keeps infinities, and has one NaN. A positive root never gets the code 0: the next step would divide the rest of
-the first moment by eps. A block of float8 whose largest value was rounded to 224 is stored as 448 of half the scale.
+the first moment by eps.
 """
 
 from collections.abc import Sequence
@@ -43,13 +42,12 @@ class MomentForm(Enum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
-    FLOAT8 = "float8"
     INT8 = "int8"
 
     @property
     def has_scales(self) -> bool:
         """Return whether each block of values has a scale."""
-        return self in (MomentForm.FLOAT8, MomentForm.INT8)
+        return self is MomentForm.INT8
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -60,7 +58,6 @@ class MomentForm(Enum):
 _DTYPES = {
     MomentForm.FLOAT32: (torch.float32, torch.float32),
     MomentForm.BFLOAT16: (torch.bfloat16, torch.bfloat16),
-    MomentForm.FLOAT8: (torch.float8_e4m3fn, torch.float8_e4m3fn),
     MomentForm.INT8: (torch.int8, torch.uint8),
 }
 
@@ -169,10 +166,9 @@ def encode(
         halves = (None, None) if bits is None else (bits & 0xFFFF, _shifted(bits, 16))
         exp_avg, exp_avg_sq = (rounded_to_bfloat16(value, half) for value, half in zip(values, halves, strict=True))
         return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    parts = (None, None) if bits is None else (bits & 0xFFFFF, _shifted(bits, 12))
+    parts = (None, None) if bits is None else (bits & 0x7FFF, _shifted(bits, 17) & 0x7FFE)
     (exp_avg, scale), (exp_avg_sq, root_scale) = (
-        _encode_blocks(value, part, form, is_root)
-        for value, part, is_root in zip(values, parts, (False, True), strict=True)
+        _encode_blocks(value, part, is_root) for value, part, is_root in zip(values, parts, (False, True), strict=True)
     )
     return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, exp_avg_scale=scale, exp_avg_sq_scale=root_scale)
 
@@ -213,71 +209,35 @@ def rounded_to_bfloat16(values: torch.Tensor, bits: torch.Tensor | None) -> torc
     return rounded.to(torch.int16).view(torch.bfloat16)
 
 
-def _encode_blocks(
-    values: torch.Tensor, bits: torch.Tensor | None, form: MomentForm, is_root: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and the scales of `values`, with 20 `bits` of noise."""
+def _encode_blocks(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and the scales of `values`, with 15 `bits` of noise."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
-    most = _most(magnitudes)
-    largest = most.view(torch.float32)
+    largest = _most(magnitudes).view(torch.float32)
     # Two tensors: torch multiplies by an inverse if either side is a Python number.
     codes_of = torch.full_like(largest, _LARGEST_CODE[is_root])
-    if form is MomentForm.FLOAT8:
-        exponent = ((most.clamp(_LEAST[False], _GREATEST[False]) + 0x1FFFFF) >> 23) - 8
-        scale, inverse = ((exponents << 23).view(torch.float32) for exponents in (exponent, 254 - exponent))
-        decoded = most
-    else:
-        scale, inverse = largest / codes_of, codes_of / largest
-        decoded = (scale * codes_of).view(torch.int32)
+    scale, inverse = largest / codes_of, codes_of / largest
+    decoded = (scale * codes_of).view(torch.int32)
     is_kept = (decoded >= _LEAST[is_root]) & (decoded <= _GREATEST[is_root])
     scale = torch.where(is_kept, scale, torch.where(decoded < _LEAST[is_root], 0.0, torch.nan))
     kept = _per_element(is_kept, values.numel()).view(values.shape)
     value = torch.where(kept, values * _per_element(inverse, values.numel()).view(values.shape), 0.0)
-    codes = _float8_codes(value.abs(), bits) if form is MomentForm.FLOAT8 else _int8_codes(value, bits, is_root)
+    codes = _codes(value, bits, is_root)
     if is_root:
         codes = codes.maximum(magnitudes.clamp(max=1))
-    codes = codes.masked_fill_(~kept, 0)
-    if form is MomentForm.FLOAT8:
-        codes, scale = _normalised(codes, scale)
-        if not is_root:
-            codes |= torch.where(kept, _shifted(values.view(torch.int32), 24) & 0x80, 0)
-    return codes.to(torch.uint8).view(form.dtypes[1 if is_root else 0]), scale
+    return codes.masked_fill_(~kept, 0).to(torch.uint8).view(torch.uint8 if is_root else torch.int8), scale
 
 
-def _normalised(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 `codes` without signs, doubled in blocks whose largest is 224, and the scales that fit."""
-    is_half = _most(codes) == 0x76
-    doubled = torch.where(codes < 8, codes * 2, codes + 8)
-    codes = torch.where(_per_element(is_half, codes.numel()).view(codes.shape), doubled, codes)
-    return codes, torch.where(is_half, scale * 0.5, scale)
-
-
-def _float8_codes(values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-    """Return the e4m3 codes of `values` from 0 to 448, as int32.
-
-    Below 2^-6 the numbers are 2^-9 apart, as are the fp32 numbers with 19 bits less behind 2^-5.
-    """
-    words = values.view(torch.int32)
-    up = (_shifted(words, 20) & 1) + 0x7FFFF if bits is None else bits
-    normal = (words + (up - (120 << 23))) >> 20
-    if bits is None:
-        tiny = (values + 2.0**14).view(torch.int32) - (141 << 23)
-    else:
-        tiny = ((values + ((bits >> 1) | 0x3D000000).view(torch.float32)).view(torch.int32) - 0x3D000000) >> 19
-    return torch.where(words < 121 << 23, tiny, normal)
-
-
-def _int8_codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> torch.Tensor:
+def _codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> torch.Tensor:
     """Return `values` from -127 to 127, or from 0 to 255, as codes of 8 bits, as int32.
 
     Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there. The largest root is 255
-    within 2^-16, a tie that goes to even: without the last bit of the noise it gets the code 255, always.
+    within 2^-16, a tie that goes to even: its noise has an even last bit, so it gets the code 255, always.
     """
     if bits is None:
         return values.round().to(torch.int32) & 0xFF
-    if is_root:
-        return ((values + ((bits >> 5 & 0x7FFE) | 0x43800000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF
-    return (((values + ((bits & 0x7FFF) | 0x43C00000).view(torch.float32)).view(torch.int32) >> 15) & 0xFF) ^ 0x80
+    above = (bits | (0x43800000 if is_root else 0x43C00000)).view(torch.float32)
+    codes = ((values + above).view(torch.int32) >> 15) & 0xFF
+    return codes if is_root else codes ^ 0x80
 
 
 def _most(values: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The entries of a state with moments in fewer bytes than fp32: their names, layouts and conversions.
 
     float32, bfloat16   exp_avg, exp_avg_sq
-    float8, int8        exp_avg_codes, exp_avg_scale, exp_avg_sq_codes, exp_avg_sq_scale
+    int8                exp_avg_codes, exp_avg_scale, exp_avg_sq_codes, exp_avg_sq_scale
 
 Codes have other names than moments, so that an optimizer which does not know them stops with a KeyError and never takes
 codes for moments. The codes of the second moment are those of its square root: see `moment_forms`.
@@ -66,10 +66,19 @@ def layouts_of(form: MomentForm) -> Mapping[str, StatisticLayout]:
 
 
 def form_of(state: Mapping[str, Any]) -> MomentForm:
-    """Return the form of the moments in `state`; FLOAT32 also if it has moments in another dtype, or none yet."""
+    """Return the form of the moments in `state`; FLOAT32 also if it has moments in another dtype, or none yet.
+
+    Raises ValueError if it has codes of no form.
+    """
     coded = _dtype_of(state, "exp_avg_codes")
+    if coded is torch.int8:
+        return MomentForm.INT8
     if coded is not None:
-        return next(form for form in MomentForm if form.dtypes[0] == coded)
+        known = ", ".join(form.value for form in MomentForm)
+        raise ValueError(
+            f"the state dict has moments in {str(coded).removeprefix('torch.')}, which this version does not have; it "
+            f"has {known}. With the version that saved them, save `state_dict(as_float32=True)`"
+        )
     return MomentForm.BFLOAT16 if _dtype_of(state, "exp_avg") is torch.bfloat16 else MomentForm.FLOAT32
 
 

@@ -5,9 +5,6 @@ import torch
 
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments
 
-E4M3 = np.array([k * 2.0**-9 for k in range(8)] + [(8 + k % 8) * 2.0 ** (k // 8 - 10) for k in range(8, 127)])
-"""The e4m3 numbers by code: steps of 2^-9 up to 2^-6, then 8 numbers for each power of two, up to 448."""
-
 
 def reference_noise(first: np.ndarray, second: np.ndarray, key: int) -> np.ndarray:
     """32 bits for each element, as Python integers would compute them."""
@@ -25,49 +22,21 @@ def reference_bfloat16(values: np.ndarray, noise: np.ndarray | None) -> np.ndarr
     return np.where(np.isnan(values), 0x7FC0, found).astype(np.uint16)
 
 
-def reference_float8(values: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
-    """The codes of magnitudes up to 448, with 20 bits of noise: 19 of them below 2^-6."""
-    exact = values.astype(np.float64)
-    if noise is None:
-        upper = np.minimum(np.searchsorted(E4M3, exact), 126)
-        lower = np.maximum(upper - 1, 0)
-        to_lower, to_upper = exact - E4M3[lower], E4M3[upper] - exact
-        is_lower = (to_lower < to_upper) | ((to_lower == to_upper) & (lower % 2 == 0))
-        return np.where(is_lower, lower, upper)
-    dithered = (exact + 2.0**-5 + noise // 2 * 2.0**-28).astype(np.float32)
-    tiny = np.floor((dithered.astype(np.float64) - 2.0**-5) * 2.0**9)
-    exponent = np.frexp(np.maximum(exact, 2.0**-6))[1] - 1
-    eighths = exact / 2.0**exponent * 8  # 8 to 16
-    normal = np.floor(eighths + noise * 2.0**-20) + (exponent + 6) * 8
-    return np.where(exact < 2.0**-6, tiny, normal)
-
-
-def reference_blocks(
-    values: np.ndarray, noise: np.ndarray | None, form: MomentForm, is_root: bool
-) -> tuple[np.ndarray, np.float32]:
-    """The codes and the scale of a block, with 20 bits of noise."""
+def reference_blocks(values: np.ndarray, noise: np.ndarray | None, is_root: bool) -> tuple[np.ndarray, np.float32]:
+    """The codes and the scale of a block, with 32 bits of noise: first moments use the lowest 15."""
     most = np.abs(values).max()
     largest = np.float32(255 if is_root else 127)
-    decoded = most if form is MomentForm.FLOAT8 else most / largest * largest
+    decoded = most / largest * largest
     if decoded < 2.0 ** (-50 if is_root else -90):
         return np.zeros(len(values), np.uint8), np.float32(0)
     if not decoded <= (2.0**63 if is_root else 1.75 * 2.0**127):
         return np.zeros(len(values), np.uint8), np.float32(np.nan)
-    if form is MomentForm.FLOAT8:
-        scale = np.float32(2.0 ** np.ceil(np.log2(float(most) / 448)))
-        assert 224 < float(most) / float(scale) <= 448
-        codes = reference_float8(np.abs(values) / scale, noise)
-        codes = np.maximum(codes, values > 0) if is_root else codes
-        numbers = E4M3[codes.astype(int)]
-        if numbers.max() == 224:
-            codes, scale = np.searchsorted(E4M3, numbers * 2), scale / np.float32(2)
-        return (codes + 128 * np.signbit(values)).astype(np.uint8), scale
     scale = most / largest
     scaled = values * (largest / most)
     if noise is None:
         codes = np.rint(scaled) % 256
     elif is_root:
-        codes = np.floor(scaled + np.float32(256) + (noise // 64 * 2.0**-14).astype(np.float32)) - 256
+        codes = np.floor(scaled + np.float32(256) + (noise // 2**18 * 2.0**-14).astype(np.float32)) - 256
     else:
         offset = (384 + noise % 2**15 * 2.0**-15).astype(np.float32)
         codes = (np.floor(scaled + offset) - 384) % 256
@@ -85,13 +54,11 @@ def reference_encode(first: np.ndarray, second: np.ndarray, form: MomentForm, ke
         halves = (reference_bfloat16(*pair) for pair in zip(values, parts, strict=True))
         exp_avg, exp_avg_sq = (torch.from_numpy(half.view(np.int16)).view(torch.bfloat16) for half in halves)
         return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    parts = (None, None) if noise is None else (noise % 2**20, noise // 2**12)
     codes, scales = [[], []], [[], []]
     for start in range(0, len(first), BLOCK):
         block = slice(start, start + BLOCK)
         for index in range(2):
-            part = parts[index]
-            found = reference_blocks(values[index][block], None if part is None else part[block], form, index == 1)
+            found = reference_blocks(values[index][block], None if noise is None else noise[block], index == 1)
             codes[index].append(found[0])
             scales[index].append(found[1])
     exp_avg, exp_avg_sq = (
@@ -114,10 +81,7 @@ def reference_decode(moments: Moments, form: MomentForm) -> tuple[np.ndarray, np
     ):
         assert scale is not None
         bits = codes.view(torch.uint8).numpy()
-        if form is MomentForm.FLOAT8:
-            numbers = np.copysign(E4M3[np.minimum(bits % 128, 126)], np.where(bits < 128, 1.0, -1.0))
-        else:
-            numbers = bits.view(np.int8 if codes.dtype == torch.int8 else np.uint8)
+        numbers = bits.view(np.int8 if codes.dtype == torch.int8 else np.uint8)
         found.append(numbers.astype(np.float32) * scale.numpy()[np.arange(len(bits)) // BLOCK])
     return found[0], found[1] * found[1]
 

@@ -64,32 +64,11 @@ INLINE __m512i packed(const Four from, int at) {
     return _mm512_permutexvar_epi8(_mm512_load_si512(TO_NATURAL), found);
 }
 
-/* The bf16 numbers of all e4m3 magnitudes: their upper or their lower bytes, for codes from `first` on. */
-INLINE __m512i float8_bytes(int first, int shift) {
-    uint8_t bytes[64];
-    for (int i = 0; i < 64; ++i) bytes[i] = (uint8_t)(as_bits(float8_value((uint32_t)(first + i))) >> shift);
-    return _mm512_loadu_si512(bytes);
-}
-
-typedef struct { __m512i high0, high1, low0, low1; } Float8Table;
-
-INLINE void decode_lanes(Four to, const uint8_t *codes, float scale, const Float8Table *table, const int form,
-                         const int is_root) {
-    const __m512i zero = _mm512_setzero_si512();
-    __m512i bytes = _mm512_loadu_si512(codes);
-    if (form == FLOAT8) {
-        bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
-        __m512i high = _mm512_permutex2var_epi8(table->high0, bytes, table->high1);
-        const __m512i low = _mm512_permutex2var_epi8(table->low0, bytes, table->low1);
-        if (!is_root) high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8); /* | (& sign) */
-        unpack(to, zero, _mm512_unpacklo_epi8(low, high), zero, _mm512_unpackhi_epi8(low, high));
-        EACH to[j] = _mm512_mul_ps(to[j], _mm512_set1_ps(scale));
-        return;
-    }
-    /* As upper bytes the codes are 2^24 times as large, which is exact. */
-    const __m512i low = _mm512_unpacklo_epi8(zero, zero), order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    bytes = _mm512_permutexvar_epi64(order, bytes);
-    unpack(to, zero, _mm512_unpacklo_epi8(low, bytes), zero, _mm512_unpackhi_epi8(low, bytes));
+/* As upper bytes the codes are 2^24 times as large, which is exact. */
+INLINE void decode_lanes(Four to, const uint8_t *codes, float scale, const int is_root) {
+    const __m512i zero = _mm512_setzero_si512(), order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    unpack(to, zero, _mm512_unpacklo_epi8(zero, bytes), zero, _mm512_unpackhi_epi8(zero, bytes));
     EACH to[j] = _mm512_mul_ps(is_root ? _mm512_cvtepu32_ps(BITS(to[j])) : _mm512_cvtepi32_ps(BITS(to[j])),
                                _mm512_set1_ps(scale * 0x1p-24f));
 }
@@ -107,50 +86,23 @@ INLINE __m512 bf16_lanes(__m512 value, __m512i noise, int has_nan) {
     return _mm512_mask_mov_ps(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), FLOATS(ALL(0x7fc00000)));
 }
 
-/* Codes in bits 20 to 27, less 960. */
-INLINE __m512 float8_lanes(__m512 magnitude, __m512i noise) {
-    const __m512i bits = BITS(magnitude);
-    const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(bits, ALL(121u << 23));
-    __m512i code = _mm512_add_epi32(bits, noise);
-    if (__builtin_expect(is_tiny != 0, 0)) {
-        const __m512i base = _mm512_or_si512(_mm512_srli_epi32(noise, 1), ALL(0x3d000000));
-        const __m512i tiny = _mm512_slli_epi32(_mm512_sub_epi32(BITS(_mm512_add_ps(magnitude, FLOATS(base))), ALL(0x3d000000)), 1);
-        code = _mm512_mask_add_epi32(code, is_tiny, tiny, ALL(960u << 20));
-    }
-    return FLOATS(code);
-}
-
 /* Encode the 64 values of a block's half; `first` and `root` are the tiles. */
 INLINE void encode_lanes(uint8_t *codes, uint8_t *root_codes, const float *first, const float *root, float inverse,
-                         float root_inverse, __m512i key, const int form) {
+                         float root_inverse, __m512i key) {
     Four code, root_code, least;
-    __m512i signs = _mm512_setzero_si512();
-    if (form == FLOAT8) {
-        EACH code[j] = _mm512_load_ps(first + 16 * j);
-        signs = _mm512_and_si512(packed(code, 24), _mm512_set1_epi8(-128));
-    }
     EACH {
         const __m512 value = _mm512_load_ps(first + 16 * j), root_value = _mm512_load_ps(root + 16 * j);
         const __m512i noise = noise_lanes(value, root_value, key);
         const __m512 scaled = _mm512_mul_ps(value, _mm512_set1_ps(inverse));
         const __m512 root_scaled = _mm512_mul_ps(root_value, _mm512_set1_ps(root_inverse));
-        if (form == FLOAT8) {
-            code[j] = float8_lanes(_mm512_abs_ps(scaled), _mm512_and_si512(noise, ALL(0xfffff)));
-            root_code[j] = float8_lanes(root_scaled, _mm512_srli_epi32(noise, 12));
-        } else { /* (noise & mask) | base */
-            const __m512i up = _mm512_ternarylogic_epi32(noise, ALL(0x7fff), ALL(0x43c00000), 0xea);
-            const __m512i root_noise = _mm512_srli_epi32(noise, 17);
-            const __m512i root_up = _mm512_ternarylogic_epi32(root_noise, ALL(0x7ffe), ALL(0x43800000), 0xea);
-            code[j] = _mm512_add_ps(scaled, FLOATS(up)), root_code[j] = _mm512_add_ps(root_scaled, FLOATS(root_up));
-        }
+        /* (noise & mask) | base */
+        const __m512i up = _mm512_ternarylogic_epi32(noise, ALL(0x7fff), ALL(0x43c00000), 0xea);
+        const __m512i root_noise = _mm512_srli_epi32(noise, 17);
+        const __m512i root_up = _mm512_ternarylogic_epi32(root_noise, ALL(0x7ffe), ALL(0x43800000), 0xea);
+        code[j] = _mm512_add_ps(scaled, FLOATS(up)), root_code[j] = _mm512_add_ps(root_scaled, FLOATS(root_up));
     }
-    const int at = form == FLOAT8 ? 20 : 15;
-    __m512i bytes = packed(code, at), root_bytes = packed(root_code, at);
-    if (form == FLOAT8) {
-        const __m512i excess = _mm512_set1_epi8((char)(960 & 0xff));
-        bytes = _mm512_or_si512(_mm512_sub_epi8(bytes, excess), signs);
-        root_bytes = _mm512_sub_epi8(root_bytes, excess);
-    } else bytes = _mm512_xor_si512(bytes, _mm512_set1_epi8(-128));
+    const __m512i bytes = _mm512_xor_si512(packed(code, 15), _mm512_set1_epi8(-128));
+    __m512i root_bytes = packed(root_code, 15);
     if (__builtin_expect(_mm512_testn_epi8_mask(root_bytes, root_bytes) != 0, 0)) {
         EACH least[j] = FLOATS(_mm512_min_epu32(_mm512_load_si512(root + 16 * j), ALL(1)));
         root_bytes = _mm512_max_epu8(root_bytes, packed(least, 0));
@@ -234,19 +186,17 @@ INLINE void step_bf16_group(Group group, uint16_t *exp_avg, uint16_t *exp_avg_sq
 /* A block that is updated and not yet encoded. */
 typedef struct {
     float first[BLOCK] __attribute__((aligned(64))), root[BLOCK] __attribute__((aligned(64)));
-    uint32_t most, most_root;
     Scale scale, root_scale;
 } Updated;
 
 /* Step a whole block of 128 elements whose group is the first, but for its codes and scales. */
 INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const uint8_t *root_codes, float scale,
-                         float root_scale, const Coefficients *k, __m512i key, const Float8Table *table,
-                         const int form, const int is_split) {
+                         float root_scale, const Coefficients *k, __m512i key, const int is_split) {
     __m512i most = _mm512_setzero_si512(), most_root = _mm512_setzero_si512();
     for (int at = 0; at < BLOCK; at += GROUP) {
         Four first, second;
-        decode_lanes(first, codes + at, scale, table, form, 0);
-        decode_lanes(second, root_codes + at, root_scale, table, form, 1);
+        decode_lanes(first, codes + at, scale, 0);
+        decode_lanes(second, root_codes + at, root_scale, 1);
         EACH second[j] = _mm512_mul_ps(second[j], second[j]);
         const Group here = {group.param + at, is_split ? group.low + at : NULL, group.grad ? group.grad + at : NULL,
                             group.slope + at};
@@ -257,17 +207,17 @@ INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const u
             _mm512_store_ps(to->first + at + 16 * j, first[j]), _mm512_store_ps(to->root + at + 16 * j, second[j]);
         }
     }
-    to->most = _mm512_reduce_max_epu32(most), to->most_root = _mm512_reduce_max_epu32(most_root);
-    to->scale = scale_of(to->most, form, 0), to->root_scale = scale_of(to->most_root, form, 1);
+    to->scale = scale_of(_mm512_reduce_max_epu32(most), 0);
+    to->root_scale = scale_of(_mm512_reduce_max_epu32(most_root), 1);
 }
 
-INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t start, __m512i key, const int form) {
+INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t start, __m512i key) {
     uint8_t *codes = (uint8_t *)moments->exp_avg + start, *root_codes = (uint8_t *)moments->exp_avg_sq + start;
     for (int at = 0; at < BLOCK; at += GROUP)
         encode_lanes(codes + at, root_codes + at, from->first + at, from->root + at, from->scale.inverse,
-                     from->root_scale.inverse, key, form);
-    finish(codes, moments->exp_avg_scale + start / BLOCK, from->scale, from->most, BLOCK, form);
-    finish(root_codes, moments->exp_avg_sq_scale + start / BLOCK, from->root_scale, from->most_root, BLOCK, form);
+                     from->root_scale.inverse, key);
+    finish(codes, moments->exp_avg_scale + start / BLOCK, from->scale, BLOCK);
+    finish(root_codes, moments->exp_avg_sq_scale + start / BLOCK, from->root_scale, BLOCK);
 }
 
 /* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. A block is encoded after
@@ -275,7 +225,6 @@ INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t s
 INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *given,
                      const int form, const int is_split) {
     const Coefficients own = *given, *k = &own; /* no store may change them, so they stay in registers */
-    const Float8Table table = {float8_bytes(0, 24), float8_bytes(64, 24), float8_bytes(0, 16), float8_bytes(64, 16)};
     const __m512i key = ALL(moments->key);
     Updated updated[2];
     size_t at = start, index = 0;
@@ -288,20 +237,17 @@ INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, 
             continue;
         }
         update_block(&updated[index & 1], group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
-                     moments->exp_avg_scale[at / BLOCK], moments->exp_avg_sq_scale[at / BLOCK], k, key, &table, form,
-                     is_split);
-        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form);
+                     moments->exp_avg_scale[at / BLOCK], moments->exp_avg_sq_scale[at / BLOCK], k, key, is_split);
+        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key);
     }
     if (form != BFLOAT16 && index)
-        encode_updated(moments, &updated[~index & 1], at - BLOCK, key, form);
+        encode_updated(moments, &updated[~index & 1], at - BLOCK, key);
 }
 
 static void step_lanes(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k) {
     const int is_split = all.low != NULL, form = moments->form;
     if (form == BFLOAT16 && is_split) step_all(all, moments, start, n, k, BFLOAT16, 1);
     if (form == BFLOAT16 && !is_split) step_all(all, moments, start, n, k, BFLOAT16, 0);
-    if (form == FLOAT8 && is_split) step_all(all, moments, start, n, k, FLOAT8, 1);
-    if (form == FLOAT8 && !is_split) step_all(all, moments, start, n, k, FLOAT8, 0);
     if (form == INT8 && is_split) step_all(all, moments, start, n, k, INT8, 1);
     if (form == INT8 && !is_split) step_all(all, moments, start, n, k, INT8, 0);
 }

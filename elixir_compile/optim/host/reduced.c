@@ -59,16 +59,15 @@ static void step_blocks(Weights weights, Tiles *tiles, const Reduced *moments, c
     const Moments here = {tiles->first, tiles->second, NULL};
     for (size_t at = 0, i = 0; at < n; at += BLOCK, ++i)
         decode(tiles->first + at, tiles->second + at, codes + at, root_codes + at, scales[i], root_scales[i],
-               n - at < BLOCK ? n - at : BLOCK, moments->form);
+               n - at < BLOCK ? n - at : BLOCK);
     update_tile(weights, tiles, slope, here, start, n, k, moments, 1);
     for (size_t at = 0, i = 0; at < n; at += BLOCK, ++i)
         encode(codes + at, root_codes + at, scales + i, root_scales + i, tiles->first + at, tiles->second + at,
-               moments->key, n - at < BLOCK ? n - at : BLOCK, moments->form);
+               moments->key, n - at < BLOCK ? n - at : BLOCK);
 }
 
 /* Pointers are to the first of `n` elements, which begins a block. */
 void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, const Coefficients *k) {
-    const int has_blocks = moments.form == FLOAT8 || moments.form == INT8;
     Tiles tiles;
     size_t done = 0;
 #ifdef HAS_LANES
@@ -85,7 +84,7 @@ void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, co
     for (size_t start = done; start < n; start += TILE) {
         const size_t rest = n - start < TILE ? n - start : TILE;
         const float *slope = widened(tiles.slope, grad, start, rest);
-        if (has_blocks) step_blocks(weights, &tiles, &moments, slope, start, rest, k);
+        if (moments.form == INT8) step_blocks(weights, &tiles, &moments, slope, start, rest, k);
         else step_plain(weights, &tiles, &moments, slope, start, rest, k);
     }
     store_fence();

@@ -63,6 +63,10 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: dataclasses.replace(BUCKET, params=BUCKET.params * 2), "lists a parameter twice"),
         (lambda: dataclasses.replace(BUCKET, trainable=False), "is frozen, yet has 160 bytes of optimizer state"),
         (
+            lambda: dataclasses.replace(BUCKET, state_dtype="float8"),
+            "moments in float8 and 160 bytes of optimizer state; expected bfloat16, int8",
+        ),
+        (
             lambda: dataclasses.replace(BUCKET, reduce_dtype="int8"),
             "gradients of float32 in int8; expected float32, for",
         ),

@@ -32,7 +32,7 @@ from tests.run.updating import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
-NARROW = ("bfloat16", "float8", "int8")
+NARROW = ("bfloat16", "int8")
 WIDTH = 53
 
 
@@ -103,8 +103,8 @@ def pieces() -> Iterator[None]:
     ("state_dtype", "home", "update", "share"),
     [
         *(("int8", *place) for place in PLACES),
-        *(pytest.param(form, *place, marks=pytest.mark.slow) for form in NARROW[:2] for place in PLACES[:3]),
-        *((form, *place) for form in NARROW[:2] for place in PLACES[3::2]),
+        *(pytest.param("bfloat16", *place, marks=pytest.mark.slow) for place in PLACES[:3]),
+        *(("bfloat16", *place) for place in PLACES[3::2]),
     ],
 )
 @pytest.mark.usefixtures("pieces")
@@ -137,8 +137,8 @@ def plainest(dtype: torch.dtype, state_dtype: str, master_dtype: str = "float32"
     [
         (BF16, "bfloat16", "float32"),
         (BF16, "int8", "float32"),
-        (FP16, "float8", "float32"),
-        (BF16, "float8", "bfloat16"),
+        (FP16, "int8", "float32"),
+        (BF16, "int8", "bfloat16"),
         (BF16, "float32", "bfloat16"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_state_dict_resumes_bit_for_bit(state_dtype: str) -> None:
 @pytest.mark.parametrize("state_dtype", NARROW)
 def test_copies_and_pickles_keep_the_precision(state_dtype: str) -> None:
     first = trained(state_dtype, state_seed=5)
-    file = io.BytesIO()  # not by pickle alone, which cannot restore a tensor of float8
+    file = io.BytesIO()
     torch.save(first.optimizer, file)
     file.seek(0)
     for other in (copy.deepcopy(first.optimizer), torch.load(file, weights_only=False)):
@@ -275,7 +275,7 @@ def test_state_of_torch_loads_and_goes_back() -> None:
 
 def test_torch_refuses_codes_instead_of_taking_them_for_moments() -> None:
     exact = eager_run(steps()).train(rows(1))
-    exact.optimizer.load_state_dict(trained("float8").optimizer.state_dict())
+    exact.optimizer.load_state_dict(trained("int8").optimizer.state_dict())
     with pytest.raises(KeyError, match="exp_avg"):
         exact.train(rows(1))
 
@@ -286,7 +286,7 @@ def test_torch_refuses_codes_instead_of_taking_them_for_moments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"state_dtype": "float16"}, "state_dtype='float16': expected one of 'float32', 'bfloat16', 'float8', 'int8'"),
+        ({"state_dtype": "float16"}, "state_dtype='float16': expected one of 'float32', 'bfloat16', 'int8'"),
         ({"master_dtype": "int8"}, "master_dtype='int8': expected"),
         ({"state_dtype": "int8", "amsgrad": True}, "amsgrad=True with moments in int8"),
     ],
@@ -294,6 +294,19 @@ def test_torch_refuses_codes_instead_of_taking_them_for_moments() -> None:
 def test_errors_of_words(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         elixir.HybridAdamW(steps().parameters(), **arguments)
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int16])
+def test_codes_of_no_form_are_refused_before_anything_changes(codes: torch.dtype) -> None:
+    run, saved = trained("int8"), trained("int8", num_steps=1).optimizer.state_dict()
+    before = copy.deepcopy(run.optimizer.state_dict())
+    entry = next(entry for entry in saved["state"].values() if "exp_avg_codes" in entry)
+    entry.update({name: entry[name].to(codes) for name in ("exp_avg_codes", "exp_avg_sq_codes")})
+    with pytest.raises(
+        ValueError, match=r"moments in (float8_e4m3fn|int16), .* has float32, bfloat16, int8\. .*as_float32"
+    ):
+        run.optimizer.load_state_dict(saved)
+    torch.testing.assert_close(run.optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 def test_another_rounding_is_refused() -> None:
@@ -357,9 +370,7 @@ class Square(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("state_dtype", "bytes_each"), [("float32", 12.0), ("bfloat16", 8.0), ("float8", 6.0625), ("int8", 6.0625)]
-)
+@pytest.mark.parametrize(("state_dtype", "bytes_each"), [("float32", 12.0), ("bfloat16", 8.0), ("int8", 6.0625)])
 def test_bytes_of_a_parameter_with_its_state_are_the_planned_ones(state_dtype: str, bytes_each: float) -> None:
     """A bf16 parameter, the low half of its master and both moments, in host memory as it is mapped."""
     batch = torch.ones(4, 512, dtype=BF16)
