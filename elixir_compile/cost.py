@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elixir_compile.analysis.bucket_bytes import streamed_bytes
 from elixir_compile.analysis.staging import (
     LEAST_STREAMED_ROOM_BYTES,
     MOST_STREAMED_ROOM_BYTES,
@@ -258,4 +257,4 @@ def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
     Both are the bytes of this rank.
     """
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
-    return streamed_bytes(bucket, param), back_bytes
+    return bucket.streamed_nbytes(param), back_bytes

@@ -15,7 +15,7 @@
                   packed                                               there is one
                   the flat buffer, if packed into shards               at the wait for the reduce          device
                   the means, if several ranks have the whole bucket    at once, in place of the gradients  device
-  streamed        in the update: optimizer state of the largest        at the end of the update            device
+  Bucket.streamed in the update: optimizer state of the largest        at the end of the update            device
                   streamed bucket; its parameters and gradients,
                   if their home is the host
   bucket_host_bytes   all bytes on the host, the same in the whole step                                    host
@@ -202,22 +202,6 @@ def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
     end, is_away = 3, placement.param is not Tier.DEVICE
     wait = 1 if is_away or bucket.is_sharded else end
     return bytes_at(2, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))
-
-
-def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
-    """Return the bytes by kind that a streamed update of `bucket` adds on this rank; `param` is the parameters' home.
-
-    Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
-    """
-    state = (Kind.MOMENT, bucket.shard_state_nbytes())
-    if param is Tier.DEVICE:
-        return (state,)
-    return (state, (Kind.GATHERED, bucket.shard_nbytes()), (Kind.GRAD, bucket.update_grad_nbytes()))
-
-
-def streamed_bytes(bucket: Bucket, param: Tier) -> int:
-    """Return the sum of `streamed` over kinds."""
-    return sum(nbytes for _, nbytes in streamed(bucket, param))
 
 
 def bucket_host_bytes(bucket: Bucket, placement: Placement) -> int:

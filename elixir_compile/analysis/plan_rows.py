@@ -32,8 +32,6 @@ from elixir_compile.analysis.bucket_bytes import (
     last_unreduced,
     last_with_gradients,
     resting,
-    streamed,
-    streamed_bytes,
 )
 from elixir_compile.analysis.call_bytes import (
     ONLY,
@@ -169,8 +167,8 @@ class PlanRows:
         homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
         if homes:
             # Buckets pass one after another, so the largest counts.
-            bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
-            for kind, nbytes in streamed(bucket, param):
+            bucket, param = max(homes, key=lambda home: home[0].streamed_nbytes(home[1]))
+            for kind, nbytes in bucket.streamed(param):
                 yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
 
 

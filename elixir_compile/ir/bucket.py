@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
+from elixir_compile.ir.kinds import BucketId, GroupId, Kind, Saving, StorageId, Tier
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
@@ -175,6 +175,20 @@ class Bucket:
         if not self.is_sharded:
             return self.state_nbytes
         return self.state_nbytes * self.own_numel // max(self.numel, 1)
+
+    def streamed(self, param: Tier) -> tuple[tuple[Kind, int], ...]:
+        """Return the bytes by kind that a streamed update adds on this rank; `param` is the parameters' home.
+
+        Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
+        """
+        state = (Kind.MOMENT, self.shard_state_nbytes())
+        if param is Tier.DEVICE:
+            return (state,)
+        return (state, (Kind.GATHERED, self.shard_nbytes()), (Kind.GRAD, self.update_grad_nbytes()))
+
+    def streamed_nbytes(self, param: Tier) -> int:
+        """Return the sum of `streamed` over kinds."""
+        return sum(nbytes for _, nbytes in self.streamed(param))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

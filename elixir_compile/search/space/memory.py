@@ -26,7 +26,6 @@ from elixir_compile.analysis.bucket_bytes import (
     last_with_gradients,
     resting,
     step_gradients,
-    streamed_bytes,
 )
 from elixir_compile.analysis.call_bytes import (
     ONLY,
@@ -107,7 +106,7 @@ class MemoryModel:
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
-        return streamed_bytes(self._facts.buckets[bucket], home)
+        return self._facts.buckets[bucket].streamed_nbytes(home)
 
     def early_bytes(self, residency: Residency, levels: Sequence[Level]) -> int:
         """Return the device bytes that `residency` adds to each op by which its gather is before its wait."""
