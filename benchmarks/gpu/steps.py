@@ -336,8 +336,8 @@ def sanitizer() -> None:
 def measure() -> None:
     """Note the measured profile of the machine, and the built-in one of the same device."""
     from elixir_compile.hardware import cluster_to_json, profile_for
-    from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes
-    from elixir_compile.platforms import platform_of
+    from elixir_compile.measure.machine import measure_machine
+    from elixir_compile.platforms import memory_sizes_bytes, platform_of
 
     with case("measured"):
         found = measure_machine(DEVICE, seconds=1.0 if ARGUMENTS.tiny else 12.0)

@@ -12,12 +12,11 @@ import torch
 from elixir_compile.doctor.nvml import Gpu, gpu_at
 from elixir_compile.doctor.values import Accelerator, CopyRates, DiskTrial, GpuState, Pinning, Profile
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirWarning
-from elixir_compile.measure.machine import available_host_bytes, num_local_ranks
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.limits import lock_limit_bytes
 from elixir_compile.measure.machine.links import COPY_BYTES, Copies, copies_of
 from elixir_compile.platforms import accelerator as current_accelerator
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import available_host_bytes, num_local_ranks, platform_of
 from elixir_compile.problem.machine import cached_machine, machine_path
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore, StagingBuffers

@@ -12,9 +12,8 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.capture.kernel_bytes import INDICES_OF, KernelBytes, KernelCall
 from elixir_compile.capture.node_facts import leaves_of, value_of
-from elixir_compile.measure.machine import available_host_bytes
 from elixir_compile.measure.regions import random_input, random_tensor
-from elixir_compile.platforms import PeakRecord, platform_of
+from elixir_compile.platforms import PeakRecord, available_host_bytes, platform_of
 from elixir_compile.platforms.platform import Platform
 from elixir_compile.rewrite.local_args import local_args
 from elixir_compile.rewrite.own_memory import in_own_memory

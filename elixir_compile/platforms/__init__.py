@@ -9,6 +9,7 @@ No other package but `compat` names `torch.cuda`. Streams and events are in `run
 from elixir_compile.platforms.accelerator import lane_stream
 from elixir_compile.platforms.blocks import BlockRecord
 from elixir_compile.platforms.cores import bind_thread, cores_beside, on_cores
+from elixir_compile.platforms.host import available_host_bytes, host_memory_bytes, memory_sizes_bytes, num_local_ranks
 from elixir_compile.platforms.peaks import PeakRecord
 from elixir_compile.platforms.platform import Memory, PinningError, Platform
 from elixir_compile.platforms.platforms import (
@@ -28,10 +29,14 @@ __all__ = [
     "accelerator",
     "accelerator_platform",
     "accelerator_type",
+    "available_host_bytes",
     "bind_thread",
     "cores_beside",
+    "host_memory_bytes",
     "is_accelerator_in_use",
     "lane_stream",
+    "memory_sizes_bytes",
+    "num_local_ranks",
     "on_cores",
     "platform_of",
 ]

@@ -26,15 +26,15 @@ from elixir_compile.hardware import (
     parse_hardware,
     profile_for,
 )
-from elixir_compile.measure.machine import (
+from elixir_compile.ops.registry import Slot
+from elixir_compile.options import Options
+from elixir_compile.platforms import (
     available_host_bytes,
     host_memory_bytes,
     memory_sizes_bytes,
     num_local_ranks,
+    platform_of,
 )
-from elixir_compile.ops.registry import Slot
-from elixir_compile.options import Options
-from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.units import GIB, format_bytes
 

@@ -4,33 +4,17 @@ Seconds belong to the planner's decision about a whole layer. Only with the grap
 which groups the forward saves only for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elixir_compile.ir.bucket import Activations
-from elixir_compile.ir.kinds import GroupId, RegionId, Saving, Verb
+from elixir_compile.ir.kinds import RegionId, Verb
 from elixir_compile.ir.plan import Decision, Plan
 from elixir_compile.ir.schedule import GroupRef
 from elixir_compile.report.held import Survey
+from elixir_compile.report.line import layer_of_group
 from elixir_compile.report.recomputed import Again
 from elixir_compile.report.subject import Move
-from elixir_compile.units import format_bytes
-
-SAID: Mapping[Saving, str] = {
-    Saving.KEEP: "kept",
-    Saving.RECOMPUTE: "recomputed",
-    Saving.OFFLOAD: "offloaded",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavingAnswer:
-    """The sum of all activations with the same treatment."""
-
-    saving: Saving
-    nbytes: int
-    num_layers: int
-    """Number of layers with such activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,42 +45,10 @@ class LayerAnswer:
     """Whether this is the treatment in lean calls."""
 
 
-def layer_of_group(group: GroupId) -> str:
-    """Return the layer of a group: `transformer.h.3` for `transformer.h.3.matmul`. Without a dot it is the whole
-    name."""
-    return group.rpartition(".")[0] or group
-
-
 def layers_of_plan(plan: Plan) -> frozenset[str]:
     """Return the layers whose activations the plan lists, as its decisions name them."""
     lean = () if plan.lean is None else plan.lean.activations
     return frozenset(layer_of_group(group.id) for group in (*plan.activations, *lean))
-
-
-def saving_answers(plan: Plan) -> tuple[SavingAnswer, ...]:
-    """Return bytes and layers of activations by treatment; empty for a plan that keeps all."""
-    found: list[SavingAnswer] = []
-    for saving in Saving if plan.activations else ():
-        own = [group for group in plan.activations if group.saving is saving]
-        nbytes = sum(group.nbytes for group in own)
-        num_layers = len({layer_of_group(group.id) for group in own})
-        found.append(SavingAnswer(saving=saving, nbytes=nbytes, num_layers=num_layers))
-    return tuple(found)
-
-
-def savings_text(plan: Plan) -> str:
-    """Return the bytes by treatment, as `210 MiB kept, 400 MiB recomputed`; empty for a plan that keeps all."""
-    return ", ".join(
-        f"{format_bytes(found.nbytes)} {SAID[found.saving]}" for found in saving_answers(plan) if found.nbytes
-    )
-
-
-def lean_text(plan: Plan) -> str:
-    """Return how many outstanding forwards are lean, and their bytes by treatment; empty if none is."""
-    if plan.lean is None:
-        return ""
-    number = f"{plan.calls.outstanding - plan.lean.num_full} of {plan.calls.outstanding} outstanding forwards"
-    return f"{number}: {savings_text(plan.of_lean_calls()) or 'all kept'}"
 
 
 def layer_answers(survey: Survey, groups: Sequence[Activations], *, is_lean: bool = False) -> tuple[LayerAnswer, ...]:

@@ -11,15 +11,9 @@ from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, Region, RegionRef
-from elixir_compile.report.activations import (
-    LayerAnswer,
-    SavingAnswer,
-    layers_of_plan,
-    lean_text,
-    moving_at,
-    saving_answers,
-)
+from elixir_compile.report.activations import LayerAnswer, layers_of_plan, moving_at
 from elixir_compile.report.held import Survey
+from elixir_compile.report.line import SavingAnswer, lean_text, saving_answers
 from elixir_compile.report.recomputed import Again
 from elixir_compile.report.subject import Move, Subject, actions_of
 from elixir_compile.units import format_s

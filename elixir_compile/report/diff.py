@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
-from elixir_compile.report.activations import SAID, lean_text, saving_answers
+from elixir_compile.report.line import SAID, lean_text, saving_answers
 from elixir_compile.report.text import table_text
 from elixir_compile.units import format_bytes, format_s
 

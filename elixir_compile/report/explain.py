@@ -27,7 +27,7 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Saving, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan, TensorTraffic
 from elixir_compile.ir.rank_class import RankClass, spans_text
-from elixir_compile.report.activations import SAID, GroupAnswer, LayerAnswer, layer_answers
+from elixir_compile.report.activations import GroupAnswer, LayerAnswer, layer_answers
 from elixir_compile.report.answer import (
     Answer,
     BucketAnswer,
@@ -39,6 +39,7 @@ from elixir_compile.report.answer import (
     region_answer,
 )
 from elixir_compile.report.held import Survey
+from elixir_compile.report.line import SAID
 from elixir_compile.report.subject import Move, find_subject
 from elixir_compile.report.text import entry_text
 from elixir_compile.units import format_bytes, format_s

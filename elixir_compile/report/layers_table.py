@@ -12,8 +12,8 @@ from elixir_compile.ir.graph import is_numbered, layer_of
 from elixir_compile.ir.kinds import Kind, Saving, StorageId, Tier, Verb
 from elixir_compile.ir.plan import Decision
 from elixir_compile.ir.schedule import BucketRef
-from elixir_compile.report.activations import layer_of_group
 from elixir_compile.report.held import Survey
+from elixir_compile.report.line import layer_of_group
 
 OTHER = "other ops"
 """The row of ops that are of no layer and of no module with parameters, as a loss."""

@@ -1,11 +1,29 @@
 """Write a plan and a measured step as a line each: the two lines in the log of a run."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from elixir_compile.ir.kinds import GroupId, Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
-from elixir_compile.report.activations import lean_text, savings_text
 from elixir_compile.units import format_bytes, format_s
+
+SAID: Mapping[Saving, str] = {
+    Saving.KEEP: "kept",
+    Saving.RECOMPUTE: "recomputed",
+    Saving.OFFLOAD: "offloaded",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingAnswer:
+    """The sum of all activations with the same treatment."""
+
+    saving: Saving
+    nbytes: int
+    num_layers: int
+    """Number of layers with such activations."""
 
 
 def plan_line(plan: Plan) -> str:
@@ -58,3 +76,35 @@ def _hidden(plan: Plan) -> str:
         return "nothing to move"
     expected = plan.prediction
     return f"{expected.hidden_share:.0%} of transfers hidden, {format_s(expected.exposed_s)} exposed"
+
+
+def layer_of_group(group: GroupId) -> str:
+    """Return the layer of a group: `transformer.h.3` for `transformer.h.3.matmul`. Without a dot it is the whole
+    name."""
+    return group.rpartition(".")[0] or group
+
+
+def saving_answers(plan: Plan) -> tuple[SavingAnswer, ...]:
+    """Return bytes and layers of activations by treatment; empty for a plan that keeps all."""
+    found: list[SavingAnswer] = []
+    for saving in Saving if plan.activations else ():
+        own = [group for group in plan.activations if group.saving is saving]
+        nbytes = sum(group.nbytes for group in own)
+        num_layers = len({layer_of_group(group.id) for group in own})
+        found.append(SavingAnswer(saving=saving, nbytes=nbytes, num_layers=num_layers))
+    return tuple(found)
+
+
+def savings_text(plan: Plan) -> str:
+    """Return the bytes by treatment, as `210 MiB kept, 400 MiB recomputed`; empty for a plan that keeps all."""
+    return ", ".join(
+        f"{format_bytes(found.nbytes)} {SAID[found.saving]}" for found in saving_answers(plan) if found.nbytes
+    )
+
+
+def lean_text(plan: Plan) -> str:
+    """Return how many outstanding forwards are lean, and their bytes by treatment; empty if none is."""
+    if plan.lean is None:
+        return ""
+    number = f"{plan.calls.outstanding - plan.lean.num_full} of {plan.calls.outstanding} outstanding forwards"
+    return f"{number}: {savings_text(plan.of_lean_calls()) or 'all kept'}"

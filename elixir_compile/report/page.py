@@ -19,11 +19,11 @@ from elixir_compile.ir.kinds import Kind, Lane, Saving, Tier
 from elixir_compile.ir.plan import Decision, Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.report import charts, figures
-from elixir_compile.report.activations import SAID
 from elixir_compile.report.figures import Bar, CurvePoint, MemoryRow, kinds_of
 from elixir_compile.report.head import head
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layers_table import LayerRow, layer_rows
+from elixir_compile.report.line import SAID
 from elixir_compile.report.link_rates import LinkRates, link_rates, rate_columns
 from elixir_compile.report.markup import Cell, bytes_cell, json_block, plain_table, seconds_cell, table
 from elixir_compile.report.observed_run import ObservedRun, run_data

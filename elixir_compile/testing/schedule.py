@@ -14,12 +14,11 @@ from typing import NoReturn
 from elixir_compile.analysis.timeline import MemoryTimeline, Peak
 from elixir_compile.errors import InvalidOption, UnknownSubject
 from elixir_compile.ir import Kind, OpId, Placement, Plan, Record, Saving, StepGraph, Tier
-from elixir_compile.report.activations import SAID
 from elixir_compile.report.diff import TOLERANCE, RunDiff, diff_text, run_diff
 from elixir_compile.report.held import Survey
 from elixir_compile.report.layer_bytes import layer_bytes
 from elixir_compile.report.layers_table import LayerRow, layer_rows
-from elixir_compile.report.line import measured_line, plan_line
+from elixir_compile.report.line import SAID, measured_line, plan_line
 from elixir_compile.report.text import table_text, timeline_text
 from elixir_compile.testing.golden import Golden, check_golden, golden_path
 from elixir_compile.units import format_bytes, parse_bytes

@@ -22,14 +22,10 @@ from elixir_compile.hardware import (
     profile_for,
     with_like_seats,
 )
-from elixir_compile.measure.machine.limits import (
-    memory_sizes_bytes,
-    num_local_ranks,
-    pinned_limit_bytes,
-)
+from elixir_compile.measure.machine.limits import pinned_limit_bytes
 from elixir_compile.measure.machine.links import measure_collectives
 from elixir_compile.measure.machine.rates import Progress, measure_rates
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import memory_sizes_bytes, num_local_ranks, platform_of
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 from elixir_compile.units import MIB

@@ -18,8 +18,8 @@ from torch.optim.adamw import adamw
 
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.links import COPY_BYTES, copies_of, measure_copies
-from elixir_compile.measure.machine.update_threads import as_update, update_threads
 from elixir_compile.platforms import platform_of
+from elixir_compile.platforms.update_threads import as_update, update_threads
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

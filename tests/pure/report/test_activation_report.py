@@ -8,15 +8,10 @@ from hypothesis import given
 
 from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.ir import Decision, GroupId, Kind, Plan, RegionId, Saving, StepGraph, Verb
-from elixir_compile.report.activations import (
-    SavingAnswer,
-    layer_of_group,
-    moving_at,
-    saving_answers,
-    savings_text,
-)
+from elixir_compile.report.activations import moving_at
 from elixir_compile.report.explain import answer, explain
 from elixir_compile.report.held import Survey
+from elixir_compile.report.line import SavingAnswer, layer_of_group, saving_answers, savings_text
 from elixir_compile.report.recomputed import Again, recomputed
 from tests.pure.mixes import group
 from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs

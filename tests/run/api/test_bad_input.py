@@ -14,8 +14,8 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import is_swapped
-from elixir_compile.measure.machine import host_memory_bytes
 from elixir_compile.optim import unplanned
+from elixir_compile.platforms import host_memory_bytes
 from elixir_compile.units import format_bytes
 from tests.run.models import Stack
 from tests.run.training import hybrid_adamw, plain_step

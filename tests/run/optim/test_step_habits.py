@@ -12,9 +12,9 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
-from elixir_compile.measure.machine import update_threads
 from elixir_compile.optim import rule
 from elixir_compile.optim.host import threads
+from elixir_compile.platforms import update_threads
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import (
     WIDTH,

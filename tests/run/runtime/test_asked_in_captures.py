@@ -7,8 +7,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from elixir_compile.control_groups import num_usable_cores
-from elixir_compile.measure.machine import memory_sizes_bytes, num_local_ranks
 from elixir_compile.options import parse_options
+from elixir_compile.platforms import memory_sizes_bytes, num_local_ranks
 from elixir_compile.problem import machine
 
 CPU = torch.device("cpu")

@@ -31,14 +31,11 @@ from elixir_compile.hardware import (
     preset,
     profile_for,
 )
-from elixir_compile.measure.machine import limits, measure_machine, memory_sizes_bytes, rates, with_disk
+from elixir_compile.measure.machine import measure_machine, rates, with_disk
 from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
-from elixir_compile.measure.machine.limits import (
-    available_host_bytes,
-    host_memory_bytes,
-)
 from elixir_compile.measure.machine.links import copies_of, fitted_line
-from elixir_compile.measure.machine.update_threads import UpdateThreads
+from elixir_compile.platforms import available_host_bytes, host, host_memory_bytes, memory_sizes_bytes
+from elixir_compile.platforms.update_threads import UpdateThreads
 from elixir_compile.problem.machine import (
     cached_machine,
     forget_own_machine,
@@ -193,7 +190,7 @@ def test_another_quota_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_free_memory_is_less_than_total_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < available_host_bytes() < host_memory_bytes()
-    monkeypatch.setattr(limits, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
     assert available_host_bytes() < 64 * MIB
 
 
@@ -251,7 +248,7 @@ def test_a_host_with_more_memory_is_the_same_machine(monkeypatch: pytest.MonkeyP
     """As a virtual machine that grows; the memory is what it is now."""
     store_machine(remembered(), CPU)
     more_bytes = 2 * host_memory_bytes()
-    monkeypatch.setattr(limits, "host_memory_bytes", lambda: more_bytes)
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: more_bytes)
     found = cached_machine(CPU)
     assert found is not None
     assert (found.host.memory_bytes, found.device.memory_bytes) == (more_bytes, more_bytes)

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from elixir_compile.control_groups import allowed_cores, num_usable_cores
-from elixir_compile.measure.machine.limits import num_local_ranks
-from elixir_compile.platforms import cores_beside, on_cores
+from elixir_compile.platforms.cores import cores_beside, on_cores
+from elixir_compile.platforms.host import num_local_ranks
 
 T = TypeVar("T")
 
