@@ -11,7 +11,7 @@ from elixir_compile.analysis.staging import (
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster, DeviceProfile, Link, TensorRing
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
-from elixir_compile.ir.bucket import Activations, Bucket
+from elixir_compile.ir.bucket import Activations, Bucket, streamed_bytes
 from elixir_compile.ir.graph import Op
 from elixir_compile.ir.kinds import OpId, Tier
 
@@ -257,4 +257,4 @@ def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
     Both are the bytes of this rank.
     """
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
-    return bucket.streamed_nbytes(param), back_bytes
+    return streamed_bytes(bucket, param), back_bytes

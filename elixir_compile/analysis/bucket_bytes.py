@@ -15,7 +15,7 @@
                   packed                                               there is one
                   the flat buffer, if packed into shards               at the wait for the reduce          device
                   the means, if several ranks have the whole bucket    at once, in place of the gradients  device
-  Bucket.streamed in the update: optimizer state of the largest        at the end of the update            device
+  streamed        in the update: optimizer state of the largest        at the end of the update            device
                   streamed bucket; its parameters and gradients,
                   if their home is the host
   bucket_host_bytes   all bytes on the host, the same in the whole step                                    host

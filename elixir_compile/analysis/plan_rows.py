@@ -62,6 +62,7 @@ from elixir_compile.ir import (
     Tier,
     Verb,
 )
+from elixir_compile.ir.bucket import streamed, streamed_bytes
 
 
 class PlanRows:
@@ -167,8 +168,8 @@ class PlanRows:
         homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
         if homes:
             # Buckets pass one after another, so the largest counts.
-            bucket, param = max(homes, key=lambda home: home[0].streamed_nbytes(home[1]))
-            for kind, nbytes in bucket.streamed(param):
+            bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
+            for kind, nbytes in streamed(bucket, param):
                 yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
 
 

@@ -176,20 +176,6 @@ class Bucket:
             return self.state_nbytes
         return self.state_nbytes * self.own_numel // max(self.numel, 1)
 
-    def streamed(self, param: Tier) -> tuple[tuple[Kind, int], ...]:
-        """Return the bytes by kind that a streamed update adds on this rank; `param` is the parameters' home.
-
-        Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
-        """
-        state = (Kind.MOMENT, self.shard_state_nbytes())
-        if param is Tier.DEVICE:
-            return (state,)
-        return (state, (Kind.GATHERED, self.shard_nbytes()), (Kind.GRAD, self.update_grad_nbytes()))
-
-    def streamed_nbytes(self, param: Tier) -> int:
-        """Return the sum of `streamed` over kinds."""
-        return sum(nbytes for _, nbytes in self.streamed(param))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -237,3 +223,19 @@ class Activations:
     def __str__(self) -> str:
         line = f"{word(self.id)}  {self.saving}  bytes {self.nbytes}  storages {words(*self.storages)}"
         return commented(line, format_bytes(self.nbytes))
+
+
+def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
+    """Return the bytes by kind that a streamed update of `bucket` adds on this rank; `param` is the parameters' home.
+
+    Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
+    """
+    state = (Kind.MOMENT, bucket.shard_state_nbytes())
+    if param is Tier.DEVICE:
+        return (state,)
+    return (state, (Kind.GATHERED, bucket.shard_nbytes()), (Kind.GRAD, bucket.update_grad_nbytes()))
+
+
+def streamed_bytes(bucket: Bucket, param: Tier) -> int:
+    """Return the sum of `streamed` over kinds."""
+    return sum(nbytes for _, nbytes in streamed(bucket, param))

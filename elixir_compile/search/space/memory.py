@@ -40,6 +40,7 @@ from elixir_compile.analysis.call_bytes import (
 from elixir_compile.analysis.liveness import Life
 from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.ir import Kind, Tier
+from elixir_compile.ir.bucket import streamed_bytes
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered, placement_of
 from elixir_compile.search.space.positions import Positions
@@ -106,7 +107,7 @@ class MemoryModel:
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
-        return self._facts.buckets[bucket].streamed_nbytes(home)
+        return streamed_bytes(self._facts.buckets[bucket], home)
 
     def early_bytes(self, residency: Residency, levels: Sequence[Level]) -> int:
         """Return the device bytes that `residency` adds to each op by which its gather is before its wait."""

@@ -7,9 +7,9 @@ import torch
 from torch.optim import SGD, Adam, NAdam, Optimizer
 
 import elixir_compile as elixir
-from elixir_compile.analysis.bucket_bytes import streamed_bytes
 from elixir_compile.analysis.staging import MOST_STREAMED_ROOM_BYTES, streamed_rooms
 from elixir_compile.ir import Update
+from elixir_compile.ir.bucket import streamed_bytes
 from elixir_compile.optim import pieces, streaming
 from elixir_compile.runtime.lanes.plain import Plain
 from elixir_compile.units import MIB
