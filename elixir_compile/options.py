@@ -16,7 +16,6 @@ from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 Planner = Literal[
     "milp",
     "greedy",
-    "exhaustive",
     "elixir",
     "gemini",
     "zero3_offload",
@@ -78,9 +77,9 @@ class Options:
     disk_check: bool = False
     """Verify a checksum of each block read from `disk_path`."""
     planner: Planner = "milp"
-    """`milp` proves a bound on every plan, `greedy` is faster, `exhaustive` tries every placement of a few buckets. The
-    others are fixed rules for comparison: `elixir` (of the paper), `gemini` (of Colossal-AI, with its chunks),
-    `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`."""
+    """`milp` proves a bound on every plan, `greedy` is faster. The others are fixed rules for comparison: `elixir` (of
+    the paper), `gemini` (of Colossal-AI, with its chunks), `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`.
+    """
     placement_policy: PlacementPolicy = "auto"
     """`auto`: the planner chooses every placement. `static`: it keeps to the three fractions below, in whole buckets,
     and chooses all else: which buckets, when they move, and what becomes of activations."""
@@ -180,7 +179,7 @@ class Options:
         )
 
 
-_KEEPS_FRACTIONS = ("milp", "greedy", "exhaustive", "gemini")
+_KEEPS_FRACTIONS = ("milp", "greedy", "gemini")
 """The planners that search, and the rule that has fractions; other rules place every bucket by themselves."""
 
 

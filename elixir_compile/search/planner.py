@@ -10,7 +10,6 @@ bytes, so doubling and bisection find it in 2 log2(batch) trials.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.analysis.verify import verify
@@ -23,13 +22,7 @@ from elixir_compile.search.clock import Clock, deadline_in
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.gemini import with_chunks
 from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.rules import (
-    MAX_PLACEMENTS,
-    RULES,
-    drafted,
-    num_placements,
-    place_exhaustively,
-)
+from elixir_compile.search.heuristics.rules import RULES, drafted, place_exhaustively
 from elixir_compile.search.host_memory import host_floor_bytes, plan_with_disk, with_min_host_bytes
 from elixir_compile.search.lean_calls import with_lean_calls
 from elixir_compile.search.limits import leanest, uniform_modes
@@ -51,8 +44,7 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     """Return the verified plan of `planner` for `problem`.
 
     The same problem gives the same plan, unless `milp` reaches its limit of `timeout_s` seconds. Raises
-    `NoFeasiblePlan` with the smallest budget for which this planner finds a plan, and `InvalidOption` if the planner is
-    `exhaustive` and there are too many candidates.
+    `NoFeasiblePlan` with the smallest budget for which this planner finds a plan.
     """
 
     problem = with_chunks(problem) if planner == "gemini" else problem
@@ -114,11 +106,6 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
     if planner in RULES:
         return _by_rule(evaluator, planner)
     _require_minimum(evaluator)
-    if planner == "exhaustive":
-        draft = place_exhaustively(evaluator)
-        if draft is None:
-            raise _no_plan(evaluator, _fewest_host_bytes(evaluator))
-        return draft
     if planner == "greedy":
         return _first_draft(evaluator, _greedy)
     rules = RULES.values() if evaluator.facts.problem.fractions is None else ()
@@ -193,7 +180,7 @@ def _is_large(evaluator: Evaluator) -> bool:
 
 def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
     if evaluator.facts.problem.fractions is not None and planner != "gemini":
-        raise InvalidOption("planner", planner, '"milp", "greedy", "exhaustive" or "gemini", which keep fractions')
+        raise InvalidOption("planner", planner, '"milp", "greedy" or "gemini", which keep fractions')
     levels = RULES[planner](evaluator)
     if not evaluator.fits(levels, ahead=0):
         raise _no_plan(evaluator, _at_use(evaluator, levels))
@@ -204,15 +191,13 @@ def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
     # Greedy moves can miss a plan that fits a small host. The second attempt saves host bytes instead of seconds, and
     # simulates no step, so it is also fast for many buckets.
     draft = None if is_fast else place_greedily(evaluator)
-    draft = draft or place_greedily(evaluator, spares_host=True)
-    if draft is None and num_placements(evaluator) <= MAX_PLACEMENTS:
-        draft = place_exhaustively(evaluator)
+    draft = draft or place_greedily(evaluator, spares_host=True) or place_exhaustively(evaluator)
     if draft is None:
         draft = _fewest_host_bytes(evaluator)
         # With modes that need more than the device budget, a draft plan within the host budget does not fit either.
         if not evaluator.fits(draft.levels, ahead=0):
             raise _no_plan(evaluator, draft)
-    return replace(draft, planner="greedy")
+    return draft
 
 
 def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:

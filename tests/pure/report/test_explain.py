@@ -1,6 +1,7 @@
 """`explain` and `answer`: what they say is what the plan says, for plans of every planner."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,8 +13,9 @@ from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb
 from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.report.explain import answer, explain
 from elixir_compile.report.subject import Move
-from elixir_compile.search import plan
+from elixir_compile.search import Problem, plan
 from elixir_compile.units import format_bytes
+from tests.pure.exhaustive import best_of_all
 from tests.pure.plans import bucket_of, make_plan, planned_graphs
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of
@@ -123,10 +125,10 @@ def test_a_region_lists_actions_around_it_and_its_live_bytes() -> None:
     assert "live at most" not in explain(PLAN, region.id)
 
 
-@pytest.mark.parametrize("planner", ["greedy", "exhaustive"])
-def test_the_plan_is_explained_in_figures(planner: str) -> None:
+@pytest.mark.parametrize("search", [lambda problem: plan(problem, "greedy"), best_of_all])
+def test_the_plan_is_explained_in_figures(search: Callable[[Problem], Plan]) -> None:
     problem = replace(TIGHT, savings=frozenset({Saving.KEEP}))
-    made = plan(problem, planner)
+    made = search(problem)
     gib_bound_s = made.prediction.step_s - 0.12
     made = replace(made, bound_s=1e-5, binding=("device memory at bwd.mm_14",), gib_bound_s=gib_bound_s)
     text = explain(made)

@@ -111,7 +111,7 @@ STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, r
         (lambda p: replace(p, measured=(STRETCH,)), OPTIONS),
         (lambda p: replace(p, bucket_max_bytes=4096), OPTIONS),
         (lambda p: replace(p, **in_force(p)), OPTIONS),
-        (lambda p: p, replace(OPTIONS, planner="exhaustive")),
+        (lambda p: p, replace(OPTIONS, planner="keep_all")),
         (lambda p: p, replace(OPTIONS, search_timeout=5.0)),
         (lambda p: p, FREE),
         (lambda p: p, replace(OPTIONS, host_memory=None)),

@@ -22,7 +22,7 @@ from tests.run.races.combinations import Combination, batches_of, wide
 from tests.run.training import hybrid_adamw, loss_of
 from tests.run.updating import small_buckets
 
-SEARCHES = ("milp", "greedy", "exhaustive")
+SEARCHES = ("milp", "greedy")
 
 
 @dataclass(frozen=True, slots=True)
