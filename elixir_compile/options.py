@@ -17,7 +17,6 @@ Planner = Literal[
     "milp",
     "greedy",
     "elixir",
-    "gemini",
     "zero3_offload",
     "zero_offload",
     "fsdp_offload",
@@ -78,8 +77,7 @@ class Options:
     """Verify a checksum of each block read from `disk_path`."""
     planner: Planner = "milp"
     """`milp` proves a bound on every plan, `greedy` is faster. The others are fixed rules for comparison: `elixir` (of
-    the paper), `gemini` (of Colossal-AI, with its chunks), `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`.
-    """
+    the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`."""
     placement_policy: PlacementPolicy = "auto"
     """`auto`: the planner chooses every placement. `static`: it keeps to the three fractions below, in whole buckets,
     and chooses all else: which buckets, when they move, and what becomes of activations."""
@@ -179,8 +177,8 @@ class Options:
         )
 
 
-_KEEPS_FRACTIONS = ("milp", "greedy", "gemini")
-"""The planners that search, and the rule that has fractions; other rules place every bucket by themselves."""
+_KEEPS_FRACTIONS = ("milp", "greedy")
+"""The planners that search; rules place every bucket by themselves."""
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:

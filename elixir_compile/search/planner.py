@@ -20,7 +20,6 @@ from elixir_compile.options import Planner
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.clock import Clock, deadline_in
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
-from elixir_compile.search.heuristics.gemini import with_chunks
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import RULES, drafted, place_exhaustively
 from elixir_compile.search.host_memory import host_floor_bytes, plan_with_disk, with_min_host_bytes
@@ -46,8 +45,6 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     The same problem gives the same plan, unless `milp` reaches its limit of `timeout_s` seconds. Raises
     `NoFeasiblePlan` with the smallest budget for which this planner finds a plan.
     """
-
-    problem = with_chunks(problem) if planner == "gemini" else problem
 
     def search(variant: Problem) -> Plan:
         clock = Clock()
@@ -179,8 +176,8 @@ def _is_large(evaluator: Evaluator) -> bool:
 
 
 def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
-    if evaluator.facts.problem.fractions is not None and planner != "gemini":
-        raise InvalidOption("planner", planner, '"milp", "greedy" or "gemini", which keep fractions')
+    if evaluator.facts.problem.fractions is not None:
+        raise InvalidOption("planner", planner, '"milp" or "greedy", which keep fractions')
     levels = RULES[planner](evaluator)
     if not evaluator.fits(levels, ahead=0):
         raise _no_plan(evaluator, _at_use(evaluator, levels))

@@ -105,8 +105,6 @@ class Problem:
     regions. If None, regions begin only where the plan acts."""
     bucket_min_bytes: int = 16 * MIB
     bucket_max_bytes: int = 128 * MIB
-    bucket_numel: int | None = field(default=None, metadata=LEFT_OUT)
-    """The elements of each new bucket, whatever its bytes and layers; None if the limits above and layers decide."""
     buckets: tuple[Bucket, ...] = ()
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
@@ -133,8 +131,6 @@ class Problem:
                 f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
                 f"{self.bucket_max_bytes} must be positive and in this order."
             )
-        if self.bucket_numel is not None and self.bucket_numel < 1:
-            raise InvalidPlan(f"problem {self.name}: buckets of {self.bucket_numel} elements; expected 1 or more.")
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")

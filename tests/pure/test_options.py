@@ -74,6 +74,7 @@ def test_unknown_option_names_the_nearest() -> None:
         ("disk_check", 1),
         ("planner", "best"),
         ("planner", "exhaustive"),
+        ("planner", "gemini"),
         ("planner", None),
         ("accumulate", 4),
         ("accumulate", "yes"),

@@ -9,7 +9,6 @@ from elixir_compile.hardware.presets import PaperRates, paper_rates
 from elixir_compile.ir import Decision
 from elixir_compile.options import Planner
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.heuristics.gemini import gemini_decisions, place_by_gemini
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.modes import mode_text
@@ -101,7 +100,6 @@ RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
     "zero_offload": _zero_offload,
     "fsdp_offload": _fsdp_offload,
     "keep_all": _keep_all,
-    "gemini": place_by_gemini,
 }
 
 
@@ -113,13 +111,12 @@ def drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> 
         for bucket, level, start in zip(evaluator.facts.buckets, levels, evaluator.facts.start_levels, strict=True)
         if level != start
     )
-    told = gemini_decisions(evaluator, levels) if planner == "gemini" else ()
     return DraftPlan(
         levels=tuple(levels),
         modes=evaluator.facts.modes,
         moves=moves,
         step_s=step_s,
-        decisions=(*told, *moved),
+        decisions=moved,
         planner=planner,
     )
 

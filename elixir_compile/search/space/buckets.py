@@ -66,11 +66,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     groups = [
         group
         for members in classes.values()
-        for group in (
-            _split(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
-            if problem.bucket_numel is None
-            else _filled(members, problem.bucket_numel)
-        )
+        for group in _split(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
@@ -80,12 +76,9 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
 def with_larger_buckets(problem: Problem) -> Problem | None:
     """Return `problem` with bucket sizes doubled until at most 192 buckets remain or the sizes are 8 times as large.
 
-    Return None if `problem` has at most 192 buckets already, if it fixes their size, or if all of its parameters are in
-    buckets in force.
+    Return None if `problem` has at most 192 buckets already, or if all of its parameters are in buckets in force.
     """
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
-    if problem.bucket_numel is not None:
-        return None
     if present.issubset({param for bucket in problem.buckets for param in bucket.params}):
         return None
     factor, larger = 1, problem
@@ -103,11 +96,6 @@ def _size_limits(problem: Problem, total_bytes: int) -> tuple[int, int]:
         return low, high
     scaled = max(1, total_bytes // MIN_BUCKETS)
     return scaled, max(scaled, high * scaled // low)
-
-
-def new_param_numels(problem: Problem) -> list[int]:
-    """Return the elements of each parameter that is in no bucket in force, in the order of first use."""
-    return [param.numel for param in _new_params(problem)]
 
 
 def _new_params(problem: Problem) -> list[_Param]:
@@ -185,20 +173,6 @@ def _split(
             group, group_bytes = [], 0
         group.append(param)
         group_bytes += nbytes
-    if group:
-        yield group
-
-
-def _filled(params: list[_Param], numel: int) -> Iterator[list[_Param]]:
-    """Fill buckets of `numel` elements with parameters of a class in first-use order; a larger one is a bucket."""
-    group: list[_Param] = []
-    left = 0
-    for param in params:
-        if group and param.numel > left:
-            yield group
-            group = []
-        left = (left if group else max(numel, param.numel)) - param.numel
-        group.append(param)
     if group:
         yield group
 

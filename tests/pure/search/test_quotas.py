@@ -172,7 +172,7 @@ def test_state_cannot_leave_its_parameters_without_the_hybrid_optimizer() -> Non
 
 
 def test_a_rule_planner_keeps_no_fractions() -> None:
-    with pytest.raises(InvalidOption, match='"greedy" or "gemini", which keep fractions'):
+    with pytest.raises(InvalidOption, match='"milp" or "greedy", which keep fractions'):
         plan(problem_of(chain_of(2), fractions=Fractions()), "zero_offload")
 
 

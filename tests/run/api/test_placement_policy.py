@@ -173,19 +173,6 @@ def test_a_stage_of_a_pipeline_keeps_the_fractions() -> None:
     assert_placed(elixir.compilations(step)[-1].plan, fractions)
 
 
-def test_the_rule_of_gemini_trains_the_bits_of_torch() -> None:
-    """The model is smaller than the smallest chunk, so it is one; its fractions move all of it or nothing."""
-    model, twin = seeded(small), seeded(small)
-    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
-    for fractions in ({}, {"placement_policy": "static", "offload_optim_frac": 0.5}):
-        step = compiled(model, planner="gemini", **fractions)
-        assert all(torch.equal(a, b) for a, b in zip(losses(step, optimizer), losses(twin, other), strict=True))
-        plan = elixir.compilations(step)[-1].plan
-        assert plan.planner == "gemini"
-        assert {own.optim for own in plan.placements} == {Tier.HOST if fractions else Tier.DEVICE}
-
-
 def test_state_stays_with_parameters_of_another_optimizer() -> None:
     model = seeded(small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

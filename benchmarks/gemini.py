@@ -1,4 +1,6 @@
-"""The rule of Colossal-AI's Gemini: equal chunks of parameters, and which of them stay on the device.
+"""The rule of Colossal-AI's Gemini, to compare with: equal chunks of parameters, and which stay on the device.
+
+    python benchmarks/gemini.py          # simulates GPT-2 4B on an A100 of 40 GB: the table of docs/composing.md
 
     size        of sizes from 32 Mi elements up, the one that leaves the fewest elements of chunks unused
     chunks      parameters in the order of first use, each in the current chunk or, if it has no room, in the next
@@ -18,16 +20,24 @@ Source: `colossalai/zero/gemini` at commit 4f9953b, read for its rules.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Decision
-from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.problem import Problem
-from elixir_compile.search.space.buckets import new_param_numels
-from elixir_compile.search.space.levels import Level
+from elixir_compile.analysis import verify
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.ir import Bucket, Decision, Placement, Plan, Tier
+from elixir_compile.options import Fractions, Options
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.writing import write_out
+from elixir_compile.units import format_s
 
 MIN_NUMEL = SEARCH_SPAN = 32 << 20
 """The smallest chunk, and the span of sizes that are tried, in elements: Gemini's `min_chunk_size_m` and
@@ -88,9 +98,69 @@ def _unused(numels: Sequence[int], sizes: NDArray[np.int64]) -> NDArray[np.int64
     return unused + left
 
 
+def one_each(problem: Problem) -> tuple[Bucket, ...]:
+    """Return a bucket for each parameter of `problem`, in the order of first use."""
+    return form_buckets(replace(problem, bucket_min_bytes=1, bucket_max_bytes=1))
+
+
+def chunks(buckets: Sequence[Bucket], numel: int) -> tuple[Bucket, ...]:
+    """Return `buckets` of one parameter each, joined to chunks of `numel` elements; a larger one is a chunk.
+
+    Only parameters of one dtype, group and kind are in a chunk together.
+    """
+    filled: list[list[Bucket]] = []
+    open_chunks: dict[tuple[object, ...], list[Bucket]] = {}
+    for own in buckets:
+        kind = own.dtype, own.reduce_dtype, own.state_dtype, own.trainable, own.group, own.is_sharded
+        chunk = open_chunks.get(kind)
+        if chunk is None or sum(other.numel for other in chunk) + own.numel > numel:
+            chunk = open_chunks[kind] = []
+            filled.append(chunk)
+        chunk.append(own)
+    return tuple(map(_joined, filled))
+
+
+def _joined(chunk: Sequence[Bucket]) -> Bucket:
+    sizes = ("numel", "nbytes", "state_nbytes", "sum_nbytes")
+    return replace(
+        chunk[0],
+        params=tuple(chain.from_iterable(own.params for own in chunk)),
+        shard_numels=tuple(map(sum, zip(*(own.shard_numels for own in chunk), strict=True))),
+        **{name: sum(getattr(own, name) for own in chunk) for name in sizes},
+    )
+
+
 def with_chunks(problem: Problem) -> Problem:
-    """Return `problem` with new buckets of the size of Gemini's chunks."""
-    return replace(problem, bucket_numel=chunk_size(new_param_numels(problem), problem.num_shards).numel)
+    """Return `problem` with Gemini's chunks as its buckets, all of them on the device."""
+    alone = one_each(problem)
+    made = chunks(alone, chunk_size([own.numel for own in alone], problem.num_shards).numel)
+    there = (Placement(bucket=own.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for own in made)
+    return replace(problem, buckets=made, placements=tuple(there))
+
+
+def plan_by_gemini(problem: Problem) -> Plan | None:
+    """Return the verified plan of the rule for `problem`, which has no buckets in force; None if it does not fit."""
+    evaluator = Evaluator(gather_facts(with_chunks(problem)))
+    levels = place_by_gemini(evaluator)
+    if not evaluator.fits(levels, ahead=0):
+        return None
+    moves, step_s = best_moves(evaluator, levels)
+    moved = (
+        Decision(subject=bucket.id, choice=level_text(level), because="the rule of Gemini puts it there")
+        for bucket, level in zip(evaluator.facts.buckets, levels, strict=True)
+        if level is not Level.ON_DEVICE
+    )
+    draft = DraftPlan(
+        levels=levels,
+        modes=evaluator.facts.modes,
+        moves=moves,
+        step_s=step_s,
+        decisions=(*gemini_decisions(evaluator, levels), *moved),
+        planner="gemini",
+    )
+    made = write_out(evaluator, draft)
+    verify(problem.graph, made)
+    return made
 
 
 def place_by_gemini(evaluator: Evaluator) -> tuple[Level, ...]:
@@ -151,15 +221,14 @@ def gemini_decisions(evaluator: Evaluator, levels: Sequence[Level]) -> Iterator[
     facts = evaluator.facts
     problem = facts.problem
     total = sum(bucket.numel for bucket in facts.buckets)
-    numels = new_param_numels(problem)
-    if numels:
-        size = chunk_size(numels, problem.num_shards)
-        tried = f"of {size.num_tried} sizes from {size.first} to {size.last} elements it leaves the fewest unused"
-        yield Decision(
-            subject="chunks",
-            choice=f"{len(facts.buckets)} of at most {size.numel} elements",
-            because=f"{tried}: {size.unused} beside {total}, which Gemini allocates and this plan does not",
-        )
+    alone = one_each(replace(problem, buckets=(), placements=()))
+    size = chunk_size([own.numel for own in alone], problem.num_shards)
+    tried = f"of {size.num_tried} sizes from {size.first} to {size.last} elements it leaves the fewest unused"
+    yield Decision(
+        subject="chunks",
+        choice=f"{len(facts.buckets)} of at most {size.numel} elements",
+        because=f"{tried}: {size.unused} beside {total}, which Gemini allocates and this plan does not",
+    )
     if problem.fractions is not None:
         return
     if _stays_gathered(evaluator):
@@ -177,3 +246,35 @@ def gemini_decisions(evaluator: Evaluator, levels: Sequence[Level]) -> Iterator[
         because=f"the bucket used furthest ahead leaves if more than {_STEADY_CAP:.0%} of the budget would be full; "
         f"{num_loads} loads per step",
     )
+
+
+def _row(name: str, problem: Problem) -> str:
+    """Return the line of the table for `problem`."""
+    try:
+        ours = format_s(plan(problem).prediction.step_s)
+    except NoFeasiblePlan:
+        ours = "does not fit"
+    theirs = plan_by_gemini(problem)
+    return f"| {name} | {ours} | {'does not fit' if theirs is None else format_s(theirs.prediction.step_s)} |"
+
+
+def main() -> None:
+    """Print the steps of GPT-2 4B by our search and by the rule."""
+    import torch  # not before: the rule itself needs none
+
+    from elixir_compile.api.preview.few_layers import capture_model
+    from elixir_compile.api.preview.models import TextBatch, find_model
+    from elixir_compile.hardware import preset
+
+    model, inputs = find_model("gpt2-4b", TextBatch(batch=8, seq=1024, dtype=torch.bfloat16, recompute=True))
+    captured = capture_model(model, inputs, options=Options())
+    problem = captured.problem(preset("a100-40g"), Options(), state_bytes_per_element=12)
+    print("| placement | step of our search | step of Gemini's rule |\n|---|---|---|")
+    print(_row("`auto`", problem), flush=True)
+    for optim, param in ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)):
+        name = f"static, state {optim}" + (f", parameters {param}" if param else "")
+        print(_row(name, replace(problem, fractions=Fractions(offload_optim=optim, offload_param=param))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
