@@ -46,7 +46,7 @@ SEEDS ?= 50
 
 races: venv
 	ELIXIR_RACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -n $(WORKERS) -m 'slow or not slow' tests/run/races
-	ELIXIR_CHECK_RACES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
+	ELIXIR_CHECK_RACES=tests.races.checked PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
 	$(BIN)/python -m tests.device.on_device -m 'slow or not slow'
 
 # Whether the tests of races notice each wait of the runtime that is missing; `ONLY=gathers.py` runs some of the mutants.

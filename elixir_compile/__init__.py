@@ -99,7 +99,6 @@ _ERRORS = (
     "PlanMismatch",
     "ProfileFileError",
     "QuestionFileError",
-    "Race",
     "RanksApart",
     "StaleParameters",
     "StateNotApart",

@@ -44,7 +44,6 @@ Exception
     │   ├── DiskFailed                      an operation refused by the system
     │   └── DiskCorrupted                   bytes read differ from the bytes written
     ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
-    ├── Race               (RuntimeError)   two accesses to the same memory that no wait orders
     └── NestedMeasurement  (RuntimeError)   a step measured, or a model observed, that is already
 
 UserWarning
@@ -829,21 +828,6 @@ class UnforeseenState(ElixirError, RuntimeError):
             f"the update of {self.bucket} made {self.name} ({self.dtype}) for a parameter of shape {self.shape}, which "
             "three dry steps of the optimizer did not make, so it has no space on disk. Raise host_memory and leave "
             "out disk_path, or let the optimizer make it in its first steps."
-        )
-
-
-class Race(ElixirError, RuntimeError):
-    """`first` and `second` access the same `nbytes` in no certain order; `schedule` shows the actions around them."""
-
-    def __init__(self, first: str, second: str, nbytes: int, schedule: str) -> None:
-        self.first, self.second, self.nbytes, self.schedule = first, second, nbytes, schedule
-        super().__init__(first, second, nbytes, schedule)
-
-    def __str__(self) -> str:
-        return (
-            f"two accesses to the same {format_bytes(self.nbytes)} have no order, so results depend on timing.\n"
-            f"  {self.first}\n  {self.second}\n{self.schedule}\n"
-            "This is a bug of Elixir, unless code of yours wrote that memory: please report it with this text."
         )
 
 

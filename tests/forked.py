@@ -139,7 +139,7 @@ class Tree:
             ]
             os.environ.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([here, *others])})
             if stage.checks:
-                os.environ["ELIXIR_CHECK_RACES"] = "1"
+                os.environ["ELIXIR_CHECK_RACES"] = "tests.races.checked"
             sys.path[:] = [
                 here,
                 *(path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parents[1]),

@@ -8,7 +8,7 @@
 Of two accesses to one cell, one of which writes or frees it, one must be behind the other by the works of two
 consecutive steps (see `lane_rules`). Every access must be before the free, and every read behind a write, unless the
 memory keeps its values from step to step. The check of a run compares accesses by the same rule: see
-`runtime.lanes.happens_before`.
+`tests/races/happens_before.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,7 @@ from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
 from elixir_compile.living import Living
-from elixir_compile.runtime.lanes import Lanes
-from elixir_compile.runtime.lanes.checked import Checked
+from elixir_compile.runtime.lanes import Announced, Lanes
 from elixir_compile.runtime.recording import (
     ON_THREADS,
     DeviceSpan,
@@ -198,25 +197,25 @@ class Ledger:
 class _AnnouncedLedger(Ledger):
     """A ledger whose spans also name the accesses of their block, for lanes that check them."""
 
-    def __init__(self, lanes: Checked) -> None:
+    def __init__(self, lanes: Lanes, named: Announced) -> None:
         super().__init__(lanes)
-        self._checked = lanes
+        self._named = named
 
     def span(
         self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1, piece: int = 0, graph: str | None = None
     ) -> AbstractContextManager[object]:
         """Count and time the block as a ledger does, and name its accesses `label`."""
         both = ExitStack()
-        both.enter_context(self._checked.announced(label))
+        both.enter_context(self._named.announced(label))
         both.enter_context(super().span(lane, label, nbytes, times=times, piece=piece, graph=graph))
         return both
 
     def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
         """Start and time the collective as a ledger does, and name the accesses of `start` `label`."""
-        with self._checked.announced(label):
+        with self._named.announced(label):
             return super().started(lane, label, nbytes, start)
 
 
 def ledger_for(lanes: Lanes) -> Ledger:
     """Return a new ledger for the executor with `lanes`."""
-    return _AnnouncedLedger(lanes) if isinstance(lanes, Checked) else Ledger(lanes)
+    return _AnnouncedLedger(lanes, lanes) if isinstance(lanes, Announced) else Ledger(lanes)

@@ -11,8 +11,8 @@ import torch
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Lane, Update
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lanes.checked import Checked
 from tests.device import emulated
+from tests.races.checked import Checked
 from tests.run.races.combinations import in_another_thread
 from tests.run.races.home import Home
 from tests.run.training import Run, assert_same_tensors
@@ -70,7 +70,7 @@ def test_late_copies_are_ordered_and_change_no_bit(
     home: str, update: Update, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Train by steps, then by steps whose backward runs in another thread, then by accumulation."""
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
     model, given = ladder().to(DEVICE), batches(8)
     with (
         emulated.policy(emulated.LATE),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elixir_compile.runtime.lanes.happens_before import Actor, Cell, Source, shown
+from tests.races.happens_before import Actor, Cell, Source, shown
 
 HERE = Source("an action", 1, "file.py", 1)
 

@@ -14,7 +14,7 @@ An event is None if the lane is synchronous, that is, if its work is done when t
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -170,4 +170,13 @@ class Lanes(Protocol):
 
         Only for lanes that have a clock.
         """
+        ...
+
+
+@runtime_checkable
+class Announced(Protocol):
+    """What lanes also are that name actions, as those that check accesses do."""
+
+    def announced(self, action: str) -> AbstractContextManager[object]:
+        """Give the accesses of the block the name `action`."""
         ...

@@ -30,8 +30,8 @@ from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
-from elixir_compile.runtime.lanes.happens_before import Actor, Cell, Source
 from elixir_compile.runtime.saved import SavedActivations
+from tests.races.happens_before import Actor, Cell, Source
 
 THREAD, UPDATES = "the thread 'elixir updates'", "the thread of the updates"
 """The name of the worker in the check of a run, and in the rules."""

@@ -17,12 +17,12 @@ from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime import executor, updates
 from elixir_compile.runtime.awaited import QueuedUpdates, begin_update
 from elixir_compile.runtime.landing import LandingUpdate
-from elixir_compile.runtime.lanes.checked import Checked
-from elixir_compile.runtime.lanes.checker import Checker
 from elixir_compile.runtime.lanes.plain import Plain
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.published import GradNormCache
 from elixir_compile.runtime.updates import UpdateLine
+from tests.races.checked import Checked
+from tests.races.checker import Checker
 from tests.run.races.simulated import Simulated
 from tests.run.updating import eager_run, hybrid_run, ladder, rows
 
@@ -66,7 +66,7 @@ def test_a_hyperparameter_on_an_accelerator_is_read_before_the_update_is_queued(
 
 
 def test_norms_of_leaving_gradients_are_computed_on_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
     lanes_of_norms: list[object] = []
     take, model, batches = GradNormCache.take, ladder(), rows(2)
     with hybrid_run(model, batches[0], home="host", update=Update.AFTER_BACKWARD) as run:
@@ -154,7 +154,7 @@ def test_copies_to_the_host_outlive_model_and_optimizer(monkeypatch: pytest.Monk
 
 
 def test_memory_of_a_streamed_update_is_given_up_by_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
     model, batches, kept = ladder(), rows(4), list[int]()
     with hybrid_run(model, batches[0], home="split", update=Update.ACROSS_STEPS, share=1.0) as run:
         optimizer: Any = run.optimizer

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import Race
+from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Update
 from elixir_compile.optim.streaming import Stream
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
 from elixir_compile.runtime.slab import Slab
 from elixir_compile.runtime.updates import UpdateLine
+from tests.races.checked import Checked, CheckedLane
+from tests.races.checker import Race
 from tests.run.optim.test_streamed_pieces import use_small_rooms
 from tests.run.races.combinations import Shared
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
 
 
 def ignore(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
@@ -173,6 +174,13 @@ def test_memory_that_is_freed_behind_its_copy_is_no_race(lanes: Any) -> None:
     lanes.compute_waits(lanes.d2h.mark())
     del kept
     lanes.touches((lanes.empty(8),))
+
+
+@pytest.mark.parametrize("name", ["1", "tests.races.missing", "json", ".checked"])
+def test_a_module_without_checks_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", name)
+    with pytest.raises(InvalidOption, match=r"option ELIXIR_CHECK_RACES: got .*PYTHONPATH"):
+        lanes_for(CPU)
 
 
 def test_without_the_variable_the_lanes_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

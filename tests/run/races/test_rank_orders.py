@@ -15,8 +15,8 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
-from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.plain import Plain
+from tests.races.checked import Checked
 from tests.run.races.home import write_behind
 from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw, plain_step
@@ -28,7 +28,7 @@ WIDTH = 101
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make this process the first of two ranks, and check accesses."""
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
     monkeypatch.setattr("tests.run.updating.WIDTH", WIDTH)
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield

@@ -44,7 +44,7 @@ def trained(
     """Return the accesses of steps of `case`, whose updates are done at each of `moments`, and their graph and plan."""
     batches = batches_of(case, 2 + NUM_STEPS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELIXIR_CHECK_RACES", "1")
+        patch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
         with run_of(case, folder) as run:
             optimizer: Any = run.optimizer
             run.train(batches[:2])
@@ -119,7 +119,7 @@ def test_a_wrong_rule_shows(
 
 def orders_on_a_rank(rank: int, world_size: int, update: str, home: str) -> dict[str, Any]:
     """Train on several ranks, with shards in their `home`, and return how the rules differ from the run."""
-    os.environ["ELIXIR_CHECK_RACES"] = "1"
+    os.environ["ELIXIR_CHECK_RACES"] = "tests.races.checked"
     steps = batches(2 + NUM_STEPS)
     budget: dict[str, Any] = {"device_memory": host_budget("odd", steps[0], world_size)} if home == "host" else {}
     pair = pair_of("odd", [world_size], dtype=torch.float32, planner="greedy", update=update, **budget)

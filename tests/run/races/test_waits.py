@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from elixir_compile.compat import MemoryView
-from elixir_compile.errors import Race
 from elixir_compile.ir import Tier
 from elixir_compile.runtime.executor import Executor, synchronize_executors
 from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
 from elixir_compile.runtime.updates import finish_updates
+from tests.races.checker import Race
 from tests.run.races.home import B0, CPU, Home
 from tests.run.races.simulated import Simulated
 from tests.run.training import hybrid_adamw
@@ -23,7 +23,7 @@ from tests.run.training import hybrid_adamw
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "tests.races.checked")
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import torch
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.runtime import recording as recording_module
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.plain import Plain
 from elixir_compile.runtime.ledger import Ledger, all_ledgers, ledger_for
 from elixir_compile.runtime.recording import StepClock
+from tests.races.checked import Checked
 
 
 def test_counts_are_kept_by_label_and_by_verb() -> None:

@@ -11,13 +11,31 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import Race
-from elixir_compile.runtime.lanes.happens_before import Access, Actor, Cell, Clock, Source, shown
+from elixir_compile.errors import ElixirError
+from elixir_compile.runtime import lanes
 from elixir_compile.runtime.slab import slab_at
+from elixir_compile.units import format_bytes
+from tests.races.happens_before import Access, Actor, Cell, Clock, Source, shown
 
 _HISTORY = 200
 """The actions that are kept for the text of an error."""
-_FOLDER = __file__.rpartition("/")[0]
+_HIDDEN = (*(path.rpartition("/")[0] for path in (__file__, lanes.__file__)), "<")
+"""Where no access comes from: this folder, that of lanes, and code without a file."""
+
+
+class Race(ElixirError, RuntimeError):  # noqa: N818 - named for the event, as errors of the package are
+    """`first` and `second` access the same `nbytes` in no certain order; `schedule` shows the actions around them."""
+
+    def __init__(self, first: str, second: str, nbytes: int, schedule: str) -> None:
+        self.first, self.second, self.nbytes, self.schedule = first, second, nbytes, schedule
+        super().__init__(first, second, nbytes, schedule)
+
+    def __str__(self) -> str:
+        return (
+            f"two accesses to the same {format_bytes(self.nbytes)} have no order, so results depend on timing.\n"
+            f"  {self.first}\n  {self.second}\n{self.schedule}\n"
+            "This is a bug of Elixir, unless code of yours wrote that memory: please report it with this text."
+        )
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -176,9 +194,9 @@ class Checker:
 
     def _source(self) -> Source:
         frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename.startswith((_FOLDER, "<")):
+        while frame is not None and frame.f_code.co_filename.startswith(_HIDDEN):
             frame = frame.f_back
-        assert frame is not None, "every access comes from code outside of this folder"
+        assert frame is not None, "every access comes from other code"
         return Source(self.here.action, self.here.moment, frame.f_code.co_filename, frame.f_lineno)
 
 

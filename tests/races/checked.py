@@ -1,8 +1,8 @@
 """Lanes that check every access to memory: two accesses that no wait orders raise `Race`, whatever the timing was.
 
-Chosen by `ELIXIR_CHECK_RACES=1`. The copies run on other lanes, `inner`; here only their order is followed. So the
-lanes of a CPU, where each copy is done when the call returns, are checked as if they were streams: a proof by a run on
-a CPU holds for an accelerator, where copies take their time.
+Chosen by `ELIXIR_CHECK_RACES=tests.races.checked`, this module. The copies run on other lanes, `inner`; here only their
+order is followed. So the lanes of a CPU, where each copy is done when the call returns, are checked as if they were
+streams: a proof by a run on a CPU holds for an accelerator, where copies take their time.
 
 Seen are the copies of lanes, the regions of programs, sums of gradients, updates and collectives, and the end of every
 allocation. Not seen is code of users between them, such as a write to `param.data`.
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from elixir_compile.runtime.lanes.checker import Checker, has_memory
-from elixir_compile.runtime.lanes.happens_before import Actor, Clock
-from elixir_compile.runtime.lanes.interface import CopyLane, Event, Lanes, TimedEvent, Waitable
+from elixir_compile.runtime.lanes import CopyLane, Event, Lanes, TimedEvent, Waitable
+from tests.races.checker import Checker, has_memory
+from tests.races.happens_before import Actor, Clock
 
 
 class CheckedEvent:
