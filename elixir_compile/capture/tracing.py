@@ -67,7 +67,9 @@ def trace_step(
     """
     compat.trace_past_logging()
     # If a backend raises, Dynamo forgets the compilation, so the user's next call of this model is compiled as usual.
-    compiled = torch.compile(model, backend=_backend(name, inner, edit), fullgraph=True)
+    # torch 2.11 to 2.13 never frees a backend that has raised, not even in a reset: it must not hold the model.
+    edits = [edit]
+    compiled = torch.compile(model, backend=_backend(name, inner, edits), fullgraph=True)
     with (
         torch.enable_grad(),
         compat.shapes_apart(),
@@ -85,6 +87,8 @@ def trace_step(
             raise UnsupportedModel(name, f"its forward cannot be traced as one graph. {reason}") from error
         else:
             found = UnsupportedModel(name, "its forward computes nothing from its parameters")
+        finally:
+            edits.clear()
     if isinstance(found, UnsupportedModel):
         raise found.renewed()
     return found
@@ -155,15 +159,18 @@ def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
     return renamed
 
 
-def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
-    """Return a backend of `torch.compile` that stops as soon as the training graph is partitioned."""
+def _backend(name: str, inner: str, edits: Sequence[Edit]) -> Callable[..., Any]:
+    """Return a backend of `torch.compile` that stops as soon as the training graph is partitioned.
+
+    The last of `edits` changes Dynamo's graph; the caller may empty them afterwards.
+    """
 
     def lower(gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         inline_regions(gm)
-        inputs = edit(gm, inputs)
+        inputs = edits[-1](gm, inputs)
         split_gathers(gm)
         given = gathers_to_inputs(gm, inputs)
 

@@ -5,14 +5,19 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
+import elixir_compile as elixir
+from elixir_compile.platforms import platform_of
 from tests.cuda_standin import device as standin
 from tests.cuda_standin.build import ROOT
 from tests.cuda_standin.run import CANNOT
 from tests.cuda_standin.runs import CANNOT_RUN, MOMENTS
+from tests.run.models import Stack, seeded
+from tests.run.training import by_elixir
 
 DEVICE = torch.device("cuda", 0)
 OTHER = torch.device("cuda", 1)
@@ -29,6 +34,9 @@ def test_what_is_said_not_to_run_is_there() -> None:
     names = [*CANNOT, *(name for names in CANNOT_RUN.values() for name in names), *MOMENTS]
     for path, _, test in (name.partition("::") for name in names):
         assert not test or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"{path} has no {test}"
+    page = (ROOT / "docs/accelerators.md").read_text(encoding="utf-8")
+    assert f"\n{sum(map(len, CANNOT_RUN.values()))} tests that cannot run" in page
+    assert f"| `moments` | {len(MOMENTS)} small ones" in page
 
 
 def test_torch_sees_two_devices_of_a_kind_that_it_has_kernels_for() -> None:
@@ -156,6 +164,34 @@ def test_products_take_the_workspaces_of_cublas_once_for_each_thread() -> None:
     thread.join()
     assert torch.cuda.memory_allocated() - before >= first
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def budget_of_a_preview() -> int:
+    model, batch = seeded(Stack, 16).to(DEVICE), torch.ones(2, 16, device=DEVICE)
+    return elixir.plan(model, [batch], options={"plan_cache": False}).budget_bytes
+
+
+def budget_of_a_step() -> int:
+    run = by_elixir(seeded(Stack, 16).to(DEVICE), plan_cache=False).train([torch.ones(2, 16, device=DEVICE)])
+    return elixir.compilations(run.model)[0].plan.budget_bytes
+
+
+@pytest.mark.parametrize("ask", [budget_of_a_preview, budget_of_a_step])
+def test_no_default_budget_is_lower_for_workspaces_that_are_there(ask: Callable[[], int]) -> None:
+    """Every plan counts those of two threads, 66 MiB, whether or not products have taken them already."""
+    platform_of(DEVICE).drop_workspaces()
+    before_bytes = ask()
+
+    def multiply() -> None:
+        matrix = torch.ones(8, 8, device=DEVICE)
+        torch.addmm(matrix[0], matrix, matrix)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    multiply()
+    gc.collect()
+    assert ask() == before_bytes
 
 
 @pytest.mark.parametrize("kind", [standin.LATE, standin.RANDOM])

@@ -1,8 +1,10 @@
 """`elixir_compile.plan` says without training what training would do, and training takes it."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import preset
 from elixir_compile.ir import Kind, Tier, fingerprint
 from elixir_compile.managed.saved import load_question
+from elixir_compile.ops.registry import num_slots
 from elixir_compile.options import Options
 from tests.run.models import Stack, Tied, hf_batches, seeded, small_gpt2, tokens, vectors
 from tests.run.training import by_elixir, by_elixir_unprepared
@@ -30,6 +33,40 @@ def tight_plan(model: nn.Module, inputs: Any, save: Path | None = None, **option
         elixir.plan(model, inputs, options={**PLANNER, **options, "device_memory": 1, "micro_batches": 1})
     budget = int(1.05 * raised.value.needed_bytes)
     return elixir.plan(model, inputs, options={**PLANNER, **options, "device_memory": budget}, save=save)
+
+
+class Broken(nn.Module):
+    """A layer whose forward no graph can hold as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error"),
+    [
+        (lambda: nn.Linear(4, 4), {}, None),
+        (lambda: nn.Linear(4, 4), {"device_memory": 1}, elixir.NoFeasiblePlan),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), {}, elixir.UnsupportedModel),
+        (Broken, {}, elixir.UnsupportedModel),
+    ],
+    ids=["planned", "no plan", "frozen", "broken"],
+)
+def test_nothing_of_a_model_stays_behind(
+    make: Callable[[], nn.Module], options: Mapping[str, object], error: type[Exception] | None
+) -> None:
+    """torch never frees a backend that has raised an exception, and a capture ends with one."""
+    gc.collect()
+    before = num_slots()
+    with nullcontext() if error is None else pytest.raises(error):
+        elixir.plan(make(), [torch.ones(2, 4)], options={**PLANNER, **options})
+    gc.collect()
+    assert num_slots() == before
 
 
 @pytest.mark.parametrize("run", [by_elixir, by_elixir_unprepared])
