@@ -12,6 +12,8 @@ VENV := .venv$(addprefix -,$(filter-out $(PINNED),$(TORCH)))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := $(VENV)/constraints.txt
+CUDA_TORCH := 2.11.0
+CUDA_PYTHON := .venv-$(CUDA_TORCH)/bin/python
 
 .PHONY: venv demo test test-slow test-clients races mutants cuda cuda-compile fuzz lint docs docs-blocks pictures format bench clean
 
@@ -49,22 +51,25 @@ races: venv
 	ELIXIR_CHECK_RACES=tests.races.checked PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
 	$(BIN)/python -m tests.device.on_device -m 'slow or not slow'
 
-# Whether the tests of races notice each wait of the runtime that is missing; `ONLY=gathers.py` runs some of the mutants.
+# Whether the tests of races notice each wait of the runtime that is missing, and where `make cuda` has made its virtual
+# environment, whether the clocks of the CUDA stand-in do; `ONLY=gathers.py` runs some of the mutants.
 mutants: venv
 	$(BIN)/python -m tests.mutants --only "$(ONLY)"
+	if [ -x $(CUDA_PYTHON) ]; then $(CUDA_PYTHON) -m tests.mutants --cuda --only "$(ONLY)"; \
+	else echo "not run on the CUDA stand-in: no $(CUDA_PYTHON)"; fi
 
-# The genuine CUDA build of torch, without a GPU, over a stand-in for NVIDIA's libraries; `PARTS="itself gpu"` runs some.
-CUDA_TORCH := 2.11.0
-
+# The genuine CUDA build of torch, without a GPU, over a stand-in for NVIDIA's libraries, then `make cuda-compile`;
+# `PARTS="itself gpu"` runs some parts of the former.
 cuda:
 	$(MAKE) venv TORCH=$(CUDA_TORCH)
-	.venv-$(CUDA_TORCH)/bin/python -m tests.cuda_standin.run $(PARTS)
+	$(CUDA_PYTHON) -m tests.cuda_standin.run $(PARTS)
+	$(if $(PARTS),,$(CUDA_PYTHON) -m tests.cuda_compile.compile_all --workers $(WORKERS))
 
 # Steps of four models, compiled by Inductor and Triton for GPUs that are not there: the same torch over a device that does
 # nothing.
 cuda-compile:
 	$(MAKE) venv TORCH=$(CUDA_TORCH)
-	.venv-$(CUDA_TORCH)/bin/python -m tests.cuda_compile.compile_all --workers $(WORKERS)
+	$(CUDA_PYTHON) -m tests.cuda_compile.compile_all --workers $(WORKERS)
 
 # Random training runs of `make fuzz`, a few seconds each.
 RUNS ?= 200

@@ -351,7 +351,9 @@ def expected_of(draw: Draw, device: torch.device) -> tuple[int, list[float], dic
     model, batches = draw.made(device)
     torch._dynamo.reset()
     compiled, optimizer = torch.compile(model, backend="aot_eager"), fused_adamw(model.parameters())
-    found, record = _steps(draw, compiled, model, optimizer, batches, device)
+    step = _step_of(draw, compiled, model, optimizer, batches, device)
+    found = _early_losses(draw, step)
+    record = elixir.measure_step(lambda: found.extend(step()), device=device.type)
     weights = {name: tensor.detach().clone().cpu() for name, tensor in model.state_dict().items()}
     return record.device_peak_bytes - foreign_bytes - _waiting_bytes(draw.there(batches, device)), found, weights
 
@@ -376,27 +378,23 @@ def _outcome_of(draw: Draw, device: torch.device, least_bytes: int) -> Outcome:
     raise AssertionError(f"{draw}: no plan under the budgets that the errors named, the last of them {budget_bytes}")
 
 
-def _steps(
-    draw: Draw,
-    compiled: Any,
-    model: nn.Module,
-    optimizer: Any,
-    batches: list[Any],
-    device: torch.device,
-    before_last: Callable[[], object] = list,
-) -> tuple[list[float], elixir.Record]:
-    """Train all steps; return the losses, and the record of the last step, before which `before_last` is called."""
-    found: list[float] = []
+def _step_of(
+    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: Sequence[Any], device: torch.device
+) -> Callable[[], list[float]]:
+    """Return what trains the next step at each call, from `batches` on the host, and returns its losses."""
+    starts = iter(range(0, len(batches), draw.num_micro_batches))
 
-    def step() -> None:
-        on_host = batches[len(found) :][: draw.num_micro_batches]
+    def step() -> list[float]:
+        on_host = batches[next(starts) :][: draw.num_micro_batches]
         own = tree_map(lambda tensor: tensor.to(device), on_host)
-        found.extend([loss.item() for loss in train(draw, compiled, model, optimizer, own)])
+        return [loss.item() for loss in train(draw, compiled, model, optimizer, own)]
 
-    for _ in range(draw.num_steps - 1):
-        step()
-    before_last()
-    return found, elixir.measure_step(step, device=device.type)
+    return step
+
+
+def _early_losses(draw: Draw, step: Callable[[], list[float]]) -> list[float]:
+    """Train all steps but the last, which is measured; return their losses."""
+    return [loss for _ in range(draw.num_steps - 1) for loss in step()]
 
 
 def _waiting_bytes(batches: list[Any]) -> int:
@@ -435,14 +433,11 @@ def _trained(
     if draw.accumulate:
         options["accumulate"] = True
     compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
-    planned: list[int] = []
-
-    def note_plans() -> None:
-        plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
-        planned.append(max(plan.prediction.device_peak_bytes for plan in plans if plan is not None))
-
-    found, record = _steps(draw, compiled, model, optimizer, batches, device, note_plans)
-    note_plans()  # the measured step may begin with a new plan, or end with one
+    step = _step_of(draw, compiled, model, optimizer, batches, device)
+    found = _early_losses(draw, step)
+    planned = [_planned_bytes(compiled)]
+    record = elixir.measure_step(lambda: found.extend(step()), device=device.type)
+    planned.append(_planned_bytes(compiled))  # the measured step may begin with a new plan, or end with one
     waiting_bytes = _waiting_bytes(draw.there(batches, device))
     peak_bytes = record.device_peak_bytes - foreign_bytes - waiting_bytes
     same = same_losses(losses, found) and not different(weights, model.state_dict())
@@ -456,6 +451,12 @@ def _trained(
         is_same=same,
         seconds=time.perf_counter() - began_s,
     )
+
+
+def _planned_bytes(compiled: Any) -> int:
+    """Return the largest peak of the plans in force."""
+    plans = [record.plan for record in elixir.compilations(compiled) if not record.is_superseded]
+    return max(plan.prediction.device_peak_bytes for plan in plans if plan is not None)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
