@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from elixir_compile.doctor.values import Finding, GpuState, System, bad, note, ok, unknown
+from elixir_compile.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, has_expandable_segments
 from elixir_compile.units import GIB, format_bytes
 
 MOST_OTHERS_BYTES = GIB
@@ -69,15 +70,14 @@ def check_copies(system: System) -> Iterator[Finding]:
 
 
 def check_allocators(system: System) -> Iterator[Finding]:
-    """D12: freed device memory leaves no gaps, and the kernel allows enough mappings."""
+    """D12: how the allocator of the device takes memory, and whether the kernel allows enough mappings."""
     installed = system.torch
     if installed is not None and installed.accelerator == "cuda":
-        settings = (system.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-        if "expandable_segments:True" in ",".join(settings):
+        if has_expandable_segments(system.environ):
             yield ok("the allocator of the device has expandable segments")
         else:
-            found = "without expandable segments, freed device memory leaves gaps that later tensors do not fit"
-            yield note(found, "export PYTORCH_ALLOC_CONF=expandable_segments:True")
+            found = "the allocator of the device has no expandable segments"
+            yield note(f"{found}, {MEASURED_OF_THEM}", f"export {EXPANDABLE_SEGMENTS}")
     maps = system.text("proc/sys/vm/max_map_count")
     if not maps.isdecimal():
         yield unknown("the system does not tell how many mappings a process may have")

@@ -3,28 +3,32 @@
 ```text
   step n    follows new plans: the cache is freed before, because what compilation and earlier plans left is no need of
             a step, and the peak of the tensors is measured
-  step n+1  begins: the allocator has taken more than the budget, or step n had to free its cache for room
+  step n+1  begins: the allocator has taken more than the budget
+            -> the cache is freed, and the rest of the budget taken as one segment, which the allocator cuts up
+  step n+2  begins: it has taken more all the same, or step n+1 had to free its cache for room
             -> plans with the gaps in `base_bytes`: no tensor fits in them; or earlier plans that kept the budget
-  step n+2  the same again, until plans keep the budget; at last those under which the allocator took least
+  step n+3  the same again, until plans keep the budget; at last those under which the allocator took least
   ...
   step n+9  the allocator took more than the budget although it did not in the three steps after its cache was freed
-            -> the cache is freed
+            -> the cache is freed, and taken as one segment again
 ```
 
-The allocator rounds sizes up, keeps tensors of up to 1 MiB apart from others, and takes memory in segments, of which a
-tensor may need another than the one that is free. What that adds depends on the order of sizes in a step, so it is
-measured and not predicted: plans for fewer bytes may have more gaps.
+The allocator rounds sizes up, keeps tensors of up to 1 MiB apart from others, and takes memory in segments: one for
+each tensor of 10 MiB and more that finds no free one. Free segments beside each other serve no larger tensor. A GPT-2
+whose layers have tensors of 16 and 32 MiB, and whose loss has four of 64, held 662 MiB in a step of 456: when it asked
+for the first of the four, 176 were in tensors. Neighbouring parts of one segment serve larger tensors once they are
+free: it held 568. What remains depends on the order of sizes in a step, so it is measured and not predicted: plans for
+fewer bytes may have more gaps.
 """
 
 import itertools
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.errors import NoFeasiblePlan, other_segments
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 from elixir_compile.platforms import PeakRecord, platform_of
 from elixir_compile.runtime.executor import Executor
@@ -53,7 +57,9 @@ _ALIKE_BYTES = 2 * MIB
 """Gaps that differ by less, the smallest segment, give the same plans."""
 _ASKED_DIVISOR = 64
 """Each is smaller than the last by this part of the budget, beside what the error says."""
-_SETTING = "expandable_segments:True"
+_SPARE_DIVISOR = 4
+"""The budget is taken as one segment only if the device has this part of it to spare: where memory is short, the
+allocator frees whole segments for room, and this one has tensors in it at all times."""
 
 
 class Held(NamedTuple):
@@ -115,6 +121,8 @@ class AllocatorGaps:
         """How often the allocator had freed its cache for room before the last step."""
         self._num_freed = 0
         """How often its cache was freed here under the plans in force, after steps that kept the budget."""
+        self._one_bytes = 0
+        """What is taken as one segment when the cache is freed; 0 until the allocator held more."""
         self._num_since = 0
         """Steps since that, or since the plans came into force."""
         self._num_plans = 0
@@ -135,13 +143,19 @@ class AllocatorGaps:
         others = [tried for tried in self._tried if tried is not found and tried.is_for(planned)]
         self._tried = [*others, found]
         self._num_freed = self._num_since = 0
-        self._peak_of_tensors()
         if frees:
             self._free()
+        else:
+            self._peak_of_tensors()
 
     def _free(self) -> None:
-        """Free the cache, and measure the peak of the tensors from now on."""
+        """Free the cache, take the budget as one segment if it was exceeded, and measure the peak of the tensors from
+        now on."""
+        self._peak_of_tensors()
         self._platform.empty_cache()
+        if self._one_bytes:
+            spare_bytes = self._one_bytes // _SPARE_DIVISOR
+            self._platform.hold(self._executor.device, self._one_bytes, spare_bytes=spare_bytes)
         self._peak, self._num_since = PeakRecord(self._platform, self._executor.device), 0
 
     def _peak_of_tensors(self) -> int | None:
@@ -172,20 +186,30 @@ class AllocatorGaps:
             return None
         self._num_since += 1
         excess_bytes = max(self._excess_bytes(given_bytes, foreign), int(was_short))
-        if excess_bytes and self._peak is None and self._num_freed < _MOST_FREED:
+        if not excess_bytes:
+            if self._num_since == _NUM_KEPT:
+                self._tried[-1].note(0)
+                self._peak_of_tensors()
+            return None
+        held = self._exceeded(excess_bytes, given_bytes, foreign(), was_short=was_short)
+        if held is None or not why_fixed:
+            return held
+        self._is_over = True
+        self._warn(held, f"It is not planned again, because {why_fixed}")
+        return None
+
+    def _exceeded(self, excess_bytes: int, given_bytes: int | None, foreign: int, *, was_short: bool) -> Held | None:
+        """Return what the allocator held in a step that took `excess_bytes` too many, beside `foreign` bytes of tensors
+        in no plan; None if the cache was freed instead, or if there are no more gaps than plans leave room for."""
+        is_first = not (was_short or self._one_bytes)
+        # What is short of memory needs whole segments that can be given back.
+        self._one_bytes = 0 if was_short or given_bytes is None else given_bytes + foreign
+        if is_first or (self._peak is None and self._num_freed < _MOST_FREED):
             self._num_freed += 1
             self._free()
-        elif excess_bytes:
-            self._tried[-1].note(excess_bytes)
-            held = self._held(given_bytes, foreign(), was_short=was_short)
-            if held is None or not why_fixed:
-                return held
-            self._is_over = True
-            self._warn(held, f"It is not planned again, because {why_fixed}")
-        elif self._num_since == _NUM_KEPT:
-            self._tried[-1].note(0)
-            self._peak_of_tensors()
-        return None
+            return None
+        self._tried[-1].note(excess_bytes)
+        return self._held(given_bytes, foreign, was_short=was_short)
 
     def _was_short(self) -> bool:
         """Return whether the allocator had to free its cache for room since this was asked last."""
@@ -285,7 +309,4 @@ class AllocatorGaps:
 
 def fix(held_bytes: int) -> str:
     """Return how a user gets by with `held_bytes`, which the allocator holds, or with fewer gaps."""
-    enough = f"device_memory={held_bytes} is enough for what it holds"
-    if _SETTING in ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        return enough
-    return f"{enough}; with PYTORCH_ALLOC_CONF={_SETTING}, set before the process starts, it may hold less, or more"
+    return f"device_memory={held_bytes} is enough for what it holds{other_segments('; or try ')}"

@@ -1,9 +1,10 @@
-"""What a graph does if the device runs out of memory in its first steps.
+"""What a graph does if the device runs out of memory in the first steps of a plan.
 
 ```text
   first      OutOfMemoryError -> cache emptied -> the forward runs again: kernels are tuned in it, beside the plan
   forward    OutOfMemoryError -> cache emptied -> plan with the excess in `base_bytes` -> the forward runs again
-  backward   OutOfMemoryError raised; the next forward is planned with the excess in `base_bytes`
+  backward   OutOfMemoryError raised, with the budget that is enough; the next forward is planned with the excess in
+             `base_bytes`
   again      OutOfDeviceMemory, with the largest tensors at the peak of the plan
   later      OutOfMemoryError raised, with a note that names these tensors
 ```
@@ -24,7 +25,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
-from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory, other_segments
 from elixir_compile.ir import Kind, Phase, StepGraph
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, foreign_bytes
@@ -38,8 +39,11 @@ from elixir_compile.units import format_bytes, parse_bytes
 log = logging.getLogger("elixir_compile")
 
 _NUM_EARLY = STEPS_SKIPPED + STEPS_TIMED
-"""The first so many forwards run a second time if the device is full. Later forwards of the same plan need as much."""
+"""The first so many forwards of a plan run a second time if the device is full. Its later forwards need as much."""
 _NUM_LARGEST = 5
+_MOST_ASKED, _ASKED_DIVISOR = 3, 64
+"""So many plans are asked for after a shortage, each with as much less as the last error says, and this part of the
+budget."""
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
@@ -108,7 +112,8 @@ class _Failed:
 
 
 class EarlyShortage:
-    """Out-of-memory errors in the first steps of one graph: one new plan, then an error with the largest tensors."""
+    """Out-of-memory errors in the first steps of the plans of one graph: one new plan because of them, then an error
+    with the largest tensors."""
 
     def __init__(self, name: str, executor: Executor, planner: GraphPlanner) -> None:
         """`name` is the name of the graph, and `planner` makes its plans."""
@@ -116,10 +121,16 @@ class EarlyShortage:
         self._executor = executor
         self._planner = planner
         self._num_forwards = 0
+        """Forwards under the plan in force."""
         self._failed: FailedAllocation | None = None
         """The allocation for which the next plan must need less."""
         self.wants_plan = False
         """Whether the next forward must be planned again."""
+
+    @property
+    def _may_plan_again(self) -> bool:
+        """Whether the forward after a shortage in this step is planned again."""
+        return self._is_early and self._planner.may_replan and not self._planner.excess_bytes
 
     @property
     def _is_early(self) -> bool:
@@ -187,21 +198,36 @@ class EarlyShortage:
             if self._is_early and self._planner.may_replan:
                 self._note(active, error)
 
-    @contextmanager
-    def planning(self, active: ActivePlan, args: Sequence[Any]) -> Iterator[None]:
-        """Plan a forward with the inputs `args` in the context, with the excess if an allocation failed under `active`.
+    def plan(self, active: ActivePlan, args: Sequence[Any], make: Callable[[], None]) -> None:
+        """Let `make` plan a forward with the inputs `args`, with the excess if an allocation failed under `active`, or
+        with as much of it as there are plans for.
 
-        Raises OutOfDeviceMemory if no plan needs so much less.
+        Raises OutOfDeviceMemory if no plan needs less.
         """
         if self._failed is not None:
             self._count_excess(self._failed, args)
             self._failed = None
-        try:
-            yield
-        except NoFeasiblePlan as error:
-            if not self.wants_plan:
-                raise
-            raise self._explained(active) from error
+        num_asked = 0
+        while True:
+            try:
+                make()
+                return
+            except NoFeasiblePlan as error:
+                if not self.wants_plan:
+                    raise
+                num_asked += 1
+                missing_bytes = error.needed_bytes - error.budget_bytes + error.budget_bytes // _ASKED_DIVISOR
+                less_bytes = self._planner.excess_bytes - missing_bytes
+                if error.memory != "device" or less_bytes <= 0 or num_asked == _MOST_ASKED:
+                    raise self._explained(active) from error
+                log.warning(
+                    "%s: no plan needs so much less; it is planned with %s less", self._name, format_bytes(less_bytes)
+                )
+                self._planner.excess_bytes = less_bytes
+
+    def begin(self) -> None:
+        """Note that a plan comes into force: its first steps are early ones, whatever came before it."""
+        self._num_forwards = 0
 
     @contextmanager
     def _explaining(self, active: Callable[[], ActivePlan]) -> Iterator[None]:
@@ -213,34 +239,52 @@ class EarlyShortage:
             raise
 
     def _explain(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
-        explain_shortage(active, error, observed_files(self._executor.phases))
+        explain_shortage(active, error, self._fix(active, error), observed_files(self._executor.phases))
+
+    def _fix(self, active: ActivePlan, error: torch.OutOfMemoryError) -> str:
+        """Return what the allocation that failed with `error` lacked, and the budget that leaves room for it."""
+        failed = self._failed_under(active, error)
+        asked, tensors = format_bytes(failed.requested_bytes), format_bytes(failed.allocated_bytes)
+        enough_bytes = failed.budget_bytes - failed.excess_bytes(0, self._limit_bytes())
+        what = f"device_memory={enough_bytes} leaves room for that" if enough_bytes > 0 else "Lower device_memory"
+        found = f"{asked} were asked for beside {tensors} of tensors and {format_bytes(failed.gap_bytes)} of gaps. "
+        found += f"{what}{other_segments(', or try ')}"
+        if self._may_plan_again:
+            found += ". The next forward is planned with so much less: zero the gradients, and go on with it"
+        return found
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
         """Let the graph be planned with the excess; plans of the planner may be changed. Raises OutOfDeviceMemory if it
         was before."""
         if self._planner.excess_bytes:
             raise self._explained(active) from error
+        self._failed = self._failed_under(active, error)
+        self.wants_plan = True
+
+    def _failed_under(self, active: ActivePlan, error: torch.OutOfMemoryError) -> FailedAllocation:
+        """Return the allocation that failed under `active` with `error`, while the tensors of its step are there."""
         device = self._executor.device
         platform = platform_of(device)
         allocated_bytes = platform.allocated_bytes(device)
-        self._failed = FailedAllocation(
+        return FailedAllocation(
             budget_bytes=active.plan.budget_bytes,
             planned_bytes=active.plan.prediction.device_peak_bytes,
             allocated_bytes=allocated_bytes,
             requested_bytes=_requested_bytes(error),
             gap_bytes=max(0, platform.reserved_bytes(device) - allocated_bytes),
         )
-        self.wants_plan = True
+
+    def _limit_bytes(self) -> int | None:
+        """Return the most bytes that this process may allocate; None if the budget is measured, which is that."""
+        device = self._executor.device
+        memory = platform_of(device).memory(device) if self._planner.is_budget_given else None
+        return None if memory is None else min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
 
     def _count_excess(self, failed: FailedAllocation, args: Sequence[Any]) -> None:
         """Let the planner count the excess of `failed`, and empty the allocator's cache; the tensors of the failed step
         are freed by now."""
-        device = self._executor.device
-        platform = platform_of(device)
-        memory = platform.memory(device) if self._planner.is_budget_given else None
-        limit_bytes = None if memory is None else min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        self._planner.excess_bytes = failed.excess_bytes(foreign_bytes(self._executor, inputs), limit_bytes)
+        self._planner.excess_bytes = failed.excess_bytes(foreign_bytes(self._executor, inputs), self._limit_bytes())
         log.warning(
             "%s ran out of device memory in an early step: %s requested beside %s. Its next forward is planned with "
             "%s less",
@@ -249,7 +293,7 @@ class EarlyShortage:
             format_bytes(failed.allocated_bytes),
             format_bytes(self._planner.excess_bytes),
         )
-        platform.empty_cache()
+        platform_of(self._executor.device).empty_cache()
 
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
         device = self._executor.device
@@ -286,15 +330,15 @@ def largest_tensors(active: ActivePlan) -> dict[str, int]:
     return {str(storage.id): storage.nbytes for storage in largest}
 
 
-def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError, files: Sequence[str] = ()) -> None:
-    """Add a note to `error`: the plan in use, the largest tensors at its peak, whose names begin with modules, and
-    `files`, where figures of the run are written."""
+def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError, fix: str, files: Sequence[str] = ()) -> None:
+    """Add a note to `error`: the plan in use, the largest tensors at its peak, whose names begin with modules, the
+    `fix`, and `files`, where figures of the run are written."""
     plan = active.plan
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest_tensors(active).items())
     written = "".join(f"\nelixir: the steps before are in {found}" for found in files)
     error.add_note(
         f"elixir: {plan_line(plan)}   {plan.name}\nelixir: the largest tensors at the peak of the plan, at "
-        f"{plan.prediction.device_peak_at}: {largest}{written}"
+        f"{plan.prediction.device_peak_at}: {largest}\nelixir: {fix}{written}"
     )
 
 

@@ -365,6 +365,7 @@ class PlannedGraph:
         self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
         if programs is not self.programs.last:
             self._progress.planned(plan)
+            self._shortage.begin()
             self.programs.take(programs, is_apart=self._variants.record_written())
 
     def mark_in_force(self) -> None:
@@ -451,10 +452,14 @@ class PlannedGraph:
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier, has_grown = self.active.plan, self.planner.has_grown(self.active, args)
-        with self.planner.growing(self.active.captured, args), self._shortage.planning(self.active, args):
-            before = self._plan_or_put_off(is_known=has_grown and not self._outstanding.trial.given_bytes)
-            if before is not None:
-                self._outstanding.supersede(before, self)
+
+        def make() -> None:
+            with self.planner.growing(self.active.captured, args):
+                before = self._plan_or_put_off(is_known=has_grown and not self._outstanding.trial.given_bytes)
+                if before is not None:
+                    self._outstanding.supersede(before, self)
+
+        self._shortage.plan(self.active, args, make)
         if self._staying.planned(earlier, self.active.plan) or self._shortage.wants_plan:
             self.profiler.restart()
         self._progress.planned(self.active.plan)
@@ -463,5 +468,6 @@ class PlannedGraph:
     def _write_programs(self) -> None:
         """Write the programs of a new plan, and run them from the next forward on."""
         self._outstanding.watch.rearm(is_given=self.planner.is_budget_given)
+        self._shortage.begin()
         programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
         self.programs.take(programs, is_apart=self._variants.record_written())

@@ -28,6 +28,12 @@ _NEEDED = (
 _TOTAL = ("mem_get_info", "get_device_properties")
 """Functions that tell the size of the memory; one suffices."""
 
+_SMALL_NOW, _SMALL_PEAK = "reserved_bytes.small_pool.current", "reserved_bytes.small_pool.peak"
+"""The bytes of segments for tensors of up to 1 MiB, in torch's statistics."""
+_LEAST_OWN_BYTES, _ROUNDING_BYTES = 10 << 20, 2 << 20
+"""A tensor of so many bytes has a segment of its own size, in which others follow it; that size is a multiple of the
+second."""
+
 
 @functools.cache
 def lane_stream(device: torch.device, lane: str) -> torch.Stream:
@@ -155,6 +161,20 @@ class AcceleratorPlatform(Platform):
     def empty_cache(self) -> None:
         """Give memory that the allocator holds without tensors back to the driver."""
         self._module.empty_cache()
+
+    def hold(self, device: torch.device, nbytes: int, *, spare_bytes: int) -> None:
+        """Let the allocator take what it lacks of `nbytes` as one segment, if `spare_bytes` more are free.
+
+        The segment is for tensors of more than 1 MiB; those below have segments of their own, for which room is left.
+        """
+        memory, stats = self.memory(device), self._module.memory_stats(device)
+        if memory is None or _SMALL_PEAK not in stats:
+            return
+        small_bytes = stats[_SMALL_PEAK] - stats[_SMALL_NOW]
+        lacking_bytes = (nbytes - memory.reserved_bytes - small_bytes) // _ROUNDING_BYTES * _ROUNDING_BYTES
+        free_bytes = min(memory.free_bytes, memory.limit_bytes - memory.reserved_bytes)
+        if lacking_bytes >= _LEAST_OWN_BYTES and lacking_bytes + spare_bytes <= free_bytes:
+            torch.empty(lacking_bytes, dtype=torch.uint8, device=device)
 
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""

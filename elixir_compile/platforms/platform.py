@@ -100,6 +100,10 @@ class Platform:
     def empty_cache(self) -> None:
         """Give memory that the allocator holds without tensors back to the driver."""
 
+    def hold(self, device: torch.device, nbytes: int, *, spare_bytes: int) -> None:
+        """Let the allocator take what it lacks of `nbytes` as one segment, of which later tensors are parts, if
+        `spare_bytes` more are free. Nothing happens without memory of its own."""
+
     def drop_workspaces(self) -> None:
         """Free the workspaces that libraries keep for later matrix products; the next product allocates a new one.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.cost import host_memory_bytes_per_s, update_bytes
+from elixir_compile.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.observed import CALLER, FullStep, StepSummary
@@ -242,7 +243,7 @@ def scattered_memory(seen: Observed) -> Finding | None:
         return None
     text = (
         f"the allocator freed its cache {retries} times, and {format_bytes(unused_bytes)} are reserved and unused: "
-        "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        f"try {EXPANDABLE_SEGMENTS}, {MEASURED_OF_THEM}"
     )
     return Finding(
         code="F9",

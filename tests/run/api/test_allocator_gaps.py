@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, NoFeasiblePlan, OutOfDeviceMemory
 from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, Held, fix
 from elixir_compile.platforms.platform import Platform
 from elixir_compile.runtime.executor import Executor
@@ -38,6 +39,8 @@ class Device(Platform):
         super().__init__("cpu")
         self.held, self.peak, self.retries = list(held), peak_bytes, retries
         self.num_freed = self.num_asked = self.num_peaks = 0
+        self.in_one: list[tuple[int, int]] = []
+        """What was to be taken as one segment, and how much more was to be free, each time."""
 
     @property
     def has_own_memory(self) -> bool:
@@ -53,6 +56,9 @@ class Device(Platform):
     def empty_cache(self) -> None:
         self.num_freed += 1
 
+    def hold(self, device: torch.device, nbytes: int, *, spare_bytes: int) -> None:
+        self.in_one.append((nbytes, spare_bytes))
+
     def peak_bytes(self, device: torch.device) -> int:
         self.num_peaks += 1
         return self.peak - self.num_peaks % 2  # it rises while it is measured
@@ -64,6 +70,7 @@ class Training:
 
     device: Device
     budget_bytes: int | None = BUDGET
+    foreign_bytes: int = 0
     why_fixed: str = ""
     make: Callable[[], Sequence[Planned]] = plans
     planned: Sequence[Planned] = field(default_factory=plans)
@@ -76,7 +83,9 @@ class Training:
 
     def steps(self, num: int) -> "Training":
         for _ in range(num):
-            held = self.gaps.found(self.planned, lambda: 0, given_bytes=self.budget_bytes, why_fixed=self.why_fixed)
+            held = self.gaps.found(
+                self.planned, lambda: self.foreign_bytes, given_bytes=self.budget_bytes, why_fixed=self.why_fixed
+            )
             if held is None:
                 continue
             self.found.append((self.device.num_asked - 1, held))
@@ -110,6 +119,41 @@ def test_the_cache_is_freed_before_a_step_is_planned_again(case: str, caplog: py
     assert [number for number, _ in training.found] == planned
     assert bool(caplog.messages) == bool(planned or training.why_fixed)
     assert all(training.why_fixed in said and "of m, whose budget is 4.0 GiB" in said for said in caplog.messages)
+
+
+def test_the_budget_is_taken_as_one_segment_once_it_is_exceeded() -> None:
+    training = Training(Device([LOW, LOW, LOW, LOW, LOW, HIGH])).steps(5)
+    training.planned = plans()
+    assert training.steps(1).device.num_freed == 1
+    assert not training.device.in_one
+    assert not training.steps(1).found
+    assert training.steps(1).found, "not without new plans"
+    assert training.device.in_one == [(BUDGET, BUDGET // 4)] * 2
+
+
+def test_tensors_in_no_plan_are_beside_the_budget_in_that_segment() -> None:
+    training = Training(Device([HIGH]), foreign_bytes=GIB // 2).steps(3)
+    assert training.device.in_one == [(BUDGET + GIB // 2, (BUDGET + GIB // 2) // 4)] * 2
+
+
+def test_plans_that_must_stay_have_the_budget_as_one_segment_too() -> None:
+    training = Training(Device([HIGH, HIGH, LOW]), why_fixed="several ranks follow one plan").steps(9)
+    assert training.device.in_one
+    assert training.gaps.is_watching, "the budget is kept in one segment"
+
+
+@pytest.mark.parametrize("budget_bytes", [None, BUDGET])
+def test_where_memory_is_short_segments_stay_apart_so_that_each_can_be_given_back(budget_bytes: int | None) -> None:
+    training = Training(Device([LOW], retries=1), budget_bytes=budget_bytes).steps(6)
+    assert training.device.num_freed > 1
+    assert not training.device.in_one
+
+
+def test_a_segment_that_leaves_too_little_memory_is_given_up() -> None:
+    training = Training(Device([HIGH])).steps(2)
+    training.device.retries = 1
+    training.steps(9)
+    assert len(training.device.in_one) == 1
 
 
 def test_new_plans_leave_room_for_the_gaps() -> None:
@@ -159,7 +203,10 @@ def test_it_goes_back_to_plans_that_kept_the_budget(caplog: pytest.LogCaptureFix
     training = Training(Device([LOW])).steps(5)
     kept, training.planned = training.planned, plans()
     training.device.held = [HIGH]
-    training.steps(2)
+    training.steps(3)
+    assert training.device.num_freed == 3, (
+        "before the new plans, before the budget is one segment, before the old plans"
+    )
     assert training.planned is kept
     assert training.gaps.nbytes == 0
     assert "It goes back to earlier plans" in caplog.messages[-1]
@@ -232,6 +279,15 @@ def test_gaps_for_which_there_are_no_plans_at_all_are_named_once(caplog: pytest.
 
 
 def test_what_torch_can_do_is_recommended_to_who_has_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "expandable_segments:True" in fix(GIB)
+    error = OutOfDeviceMemory("m", BUDGET, PEAK, PEAK, HIGH, {})
+    for said in (fix(GIB), str(error)):
+        assert EXPANDABLE_SEGMENTS in said
+        assert MEASURED_OF_THEM in said
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native,expandable_segments:True")
     assert fix(GIB) == f"device_memory={GIB} is enough for what it holds"
+    assert str(error).endswith("Lower device_memory.")
+
+
+def test_the_recommendation_has_the_figures_of_the_docs() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "accelerators.md").read_text()
+    assert MEASURED_OF_THEM.partition("held ")[2].partition(" in ")[0].replace("%", " %") in text

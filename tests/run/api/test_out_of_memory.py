@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from models import Stack, seeded, vectors
-from training import Run, assert_same, by_elixir, loss_of, plain_step, planned_peak_bytes
+from training import Run, assert_same, by_elixir, least_bytes, loss_of, plain_step, planned_peak_bytes
 
 import elixir_compile as elixir
-from elixir_compile.errors import NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.errors import EXPANDABLE_SEGMENTS, NoFeasiblePlan, OutOfDeviceMemory
 from elixir_compile.ir import StepGraph
 from elixir_compile.managed import out_of_memory
 from elixir_compile.managed.out_of_memory import EarlyShortage, FailedAllocation
@@ -98,8 +98,16 @@ def test_after_a_backward_that_finds_the_device_full_the_next_forward_is_planned
     expected.train(vectors(2))
     run = run_with_slack()
     fail(monkeypatch, "check", 0)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
         plain_step(run.compiled, run.optimizer, vectors(1)[0])
+    (note,) = raised.value.__notes__
+    del raised  # it holds the tensors of the step
+    assert "64.0 KiB were asked for beside 0 B of tensors and 0 B of gaps" in note
+    (record,) = elixir.compilations(run.model)
+    assert record.plan is not None
+    assert f"device_memory={record.plan.budget_bytes - 128 * KIB} leaves room for that" in note
+    assert EXPANDABLE_SEGMENTS in note
+    assert "The next forward is planned with so much less" in note
     run.train(vectors(2))
     assert_same(expected, run)
     assert base_bytes(run) == base_bytes(expected) + 128 * KIB
@@ -226,10 +234,27 @@ def test_the_backward_of_the_last_early_forward_is_early(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("verb", ["ticket", "check"])
-def test_if_no_plan_needs_so_much_less_the_error_names_the_largest_tensors(
-    verb: str, monkeypatch: pytest.MonkeyPatch
+def test_if_no_plan_needs_so_much_less_it_is_planned_with_as_much_as_there_is(
+    verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_with_slack()
+    run, expected = run_with_slack(), run_with_slack()
+    full_bytes = planned_peak_bytes(expected.train(vectors(2)))
+    fail(monkeypatch, verb, 0, *([1] if verb == "ticket" else []), text=TEXT.replace("64.00 KiB", "64.00 GiB"))
+    if verb == "check":
+        with pytest.raises(torch.OutOfMemoryError):
+            plain_step(run.compiled, run.optimizer, vectors(1)[0])
+    run.train(vectors(2))
+    assert_same(expected, run)
+    base = base_bytes(run) - base_bytes(expected)
+    assert 0 < base < full_bytes
+    assert planned_peak_bytes(run) - base < 0.6 * full_bytes
+    assert any("no plan needs so much less; it is planned with" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("verb", ["ticket", "check"])
+def test_if_no_plan_needs_less_the_error_names_the_largest_tensors(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = seeded(Stack)
+    run = by_elixir(model, device_memory=least_bytes(model, vectors(1)[0]), **PLAIN)
     fail(monkeypatch, verb, 0, 1, text=TEXT.replace("64.00 KiB", "64.00 GiB"))
     if verb == "check":
         with pytest.raises(torch.OutOfMemoryError):
@@ -238,6 +263,15 @@ def test_if_no_plan_needs_so_much_less_the_error_names_the_largest_tensors(
         plain_step(run.compiled, run.optimizer, vectors(1)[0])
     assert len(raised.value.largest) == 5
     assert isinstance(raised.value.__cause__, NoFeasiblePlan)
+
+
+def test_the_first_steps_of_a_later_plan_are_early_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer batch is planned again: under the new plan the device may be full, although it was not before."""
+    run = by_elixir(seeded(Stack), dynamic=True, **PLAIN).train(vectors(9))
+    fail(monkeypatch, "check", 0)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        plain_step(run.compiled, run.optimizer, torch.cat(vectors(3)))
+    assert "The next forward is planned with so much less" in raised.value.__notes__[0]
 
 
 def test_the_steps_are_measured_anew_after_a_new_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,5 +299,7 @@ def test_a_shortage_in_a_later_step_names_the_plan_and_its_largest_tensors(
     assert compilation.plan is not None
     assert compilation.plan.prediction.device_peak_at in note
     assert "blocks." in note
+    assert "64.0 KiB were asked for" in note
+    assert "The next forward" not in note, "later steps are not planned again"
     assert "KiB" in note
     run.train(vectors(1))
