@@ -51,7 +51,7 @@ def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
     plain = elixir.compilations(free.model)[0].plan
     del free
     gc.collect()
-    run = by_elixir(model, device_memory=library_bytes + 2 * peak_bytes, **PLAIN)
+    run = by_elixir(model, device_memory=library_bytes + 2 * peak_bytes, micro_batches=1, **PLAIN)
     held_bytes = torch.accelerator.memory_allocated(DEVICE)
     with emulated.capacity(held_bytes + peak_bytes // 2):
         run.train(batches)

@@ -25,6 +25,7 @@ WIDTH = 64 if IS_EMULATED else 512
 INNER = "aot_eager" if IS_EMULATED else "inductor"
 """What compiles regions where a test is about kernels; a device made of host memory runs none of Inductor's."""
 LOSS_RTOL = 1e-4
+STARTED_RATE = 1e-3
 
 
 def lag() -> None:
@@ -80,13 +81,13 @@ def assert_same_gradients(expected: Run, got: Run, backward: Callable[[Run], Non
 def started(model: nn.Module, inner: str, budget: int | None) -> dict[str, Any]:
     """Prepare `model`, which is on the host, for the device, compile it and make its optimizer.
 
-    At ten times this rate the losses of GPT-2 124M grow to 15 in five steps, and roundings with them.
+    At ten times `STARTED_RATE` the losses of GPT-2 124M grow to 15 in five steps, and roundings with them.
     """
     elixir.prepare(model, device=DEVICE)
     compiled = torch.compile(
         model, backend="elixir", options={"inner": inner, "device_memory": budget, "report": False}
     )
-    return {"model": model, "compiled": compiled, "optimizer": elixir.HybridAdamW(model.parameters(), lr=1e-3)}
+    return {"model": model, "compiled": compiled, "optimizer": elixir.HybridAdamW(model.parameters(), lr=STARTED_RATE)}
 
 
 class Attention(nn.Module):

@@ -9,6 +9,7 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from elixir_compile.platforms import cores_beside
 from elixir_compile.runtime.slab import Slab, _pin
 from tests.gpu.accelerator import (
     LOSS_RTOL,
+    STARTED_RATE,
     WIDTH,
     Attention,
     assert_close,
@@ -40,6 +42,7 @@ from tests.run.training import (
     assert_offloads,
     by_elixir,
     by_torch,
+    fused_adamw,
     loss_of,
     on_host,
     plain_step,
@@ -120,7 +123,7 @@ def test_a_model_larger_than_the_device_trains_from_the_host() -> None:
     param_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     limit_bytes = 512 * 2**20
     assert param_bytes > 1.5 * limit_bytes
-    expected = by_torch(model.cuda()).train(batches).losses
+    expected = by_torch(model.cuda(), optimizer=partial(fused_adamw, lr=STARTED_RATE)).train(batches).losses
     model.cpu()
     torch._dynamo.reset()
     gc.collect()

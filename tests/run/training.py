@@ -86,7 +86,7 @@ def _elixir_run(own: nn.Module, optimizer: Any, options: Mapping[str, object], *
 
 
 def fused_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True, **options)
+    return torch.optim.AdamW(params, **{"lr": 1e-2, "fused": True, **options})
 
 
 def hybrid_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
