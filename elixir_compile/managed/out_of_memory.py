@@ -246,7 +246,7 @@ class EarlyShortage:
         failed = self._failed_under(active, error)
         asked, tensors = format_bytes(failed.requested_bytes), format_bytes(failed.allocated_bytes)
         enough_bytes = failed.budget_bytes - failed.excess_bytes(0, self._limit_bytes())
-        what = f"device_memory={enough_bytes} leaves room for that" if enough_bytes > 0 else "Lower device_memory"
+        what = f"device_memory={enough_bytes} would leave room for that" if enough_bytes > 0 else "Lower device_memory"
         found = f"{asked} were asked for beside {tensors} of tensors and {format_bytes(failed.gap_bytes)} of gaps. "
         found += f"{what}{other_segments(', or try ')}"
         if self._may_plan_again:

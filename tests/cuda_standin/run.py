@@ -47,7 +47,7 @@ PARTS = (
     Part("device", []),
     Part("devices", [f"{_HERE}/on_cuda_devices.py"]),
     Part("random", [f"{_HERE}/on_cuda_random.py"]),
-    Part("reserved", [f"{_HERE}/on_cuda_reserved.py"]),
+    Part("reserved", [f"{_HERE}/on_cuda_reserved.py", f"{_HERE}/on_cuda_pipeline.py"]),
     Part("runs", [*_ON_DEFAULT, *RUNS, *(f"--deselect={name}" for names in CANNOT_RUN.values() for name in names)]),
     Part(
         "moments",
