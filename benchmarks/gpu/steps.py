@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 BEGAN_S = time.perf_counter()
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LLAMA_SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16}
 TINY_LLAMA_SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4}
 
@@ -404,8 +405,10 @@ def train() -> None:
             torch.cuda.reset_peak_memory_stats()
         settle()
         began_s = time.perf_counter()
-        loss = own.step(shape, autocast=autocast)
-        settle()
+        # The step that the plan is compared with: Elixir too keeps a history of its blocks.
+        with blocks_at_peak() if backend == "elixir" and number == 1 else nullcontext():
+            loss = own.step(shape, autocast=autocast)
+            settle()
         seconds.append(time.perf_counter() - began_s)
         note(step=number, step_s=round(seconds[-1], 4), loss=float(loss), **allocator())
         if backend == "elixir" and number in (0, 8):  # 8: after a new plan
@@ -418,6 +421,35 @@ def train() -> None:
         note_waits(lambda: own.step(shape, autocast=autocast))
     if ARGUMENTS.trace:
         note_trace(lambda: own.step(shape, autocast=autocast))
+
+
+@contextmanager
+def blocks_at_peak() -> Iterator[None]:
+    """Note the blocks of the allocator at the peak of the `with` block: how many of which bytes, and which came last.
+
+    The sizes tell which tensors they are: beside the saved plan and its question, what no plan counted.
+    """
+    from elixir_compile.platforms import platform_of
+
+    record = platform_of(DEVICE).record_blocks(DEVICE) if IS_CUDA else None
+    yield
+    events = None if record is None else record.stop()
+    if record is None or events is None:
+        return
+    there, live = dict(record.nbytes_at), sum(record.nbytes_at.values())
+    peak, at = live, 0
+    for number, (_, _, nbytes) in enumerate(events, start=1):
+        live += nbytes
+        peak, at = (live, number) if live > peak else (peak, at)
+    for _, address, nbytes in events[:at]:
+        there.pop(address, None)
+        if nbytes > 0:
+            there[address] = nbytes
+    note(
+        peak_blocks_bytes=peak,
+        peak_blocks=sorted(Counter(there.values()).items(), reverse=True)[:64],
+        peak_came=[nbytes for _, _, nbytes in events[max(0, at - 200) : at + 20] if abs(nbytes) >= MIB],
+    )
 
 
 def note_plan(own: Training) -> None:

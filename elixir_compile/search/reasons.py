@@ -9,6 +9,7 @@ from elixir_compile.ir import Decision
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import DraftPlan
 from elixir_compile.search.formulation.cross_step_updates import HOST_MEMORY
+from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.space.levels import level_text
 from elixir_compile.search.space.modes import mode_text
@@ -38,7 +39,7 @@ def _longest_labels(milp: Milp, x: Vector) -> list[str]:
     """
     sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in milp.phases]
     for shop in milp.whole_step:
-        if shop.longest_s(x) >= milp.lower_s(x):
+        if longest_s(shop, x) >= milp.lower_s(x):
             return ["step: host memory is busy" if shop.name == HOST_MEMORY else shop.longest(x).label]
     across = max((phase.longest(x) for phase in milp.across), key=lambda path: path.seconds, default=None)
     if across is None or across.seconds <= sum(sides[number].seconds for number in milp.spanned):

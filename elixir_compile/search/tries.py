@@ -1,6 +1,6 @@
 """Simulate candidates, keep the draft plans that fit, and change the best of them an option at a time."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.search.clock import Deadline
@@ -91,9 +91,11 @@ class Tries:
             before_s = self.best.step_s
             now = self.best.moves.streamed
             swapped = {now ^ {i} for i in possible} - seen
-            ranked = sorted((self._lower_s(candidate, streamed), tuple(sorted(streamed))) for streamed in swapped)
-            for lower_s, streamed in ranked[:_MAX_SWAPS_SIMULATED]:
-                if lower_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.is_over():
+            sets = [tuple(sorted(streamed)) for streamed in swapped]
+            lower_s = self.milp.lower_each_s([self.milp.vector(candidate, streamed) for streamed in sets])
+            ranked = sorted(zip(lower_s.tolist(), sets, strict=True))
+            for least_s, streamed in ranked[:_MAX_SWAPS_SIMULATED]:
+                if least_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.is_over():
                     break
                 seen.add(frozenset(streamed))
                 moves = self.best.moves._replace(streamed=frozenset(streamed))
@@ -206,29 +208,28 @@ def bring_back(tries: Tries, milp: Milp, draft: DraftPlan, limit_s: float) -> No
             moved.add(i)
 
 
-def _promising(tries: Tries, milp: Milp, base: DraftPlan, limit_s: float) -> Iterator[tuple[float, Candidate]]:
-    """Yield each candidate with one option changed from `base` that may fit with a step of at most `limit_s`.
+def _promising(tries: Tries, milp: Milp, base: DraftPlan, limit_s: float) -> list[tuple[float, Candidate]]:
+    """Return each candidate with one option changed from `base` that may fit with a step of at most `limit_s`.
 
     Each comes after its lower bound in seconds. Its bytes are the bytes of `base` plus the difference of two columns.
     """
     candidate, streamed = base.candidate, base.moves.streamed
     budget_bytes = tries.evaluator.facts.problem.budget_bytes
     live_bytes = milp.live_bytes(milp.vector(candidate))
+    fitting: list[Candidate] = []
     for i, options in enumerate(_options(tries)):
         now = milp.bytes_of[:, milp.choices[i, _option(candidate, i)]]
         for option in options:
             if option == _option(candidate, i):
                 continue
-            if tries.is_over():
-                return
             if float((live_bytes - now + milp.bytes_of[:, milp.choices[i, option]]).max()) > budget_bytes:
                 continue
             changed = _changed(candidate, i, option)
-            if not tries.evaluator.facts.allows(changed.levels):
-                continue
-            lower_s = milp.lower_s(milp.vector(changed, streamed))
-            if lower_s <= limit_s * (1 + _ROUNDING):
-                yield lower_s, changed
+            if tries.evaluator.facts.allows(changed.levels):
+                fitting.append(changed)
+    lower_s = milp.lower_each_s([milp.vector(changed, streamed) for changed in fitting])
+    pairs = zip(lower_s.tolist(), fitting, strict=True)
+    return [(own_s, changed) for own_s, changed in pairs if own_s <= limit_s * (1 + _ROUNDING)]
 
 
 def _options(tries: Tries) -> list[Sequence[int]]:

@@ -63,9 +63,14 @@ class Shop(Protocol):
         """Return the longest path at x, one number per choice, integral or not."""
         ...
 
-    def longest_s(self, x: NDArray[np.float64]) -> float:
-        """Return the seconds of the longest path at x."""
+    def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the longest path at each column of `xs`: choices x numbers of x, to as many seconds."""
         ...
+
+
+def longest_s(shop: Shop, x: NDArray[np.float64]) -> float:
+    """Return the seconds of the longest path of `shop` at x."""
+    return float(shop.longest_each_s(x[:, None])[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +105,14 @@ class Phase:
             seconds=constant_s + float(coefficients_s @ x),
         )
 
-    def longest_s(self, x: NDArray[np.float64]) -> float:
-        """Return the seconds of the longest path at x."""
-        return max(float(ends_s[-1]) for _, ends_s in self._lanes_s(self._work_s(x)))
+    def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the longest path at each column of `xs`."""
+        return self.longest_of_s(self.constants_s[:, None] + self.matrix_s @ xs)
+
+    def longest_of_s(self, work_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the longest path for each column of `work_s`, seconds by row of the matrix."""
+        lanes_s = work_s.reshape(len(self.lanes), self.num_events, -1)
+        return np.max([ends_s[-1] for _, ends_s in self._lanes_s(lanes_s)], axis=0)
 
     def _work_s(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         return (self.constants_s + self.matrix_s @ x).reshape(len(self.lanes), self.num_events)
@@ -110,16 +120,17 @@ class Phase:
     def _lanes_s(self, work_s: NDArray[np.float64]) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
         """Return, per lane, the idle seconds up to each event, and the second at which the work of each event ends.
 
+        `work_s` is lanes x events, or lanes x events x as many choices as are looked at.
         On a lane `end[i] = max(end[i - 1], ready[i]) + work[i]`, so with S the running sum of the work,
         `end[i] - S[i]` is the running maximum of `ready[i] - S[i - 1]`.
         """
-        ready_s = np.zeros(self.num_events)
+        ready_s = np.zeros(work_s.shape[1:])
         found: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
         for lane in range(len(self.lanes)):
             if lane:
                 ready_s = self._ready_s(lane, found[-1][1])
-            total_s = np.cumsum(work_s[lane])
-            late_s = np.maximum.accumulate(ready_s - (total_s - work_s[lane]))
+            total_s = np.cumsum(work_s[lane], axis=0)
+            late_s = np.maximum.accumulate(ready_s - (total_s - work_s[lane]), axis=0)
             found.append((late_s, late_s + total_s))
         return found
 
@@ -148,7 +159,9 @@ class Phase:
 
     def _ready_s(self, lane: int, before_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return when the work of each event may begin on `lane`, if the lane before ends its work at `before_s`."""
-        return np.concatenate([[0.0], before_s[:-1]]) if self._follows_compute(lane) else before_s
+        if not self._follows_compute(lane):
+            return before_s
+        return np.concatenate([np.zeros_like(before_s[:1]), before_s[:-1]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,24 +178,88 @@ class Gate:
     """The place of the y of the first taker among those of all gates of the MILP."""
 
     def counts(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the y of each taker at x, the least that the rows of the MILP allow if x is not integral."""
-        chosen = [sum(sign * x[column] for column, sign in taker.items()) for taker in self.takers]
-        return np.maximum.accumulate(np.array([*chosen[::-1]], dtype=np.float64))[::-1]
+        """Return the y of each taker at x, the least that the rows of the MILP allow if x is not integral.
+
+        If x is a matrix, choices x numbers of x, so is y.
+        """
+        chosen = np.zeros((len(self.takers), *x.shape[1:]))
+        for number, taker in enumerate(self.takers):
+            for column, sign in taker.items():
+                chosen[number] += sign * x[column]
+        return np.maximum.accumulate(chosen[::-1], axis=0)[::-1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class _Products(NamedTuple):
+    """Work that counts as a product of an entry of x and a y: each column of `matrix_s` is such a pair.
+
+    Pairs are few: the work of a choice at many events counts from the same taker on.
+    """
+
+    matrix_s: sparse.csr_array
+    """Seconds by row of the shop and by pair."""
+    columns: NDArray[np.int64]
+    """By pair: the entry of x."""
+    starts: NDArray[np.int64]
+    """By pair: the number of the taker whose y it is."""
+    is_taken_away: NDArray[np.bool_]
+    """By pair: whether its seconds are below 0. They count as the lesser of x and y, so that no more is taken away than
+    was there."""
+
+    def of(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what each pair counts at x and y; both may be matrices, as in `Gate.counts`."""
+        own_x, own_y = x[self.columns], y[self.starts]
+        is_taken_away = self.is_taken_away.reshape(-1, *[1] * (x.ndim - 1))
+        return np.where(is_taken_away, np.minimum(own_x, own_y), np.maximum(own_x + own_y - 1.0, 0.0))
+
+    def linear_at(
+        self, x: NDArray[np.float64], y: NDArray[np.float64], behind: int
+    ) -> tuple[NDArray[np.float64], sparse.csr_array]:
+        """Return `of` near x and y as constants and a matrix of pairs x (x, y), the y from column `behind` on."""
+        own_x, own_y = x[self.columns], y[self.starts]
+        is_both = ~self.is_taken_away & (own_x + own_y > 1)
+        is_x = is_both | self.is_taken_away & (own_x <= own_y)
+        is_y = is_both | self.is_taken_away & (own_x > own_y)
+        pairs = np.concatenate([np.flatnonzero(is_x), np.flatnonzero(is_y)])
+        columns = np.concatenate([self.columns[is_x], behind + self.starts[is_y]])
+        shape = (len(self.columns), behind + len(y))
+        return np.where(is_both, -1.0, 0.0), sparse.csr_array((np.ones(len(pairs)), (pairs, columns)), shape=shape)
+
+
 class Gated:
     """A flow shop of which some work counts only if a taker is chosen: `phase` is the shop with all its work.
 
     Constant work c is c y. Work s x of a choice is s x if the choice is of the takers themselves, else s (x + y - 1) or
     0, the larger at the given x: linear lower limits of the work that counts, exact if x is integral. Source: McCormick
     1976.
+
+    By row of the shop's matrix, `starts` has the number of the first taker for which its work counts: -1 if it always
+    counts, the number of takers if it never does.
     """
 
-    phase: Phase
-    gate: Gate
-    starts: NDArray[np.int64]
-    """By row of the shop's matrix: the number of the first taker for which its work counts; -1 if it always counts."""
+    def __init__(self, *, phase: Phase, gate: Gate, starts: NDArray[np.int64]) -> None:
+        self.phase, self.gate = phase, gate
+        work, num_takers = phase.matrix_s.tocoo(), len(gate.takers)
+        taker_of = np.full(phase.matrix_s.shape[1], -1)
+        for number, taker in enumerate(gate.takers):
+            taker_of[list(taker)] = number
+        own_starts = starts[work.row]
+        is_whole = (own_starts < 0) | (own_starts < num_takers) & (taker_of[work.col] >= own_starts)
+        is_product = ~is_whole & (own_starts < num_takers)
+        self._whole_s = sparse.csr_array(
+            (work.data[is_whole], (work.row[is_whole], work.col[is_whole])), shape=phase.matrix_s.shape
+        )
+        seconds = work.data[is_product]
+        keys = np.stack([work.col[is_product], own_starts[is_product], seconds < 0])
+        pairs, pair_of = np.unique(keys, axis=1, return_inverse=True)
+        matrix_s = sparse.csr_array(
+            (seconds, (work.row[is_product], pair_of.ravel())), shape=(len(starts), pairs.shape[1])
+        )
+        self._products = _Products(matrix_s, pairs[0], pairs[1], pairs[2].astype(np.bool_))
+        self._always_s = np.where(starts < 0, phase.constants_s, 0.0)
+        rows = np.flatnonzero((starts >= 0) & (starts < num_takers) & (phase.constants_s != 0))
+        self._constants_of_y_s = sparse.csr_array(
+            (phase.constants_s[rows], (rows, starts[rows])), shape=(len(starts), num_takers)
+        )
 
     @property
     def name(self) -> str:
@@ -194,39 +271,21 @@ class Gated:
         y = self.gate.counts(x)
         return self._counted(x, y).longest(np.concatenate([x, np.zeros(self.gate.first), y]))
 
-    def longest_s(self, x: NDArray[np.float64]) -> float:
-        """Return the seconds of the longest path of the work that counts at x."""
-        y = self.gate.counts(x)
-        return self._counted(x, y).longest_s(np.concatenate([x, np.zeros(self.gate.first), y]))
+    def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the longest path of the work that counts, at each column of `xs`."""
+        y, products = self.gate.counts(xs), self._products
+        work_s = self._whole_s @ xs + products.matrix_s @ products.of(xs, y) + self._constants_of_y_s @ y
+        return self.phase.longest_of_s(self._always_s[:, None] + work_s)
 
     def _counted(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Phase:
         """Return the shop of the work that counts, linear in x and y, a lower limit that is exact here."""
-        work, num_takers, taker_of = self.phase.matrix_s.tocoo(), len(y), np.full(len(x), -1)
-        for number, taker in enumerate(self.gate.takers):
-            taker_of[list(taker)] = number
-        rows, columns, seconds = work.row, work.col, work.data
-        starts, own_x = self.starts[rows], x[columns]
-        is_never = starts == num_takers
-        own_y = np.append(y, 0.0)[starts]
-        is_whole = (taker_of[columns] >= starts) | (starts < 0)
-        # What is taken away counts as little as x or y, so that no more is taken away than was there.
-        is_whole |= (seconds < 0) & (own_x <= own_y)
-        both = ~is_whole & (seconds > 0) & (own_x + own_y > 1) & ~is_never
-        by_taker = both | ~is_whole & (seconds < 0) & ~is_never
-        constants = np.flatnonzero((self.starts >= 0) & (self.starts < num_takers) & (self.phase.constants_s != 0))
-        behind = len(x) + self.gate.first
-        kept = is_whole | both
-        entries = (
-            np.concatenate([seconds[kept], seconds[by_taker], self.phase.constants_s[constants]]),
-            (
-                np.concatenate([rows[kept], rows[by_taker], constants]),
-                np.concatenate([columns[kept], behind + starts[by_taker], behind + self.starts[constants]]),
-            ),
-        )
-        constants_s = np.where(self.starts >= 0, 0.0, self.phase.constants_s)
-        np.subtract.at(constants_s, rows[both], seconds[both])
-        matrix = sparse.csr_array(entries, shape=(len(self.starts), behind + num_takers))
-        return replace(self.phase, constants_s=constants_s, matrix_s=matrix)
+        behind, products = len(x) + self.gate.first, self._products
+        constants, shares = products.linear_at(x, y, behind)
+        of_y = sparse.hstack([sparse.csr_array((len(self._always_s), behind)), self._constants_of_y_s])
+        whole_s = self._whole_s.copy()
+        whole_s.resize(len(self._always_s), behind + len(y))
+        matrix_s = sparse.csr_array(whole_s + products.matrix_s @ shares + of_y)
+        return replace(self.phase, constants_s=self._always_s + products.matrix_s @ constants, matrix_s=matrix_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +309,9 @@ class Chain:
             seconds=sum(path.seconds for path in paths),
         )
 
-    def longest_s(self, x: NDArray[np.float64]) -> float:
-        """Return the seconds of the longest paths of the shops at x, one behind the other."""
-        return sum(shop.longest_s(x) for shop in self.shops)
+    def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the longest paths of the shops, one behind the other, at each column of `xs`."""
+        return np.sum([shop.longest_each_s(xs) for shop in self.shops], axis=0)
 
 
 def _sum(vectors: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:

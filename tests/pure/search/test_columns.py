@@ -16,7 +16,7 @@ from elixir_compile.ir import GroupId, Lane, Update
 from elixir_compile.search import Problem, planner
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.cross_step_updates import flow_shops
-from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop
+from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop, longest_s
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.formulation.phases import RunTables
 from elixir_compile.search.space.facts import gather_facts
@@ -158,7 +158,7 @@ def test_a_path_adds_up_the_work_along_it() -> None:
         x = draw.random(milp.num_choices)
         for shop in all_shops(milp):
             path, parts = shop.longest(x), parts_of(shop, x)
-            assert path.seconds == pytest.approx(shop.longest_s(x), rel=1e-9)
+            assert path.seconds == pytest.approx(longest_s(shop, x), rel=1e-9)
             expected, whole = np.zeros(len(with_counts(milp, x))), with_counts(milp, x)
             for part in parts:
                 own = whole[: part.matrix_s.shape[1]]
@@ -171,6 +171,24 @@ def test_a_path_adds_up_the_work_along_it() -> None:
             found = np.zeros(len(expected))
             found[: len(path.coefficients_s)] = path.coefficients_s
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_limits_of_many_answers_at_once_are_those_of_each() -> None:
+    draw, num_gated = random.Random(0), 0
+    for milp in milps():
+        answers = [milp.vector(random_answer(draw, milp.evaluator)) for _ in range(5)]
+        mixed = [draw.random() * one + 0.5 * other for one, other in itertools.pairwise(answers)]
+        together = milp.lower_each_s([*answers, *mixed])
+        np.testing.assert_allclose(together, [milp.lower_s(x) for x in (*answers, *mixed)], rtol=1e-12)
+        gated = [shop for shop in all_shops(milp) if not isinstance(shop, Phase)]
+        for shop, x in itertools.product(gated, (*answers, *mixed)):
+            expected_s = sum(
+                part.longest(with_counts(milp, x)[: part.matrix_s.shape[1]]).seconds for part in parts_of(shop, x)
+            )
+            assert longest_s(shop, x) == pytest.approx(expected_s, rel=1e-9)
+            num_gated += 1
+    assert num_gated > 20
+    assert len(next(milps()).lower_each_s([])) == 0
 
 
 def test_a_path_found_between_answers_is_no_longer_than_the_work_that_counts_at_any_answer() -> None:
@@ -186,8 +204,8 @@ def test_a_path_found_between_answers_is_no_longer_than_the_work_that_counts_at_
                 for answer in answers:
                     counts = with_counts(milp, answer)[: len(path.coefficients_s)]
                     found_s = path.constant_s + float(path.coefficients_s @ counts)
-                    assert found_s <= shop.longest_s(answer) * (1 + 1e-9) + 1e-12
-                    num_exact += found_s >= shop.longest_s(answer) * (1 - 1e-9) > 0
+                    assert found_s <= longest_s(shop, answer) * (1 + 1e-9) + 1e-12
+                    num_exact += found_s >= longest_s(shop, answer) * (1 - 1e-9) > 0
     assert num_exact > 100
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
@@ -51,7 +52,7 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
             x = milp.vector(answer, streamed)
             lower_s = milp.lower_s(x)
             for number, shops in enumerate((milp.phases[0], milp.across)):
-                if shops and len(milp.streams) and shops[-1].longest_s(x) > max(s.longest_s(x) for s in shops[:-1]):
+                if shops and len(milp.streams) and longest_s(shops[-1], x) > max(longest_s(s, x) for s in shops[:-1]):
                     num_behind[number] += 1
             for ahead in (0, 1, 8):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
@@ -81,5 +82,5 @@ def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
             played_s = [here.step_s(levels, moves_at_use(here.facts, levels, ahead)) for ahead in (0, 1, 8)]
             assert milp.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
             run = [side for side in milp.phases if len(side) > 1 and side[0].name in ("forward", "backward")]
-            num_longest += any(copied.longest_s(x) > phase.longest_s(x) for phase, copied in run)
+            num_longest += any(longest_s(copied, x) > longest_s(phase, x) for phase, copied in run)
     assert num_longest > 20

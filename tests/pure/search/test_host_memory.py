@@ -12,6 +12,7 @@ from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir import Tier, Update
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
@@ -100,7 +101,7 @@ def test_the_bound_is_at_most_every_simulated_step(update: Update) -> None:
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
             x = milp.vector(answer, streamed)
             lower_s = milp.lower_s(x)
-            num_binding += any(phase.longest_s(x) >= lower_s for phase in milp.whole_step)
+            num_binding += any(longest_s(phase, x) >= lower_s for phase in milp.whole_step)
             for ahead in (0, 2):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
                 assert lower_s <= here.played(levels, moves).step_s * (1 + 1e-9), f"seed {seed}"
