@@ -47,7 +47,19 @@ def test_options_are_spread_evenly_over_the_members_of_a_class(counts: list[int]
             assert taken[option] < count * end / num_members + 1
 
 
-def test_a_candidate_has_the_counts_of_its_optimum() -> None:
+@given(
+    st.lists(st.floats(0.0, 40.0), min_size=1, max_size=6).filter(lambda parts: sum(parts) > 0.1), st.integers(1, 40)
+)
+def test_parts_of_members_are_spread_as_whole_members(parts: list[float], num_members: int) -> None:
+    wanted = {option: part / sum(parts) * num_members for option, part in enumerate(parts)}
+    found = list(evenly(wanted, num_members))
+    assert len(found) == num_members
+    for end in range(1, num_members + 1):
+        taken = Counter(found[:end])
+        assert all(taken[option] < amount * end / num_members + 1 + 1e-9 for option, amount in wanted.items())
+
+
+def test_a_candidate_has_the_counts_of_its_optimum_as_whole_numbers() -> None:
     num_shared = 0
     for evaluator in evaluators():
         milp = milp_of(evaluator)
@@ -59,7 +71,9 @@ def test_a_candidate_has_the_counts_of_its_optimum() -> None:
             for members in counted.classes:
                 columns = [column for (owner, _), column in milp.choices.items() if owner in members]
                 by_option = np.array(columns).reshape(len(members), -1)
-                assert np.allclose(own[by_option].sum(axis=0), spread.x[by_option].sum(axis=0), atol=1e-5)
+                found, wanted = own[by_option].sum(axis=0), spread.x[by_option].sum(axis=0)
+                assert found.sum() == pytest.approx(wanted.sum()) == len(members)
+                assert (found < wanted + 1 + 1e-5).all()  # a part of a member counts as a whole one at most
                 num_shared += np.count_nonzero(own[by_option].sum(axis=0)) > 1
     assert num_shared  # in some problem the members of a class take different options
 
