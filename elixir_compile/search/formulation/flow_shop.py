@@ -239,7 +239,7 @@ class Gated:
     def __init__(self, *, phase: Phase, gate: Gate, starts: NDArray[np.int64]) -> None:
         self.phase, self.gate = phase, gate
         work, num_takers = phase.matrix_s.tocoo(), len(gate.takers)
-        taker_of = np.full(phase.matrix_s.shape[1], -1)
+        taker_of = np.full(phase.matrix_s.shape[1], -1)  # pyright: ignore[reportOptionalSubscript] (stubs)
         for number, taker in enumerate(gate.takers):
             taker_of[list(taker)] = number
         own_starts = starts[work.row]
