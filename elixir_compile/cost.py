@@ -151,7 +151,7 @@ def update_bytes(bucket: Bucket) -> int:
 
 _MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
 """Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
-fused kernel: see `optim.device_masters`. On the host one pass does it all."""
+fused kernel: see `optim.adamw_rule`. On the host one pass does it all."""
 _NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "int8": 500}
 """Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
 torch's ops that decode, round and encode them, not measured on a device."""

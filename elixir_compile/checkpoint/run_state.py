@@ -24,9 +24,9 @@ from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.master_adamw import with_joined_master
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_state import STORED_NAMES, saved_name, saved_value
+from elixir_compile.optim.precision import STORED_NAMES
+from elixir_compile.optim.saved_state import saved_name, saved_value, with_joined_master
 from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"

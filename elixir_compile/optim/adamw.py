@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.adamw_rule import amsgrad_refused, may_be_narrow
 from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.generic.narrow_class import NarrowClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_adamw import amsgrad_refused, may_be_narrow
-from elixir_compile.optim.narrow_state import StatePrecision, form_of, state_precision
+from elixir_compile.optim.precision import StatePrecision, form_of, state_precision
 from elixir_compile.optim.rule import UpdateRule
-from elixir_compile.optim.state import decoded_entry
+from elixir_compile.optim.saved_state import decoded_entry
 
 C = TypeVar("C", bound=Optimizer)
 
@@ -158,9 +157,7 @@ class _HybridOfClass(Hybrid):
     precision: ClassVar[StatePrecision]
 
     def _new_rule(self) -> UpdateRule:
-        if self.precision.is_exact:
-            return ClassRule(self.updates_as, self)
-        return NarrowClassRule(self.updates_as, self, self.precision)
+        return ClassRule(self.updates_as, self, self.precision)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle cannot import a class that `hybrid` makes; it can import a user's subclass of such a class.

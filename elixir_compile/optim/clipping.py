@@ -22,11 +22,11 @@ from torch import nn
 from elixir_compile.ops.masters import claim_master, has_master
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.guard import GradientSnapshots
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
-from elixir_compile.optim.narrow_state import StatePrecision
+from elixir_compile.optim.precision import EXACT
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.executor import executor_of_slot
 from elixir_compile.runtime.published import Squares, SquaresOf
@@ -45,11 +45,11 @@ class KeepsMasters(Hybrid):
     _clipped = GradientSnapshots()
     """The gradients to which `_clip_factor` applies."""
 
-    precision = StatePrecision()
+    precision = EXACT
     """How the state is stored; `HybridAdamW` takes it from the arguments of its constructor."""
 
     def _new_rule(self) -> UpdateRule:
-        return NarrowAdamWRule(self.precision)
+        return AdamWRule(self.precision)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in `torch.optim.Optimizer`."""

@@ -14,6 +14,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -21,18 +22,11 @@ from torch import nn
 
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
-from elixir_compile.ops.registry import gathered_numel
 from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, Overflow
 from elixir_compile.optim.rule import UpdateRule, scaled
-from elixir_compile.optim.state import (
-    States,
-    is_off_device,
-    saved_entry,
-    saved_names,
-    unwrap_statistics,
-    wrap_statistics,
-)
+from elixir_compile.optim.saved_state import saved_entry, saved_names, unwrap_statistics, wrap_statistics
+from elixir_compile.optim.state import States, is_off_device
 from elixir_compile.optim.unplanned import warn_if_unplanned
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.lanes import Event
@@ -100,16 +94,7 @@ class Hybrid(torch.optim.Optimizer):
             if group is None:  # user code removed the parameter from its group, so it is never updated
                 found.append(ParamState(0, 0))
                 continue
-            rule, hyperparameters = self._updater.rule, self.param_groups[group]
-            layouts = rule.state_layouts(param, hyperparameters)
-            found.append(
-                ParamState(
-                    group=group,
-                    nbytes=sum(layout.nbytes(gathered_numel(param)) for layout in layouts.values()),
-                    dtype=rule.narrow_dtype(param, hyperparameters),
-                    narrower_nbytes=rule.narrower_nbytes(param, hyperparameters),
-                )
-            )
+            found.append(replace(self._updater.rule.param_state(param, self.param_groups[group]), group=group))
         return found
 
     # The interface of `torch.optim.Optimizer`.

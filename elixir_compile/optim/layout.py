@@ -40,14 +40,20 @@ class StatisticLayout:
         """Return the flat `values`, those of the whole parameter `like`, in the shape of the statistic, as a view."""
         return values.as_strided(like.shape, like.stride()) if self.block == 1 else values
 
-    def fits(self, value: torch.Tensor, like: torch.Tensor) -> bool:
-        """Return whether `value` is such a statistic of a parameter with the shape of `like`."""
-        shape = like.shape if self.block == 1 else (self.numel(like.numel()),)
-        return value.dtype == self.dtype and value.shape == shape
+
+def is_alike(value: torch.Tensor, like: torch.Tensor) -> bool:
+    """Return whether `value`, which has the shape of `like`, has its elements in the same order in memory."""
+    strides = zip(value.stride(), like.stride(), like.shape, strict=True)
+    return all(own == other for own, other, size in strides if size > 1)
+
+
+def in_order_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `value`, shaped like `like`, with its elements in the memory order of `like`; a copy if it has another."""
+    if is_alike(value, like):
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def flat_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the elements of `value`, shaped like `like`, in the memory order of `like`: a view if it has the order."""
-    if value.stride() != like.stride():
-        value = torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
-    return flat(value)
+    return flat(in_order_of(value, like))

@@ -27,9 +27,8 @@ NaN, an infinity or more than 1.75 * 2^127 (roots: 2^63) has the scale NaN and d
 the first moment by eps.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -62,8 +61,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class Moments(NamedTuple):
     """The moments of a parameter, or of whole blocks of it, as they are stored."""
 
     exp_avg: torch.Tensor
@@ -71,6 +69,13 @@ class Moments:
     """The second moment in fp32 or bf16; its root in forms with scales."""
     exp_avg_scale: torch.Tensor | None = None
     exp_avg_sq_scale: torch.Tensor | None = None
+
+    def part(self, start: int, stop: int) -> "Moments":
+        """Return the moments of elements `start` to `stop` of flat ones, as views; `start` is that of a block."""
+        blocks = slice(start // BLOCK, num_scales(stop))
+        values = (value[start:stop] for value in (self.exp_avg, self.exp_avg_sq))
+        scales = (self.exp_avg_scale, self.exp_avg_sq_scale)
+        return Moments(*values, *(None if scale is None else scale[blocks] for scale in scales))
 
 
 _LEAST = {False: 37 << 23, True: 77 << 23}
@@ -85,15 +90,6 @@ _LARGEST_CODE = {False: 127.0, True: 255.0}
 def num_scales(numel: int) -> int:
     """Return the number of blocks of `numel` elements."""
     return -(-numel // BLOCK)
-
-
-def zero_moments(shape: Sequence[int], form: MomentForm, device: torch.device | str = "cpu") -> Moments:
-    """Return moments of zeros in `form` for a parameter of `shape`."""
-    first, second = (torch.zeros(tuple(shape), dtype=dtype, device=device) for dtype in form.dtypes)
-    if not form.has_scales:
-        return Moments(exp_avg=first, exp_avg_sq=second)
-    scales = [torch.zeros(num_scales(first.numel()), device=device) for _ in range(2)]
-    return Moments(exp_avg=first, exp_avg_sq=second, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
 
 
 # -- noise ------------------------------------------------------------------------------------------------------------
@@ -189,6 +185,23 @@ def decode(moments: Moments, form: MomentForm) -> tuple[torch.Tensor, torch.Tens
         for value, scale in zip(values, scales, strict=True)
     )
     return first, root * root
+
+
+def store(stored: Moments, first: torch.Tensor, second: torch.Tensor, form: MomentForm, key: int) -> None:
+    """Write the fp32 moments `first` and `second` into `stored`, in `form`, with the noise of `key`."""
+    if form is MomentForm.FLOAT32:
+        return  # they are its own tensors
+    for target, values in zip(stored, encode(first, second, form, key=key), strict=True):
+        if target is not None and values is not None:
+            target.copy_(values)
+
+
+def rounded_weights(
+    weights: torch.Tensor, first: torch.Tensor, second: torch.Tensor, form: MomentForm, key: int
+) -> torch.Tensor:
+    """Return fp32 `weights` in bf16, with the noise of their moments as these get rounded to `form`."""
+    bits = noise(first, root_of(second) if form.has_scales else second, key)
+    return rounded_to_bfloat16(weights, weight_noise(bits, weights))
 
 
 def root_of(second: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.optim.layout import StatisticLayout
+from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.slab import flat
 
@@ -78,30 +78,17 @@ def rows_of(part: GroupSlice, rule: UpdateRule, *, is_away: bool) -> Iterator[Ro
             if name in layouts and layouts[name].block > 1:
                 homes[name] = value
             elif name in layouts or (weight.dim() and value.shape == weight.shape):
-                homes[name] = state[name] = _like(value, weight)
+                homes[name] = state[name] = in_order_of(value, weight)
         yield Row(
             like=weight,
             weight=flat(weight),
-            grad=flat(_like(grad, weight)),
+            grad=flat_order(grad, weight),
             statistics={name: flat(home) for name, home in homes.items()},
             layouts={name: layouts.get(name) or StatisticLayout(home.dtype) for name, home in homes.items()},
             homes=homes,
             state=state,
             is_away=is_away,
         )
-
-
-def is_alike(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `tensor`, which has the shape of `weight`, has its elements in the same order in memory."""
-    strides = zip(tensor.stride(), weight.stride(), weight.shape, strict=True)
-    return all(own == other for own, other, size in strides if size > 1)
-
-
-def _like(tensor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with its elements in the order of those of `weight`; a copy if they are in another order."""
-    if is_alike(tensor, weight):
-        return tensor
-    return torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,20 +1,21 @@
 """Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
 
-A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors and hyperparameters of a
-group slice, which were copied when the update was requested. This module has the rule of AdamW in the parameter's own
-dtype; `class_rule` has the rule of any other optimizer class.
+A rule does not know placements. `BucketUpdate` calls it with the tensors and hyperparameters of a group slice, which
+were copied when the update was requested. `adamw_rule` has the rule of AdamW, `generic.class_rule` that of any other
+optimizer class.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.optimizers import ParamState
+from elixir_compile.ops.registry import gathered_numel
 from elixir_compile.ops.shards import own_grad, own_part
 from elixir_compile.optim.layout import StatisticLayout
 
@@ -30,56 +31,52 @@ def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Sequence[Mapping[
     return groups if factor == 1.0 else [{**group, GRAD_SCALE: factor} for group in groups]
 
 
-class UpdateRule(Protocol):
-    """The arithmetic of an optimizer class; `group` holds the hyperparameters of a param group."""
+class UpdateRule:
+    """The arithmetic of an optimizer class; `group` holds the hyperparameters of a param group.
 
-    @property
-    def makes_state(self) -> bool:
-        """Return whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
-        ...
+    What is not overridden is right for a rule whose tensors may be updated one by one, in any order and at any time.
+    """
 
-    def counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """Return whether `update` wants the entry `step` of a state beside the weight, and only reads it and adds 1."""
-        ...
+    makes_state = False
+    """Whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
 
     def snapshot(self) -> "UpdateRule":
         """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
-        ...
+        return self
 
     def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return why `groups` may not be updated bucket by bucket; empty if the class is element-wise."""
-        ...
+        return ""
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return whether `update` wants the entry `step` of a state beside the weight, and only reads it and adds 1."""
+        return True
 
     def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
         """Return whether the entry `name` of a state must be on the device that updates the parameter."""
-        ...
+        return True
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics shaped like their parameter."""
-        ...
+        """Return the names of the statistics of exact state, shaped like their parameter."""
+        raise NotImplementedError
 
     def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
         """Return the layout of each statistic of `param` by name."""
-        ...
+        raise NotImplementedError
+
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+        """Return the bytes of the state of `param`, in param group 0, and in which other dtypes a plan may store it."""
+        return ParamState(group=0, nbytes=state_nbytes(param, self.state_layouts(param, group)))
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""
-        ...
-
-    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
-        """Return the dtype of the moments of `param` if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
-        ...
-
-    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return the bytes of the state of `param` by the dtype of narrower moments that a plan may choose."""
-        ...
+        return state
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Prepare for updates of `param` on `device` or on the host; called on the training thread.
 
         If `is_fresh`, statistics in `state` are zeros or missing, and those that do not begin at zero are filled here.
         """
-        ...
 
     def update(
         self,
@@ -89,92 +86,12 @@ class UpdateRule(Protocol):
         group: Mapping[str, Any],
     ) -> None:
         """Update `weights` and `states` in place; all tensors at the same index are on the same device."""
-        ...
+        raise NotImplementedError
 
 
-class AdamWRule:
-    """torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`."""
-
-    makes_state = False
-
-    def snapshot(self) -> "AdamWRule":
-        """Return the rule itself: it has no attributes."""
-        return self
-
-    def counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """Return True: the fused kernel adds 1."""
-        return True
-
-    def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return an empty text: AdamW treats each element alone."""
-        return ""
-
-    def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
-        """Return True: the fused kernel needs `step` on the device of the moments."""
-        return True
-
-    def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments, each shaped like its parameter."""
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-
-    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
-        """Return the layout of the moments of `param`: in its dtype."""
-        return dict.fromkeys(self.statistics(group), StatisticLayout(param.dtype))
-
-    def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
-        """Return `state`: its layouts never change."""
-        return state
-
-    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
-        """Return None: moments have the dtype of `param`."""
-        return None
-
-    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return nothing: moments stay in the dtype of `param`."""
-        return {}
-
-    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Do nothing: the moments begin at zero."""
-
-    def update(
-        self,
-        weights: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Update `weights` and `states` in place."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, weight in enumerate(weights):
-            kinds.setdefault((weight.device, weight.dtype), []).append(index)
-        for indices in kinds.values():
-            selected = [states[index] for index in indices]
-            adamw(
-                [weights[index] for index in indices],
-                [grads[index] for index in indices],
-                [state["exp_avg"] for state in selected],
-                [state["exp_avg_sq"] for state in selected],
-                [state["max_exp_avg_sq"] for state in selected] if group["amsgrad"] else [],
-                [state["step"] for state in selected],
-                fused=True,
-                amsgrad=group["amsgrad"],
-                lr=lr_for_device_of(group["lr"], weights[indices[0]]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-            )
-
-
-def lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
-    """Return `lr`, copied to the device of `weight` if it is a tensor on another accelerator.
-
-    Kernels of every device read numbers and tensors on the host.
-    """
-    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
-        return lr.to(weight.device)
-    return lr
+def state_nbytes(param: torch.Tensor, layouts: Mapping[str, StatisticLayout]) -> int:
+    """Return the bytes of statistics with `layouts` of all of `param`, on however many ranks it is."""
+    return sum(layout.nbytes(gathered_numel(param)) for layout in layouts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

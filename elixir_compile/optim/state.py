@@ -1,11 +1,7 @@
-"""The state of an optimizer: created at the first update of a parameter, moved when the plan changes, saved and loaded.
-
-`torch.optim.Optimizer.load_state_dict` moves all statistics to the devices of their parameters. If the plan keeps the
-statistics on the host, they may not fit on the device. So they are wrapped in objects that torch does not move.
-"""
+"""The state of an optimizer: created at the first update of a parameter, and moved when the plan changes."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,22 +9,10 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Tier
-from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import own_part, part_like
+from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.disk.updates import DiskStates
 from elixir_compile.optim.layout import StatisticLayout
-from elixir_compile.optim.master_adamw import load_master, with_joined_master
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_state import (
-    MOMENTS,
-    STORED_NAMES,
-    as_sharded,
-    form_of,
-    loaded_moments,
-    saved_moments,
-    with_form,
-)
 from elixir_compile.optim.planned import bucket_of
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -216,60 +200,3 @@ class StatePlacer:
             if name not in layouts and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
                 state[name] = value.to(device)
         self._start(param, state, group)
-
-
-class _Wrapped:
-    """Holds a tensor; `load_state_dict` of torch leaves such objects as they are."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
-    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
-    return {
-        name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
-        for name, value in entry.items()
-    }
-
-
-def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
-    """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
-
-    Codes and scales keep their dtype. The statistics are moved to the device of `param` unless `stays`. The master is
-    loaded too: see `load_master`.
-    """
-    dtype = torch.float32 if has_master(param) else param.dtype
-    coded = STORED_NAMES.difference(MOMENTS)
-    found = {
-        name: part_like(value.tensor, param).to(
-            dtype=value.tensor.dtype if name in coded else dtype, device=None if stays else param.device
-        )
-        if isinstance(value, _Wrapped)
-        else value
-        for name, value in entry.items()
-    }
-    return load_master(loaded_moments(found, param), param) if entry else found
-
-
-def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
-    """Return `entry`, the state of `param`, for a state dict: in memory, with the fp32 `master` if there is one.
-
-    The `statistics` are DTensors if `param` is a DTensor.
-    """
-    return as_sharded(saved_moments(with_joined_master(entry, param), param), param, statistics)
-
-
-def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
-    """Return `entry`, of the state dict of `param`, with its moments in fp32; DTensors if `param` is a DTensor."""
-    if form_of(entry) is MomentForm.FLOAT32:
-        return entry
-    own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-    decoded = with_form(loaded_moments(own, param), MomentForm.FLOAT32, own_part(param).detach())
-    moments = as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
-    return {**moments, **{name: value for name, value in entry.items() if name not in STORED_NAMES}}
-
-
-def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the names under which state dicts hold statistics, masters and scales, each with its parameter's rows."""
-    return {"master", *STORED_NAMES, *(name for group in groups for name in rule.statistics(group))}

@@ -23,7 +23,8 @@ import torch
 
 from elixir_compile.analysis.staging import streamed_rooms
 from elixir_compile.ir import BucketId, BucketRef, Lane, StateRef, Verb, label
-from elixir_compile.optim.pieces import CUT_NUMEL, Row, Segment, cut, is_alike, pieces, rows_of
+from elixir_compile.optim.layout import is_alike
+from elixir_compile.optim.pieces import CUT_NUMEL, Row, Segment, cut, pieces, rows_of
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.optim.step_counts import note_num_steps
 from elixir_compile.runtime.lanes import Event, Lanes

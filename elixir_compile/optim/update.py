@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import BucketRef, GradientRef, Kept, Lane, Tier, Update, Verb, label
+from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
 from elixir_compile.optim.host.threads import host_threads_for, on_host_threads
-from elixir_compile.optim.rule import AdamWRule, GroupSlice, State, UpdateRule, group_slice_of, on_host, require_dense
+from elixir_compile.optim.rule import GroupSlice, State, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.platforms.update_threads import at_least_threads

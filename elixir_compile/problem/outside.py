@@ -9,10 +9,9 @@ from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_by
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Bucket, Kind, Placement
 from elixir_compile.ops.optimizers import ParamState, has_state, planned_states
-from elixir_compile.ops.registry import Slot, gathered_numel, slot_of
+from elixir_compile.ops.registry import Slot, slot_of
 from elixir_compile.ops.shards import own_part
-from elixir_compile.optim.narrow_adamw import NarrowAdamWRule
-from elixir_compile.optim.narrow_state import StatePrecision
+from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
@@ -25,9 +24,7 @@ def state_of_hybrid_adamw(param: torch.Tensor) -> ParamState:
     Without a master: two moments in the dtype of the parameter, 8 bytes for each fp32 element. With a master: two
     moments in fp32, and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
     """
-    rule, group = NarrowAdamWRule(StatePrecision()), {"amsgrad": False}
-    sizes = [layout.nbytes(gathered_numel(param)) for layout in rule.state_layouts(param, group).values()]
-    return ParamState(group=0, nbytes=sum(sizes), narrower_nbytes=rule.narrower_nbytes(param, group))
+    return AdamWRule().param_state(param, {"amsgrad": False})
 
 
 def grad_dtype_of(slot: Slot, ranks: Ranks | None) -> torch.dtype:

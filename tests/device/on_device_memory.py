@@ -13,7 +13,7 @@ import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.managed import allocator_gaps
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, foreign_bytes
-from elixir_compile.optim import device_masters
+from elixir_compile.optim import adamw_rule
 from elixir_compile.options import parse_options
 from elixir_compile.platforms import PeakRecord, blocks, platform_of
 from elixir_compile.platforms.accelerator import AcceleratorPlatform
@@ -205,7 +205,7 @@ def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_masters, "BLOCK", 1 << 12)
+    monkeypatch.setattr(adamw_rule, "BLOCK", 1 << 12)
     model = elixir.prepare(nn.Linear(256, 256, bias=False).to(DEVICE), param_dtype="bfloat16")
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
     for _ in range(2):

@@ -1,9 +1,11 @@
 """Moments in fewer bytes, stated in numpy with numbers and not with bits: what the C code and torch's ops must give."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments
+from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, num_scales
 
 
 def reference_noise(first: np.ndarray, second: np.ndarray, key: int) -> np.ndarray:
@@ -84,6 +86,15 @@ def reference_decode(moments: Moments, form: MomentForm) -> tuple[np.ndarray, np
         numbers = bits.view(np.int8 if codes.dtype == torch.int8 else np.uint8)
         found.append(numbers.astype(np.float32) * scale.numpy()[np.arange(len(bits)) // BLOCK])
     return found[0], found[1] * found[1]
+
+
+def zero_moments(shape: Sequence[int], form: MomentForm) -> Moments:
+    """Moments of zeros in `form` for a parameter of `shape`."""
+    first, second = (torch.zeros(tuple(shape), dtype=dtype) for dtype in form.dtypes)
+    if not form.has_scales:
+        return Moments(exp_avg=first, exp_avg_sq=second)
+    scales = [torch.zeros(num_scales(first.numel())) for _ in range(2)]
+    return Moments(exp_avg=first, exp_avg_sq=second, exp_avg_scale=scales[0], exp_avg_sq_scale=scales[1])
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.measure.step import Resident
 from elixir_compile.ops.shards import own_part, part_like
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_state import with_form
-from elixir_compile.optim.state import decoded_entry
+from elixir_compile.optim.precision import with_form
+from elixir_compile.optim.saved_state import decoded_entry
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid
 from tests.run.tensor_models import LENGTH, batch, decoder, parallel
 

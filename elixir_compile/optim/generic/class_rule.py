@@ -11,6 +11,11 @@ ops, a host pass does so once in all.
 
     the step on tensors without values  ->  a tape  ->  C, compiled once per form  ->  weights, gradients, statistics
 
+Statistics that the class keeps in fp32 may be stored in bf16. Classes are element-wise, and dry steps have found that
+flat parts of a tensor get the bits of the whole, so a block is a tensor of its own to the class:
+
+    bf16 statistics  ->  fp32, a block of a parameter  ->  the class's own step  ->  bf16, rounded stochastically
+
 Each form is compared with the class on small tensors before its first use. If a step cannot be recorded, uses an op
 without a formula or gives other bits, the class's own step runs, and a log line says why once. The Python code of the
 step runs again in each step, so a new learning rate or step count is an input of the same pass.
@@ -21,13 +26,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from elixir_compile import compat
+from elixir_compile.ops.optimizers import ParamState
 from elixir_compile.optim.generic.class_step import ClassStep, Row, attributes_of
 from elixir_compile.optim.generic.code import Pass, compiled
 from elixir_compile.optim.generic.dry_step import StateSchema, dry_step, group_key
@@ -35,18 +41,28 @@ from elixir_compile.optim.generic.formula import is_same, samples
 from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
-from elixir_compile.optim.layout import StatisticLayout
-from elixir_compile.optim.master_adamw import in_layout_of
-from elixir_compile.optim.rule import State
+from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
+from elixir_compile.optim.moment_forms import noise_key, rounded_to_bfloat16, weight_noise
+from elixir_compile.optim.precision import EXACT, StatePrecision
+from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.step_counts import note_num_steps, num_steps
+from elixir_compile.runtime.slab import flat
+
+_BLOCK = 1 << 20
+"""Elements in fp32 at a time: 4 MiB for each statistic."""
+_NUM_UPDATES = "num_updates"
+"""The entry of a state that counts updates if the class does not, as SGD and Lion. The noise of each update must be its
+own: with the same noise in every update, a statistic that decays slowly is rounded back to its value each time."""
 
 
-class ClassRule:
-    """The update rule of `cls`, with the attributes of its instance `optimizer`."""
+class ClassRule(UpdateRule):
+    """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`."""
 
     makes_state = True
 
-    def __init__(self, cls: type[Optimizer], optimizer: Optimizer) -> None:
+    def __init__(self, cls: type[Optimizer], optimizer: Optimizer, precision: StatePrecision = EXACT) -> None:
         self._cls = cls
+        self._precision = precision
         self._optimizer = weakref.ref(optimizer)
         self._attributes: Mapping[str, Any] = {}
         self._schemas: dict[tuple[object, ...], StateSchema] = {}
@@ -96,19 +112,29 @@ class ClassRule:
 
     def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
         """Return the layout of each statistic of `param` by name."""
-        return {name: StatisticLayout(dtype) for name, dtype in self.schema(group, param.dtype).dtypes.items()}
+        narrow = self._narrow(group, param.dtype)
+        dtypes = self.schema(group, param.dtype).dtypes
+        return {name: StatisticLayout(torch.bfloat16 if name in narrow else dtype) for name, dtype in dtypes.items()}
+
+    def _narrow(self, group: Mapping[str, Any], dtype: torch.dtype) -> frozenset[str]:
+        """Return the names of the statistics of a parameter in `dtype` that the class has in fp32, and bf16 stores."""
+        if self._precision.is_exact:
+            return frozenset()
+        dtypes = self.schema(group, dtype).dtypes
+        return frozenset(name for name, own in dtypes.items() if own == torch.float32)
+
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+        """Return the bytes of the state of `param`."""
+        found = super().param_state(param, group)
+        return replace(found, dtype="bfloat16") if self._narrow(group, param.dtype) else found
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
-        """Return `state`: its layouts are those of the class."""
-        return state
-
-    def narrow_dtype(self, param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
-        """Return None: the class chooses the dtypes of its statistics."""
-        return None
-
-    def narrower_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, int]:
-        """Return nothing: the class chooses the dtypes of its statistics."""
-        return {}
+        """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""
+        narrow = self._narrow(group, param.dtype)
+        wide = {
+            name: state[name] for name in narrow & state.keys() if getattr(state[name], "dtype", None) == torch.float32
+        }
+        return {**state, **{name: value.to(torch.bfloat16) for name, value in wide.items()}} if wide else state
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Choose the host threads for `device`; the class creates the state at its first step."""
@@ -122,19 +148,81 @@ class ClassRule:
         group: Mapping[str, Any],
     ) -> None:
         """Update `weights` in place and the entries of `states` in place or by new values, as the class does."""
-        rows = [
-            Row(weight=weight, grad=grad, state=state)
-            for weight, grad, state in zip(weights, grads, states, strict=True)
-        ]
+        narrow = self._narrow(group, torch.float32)
+        whole: list[Row] = []
+        for weight, grad, state in zip(weights, grads, states, strict=True):
+            row = Row(weight=weight, grad=grad, state=state)
+            if narrow and weight.dtype == torch.float32 and weight.numel():
+                self._in_blocks(row, group, narrow)
+            else:
+                whole.append(row)
+        if whole:
+            self._step(whole, group)
+
+    def _step(self, rows: Sequence[Row], group: Mapping[str, Any]) -> None:
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
-            rows = self._passes.update(step, rows, self.schema(group, weights[0].dtype))
+            rows = self._passes.update(step, rows, self.schema(group, rows[0].weight.dtype))
         if rows:
             step.take(rows)
+
+    def _in_blocks(self, row: Row, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
+        """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
+        weight, grad, state = row.weight, row.grad, row.state
+        number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
+        key = noise_key(self._precision.seed, number)
+        given = {name: flat_order(value, weight) for name, value in state.items() if _is_statistic(value, weight)}
+        others = {name: value for name, value in state.items() if name not in given and name != _NUM_UPDATES}
+        kept, left = dict(given), dict[str, Any]()
+        slope, high = flat_order(grad, weight), flat(weight)
+        for start in range(0, weight.numel(), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            # The class counts a step for each block, so each gets copies of what is no statistic.
+            piece: State = {
+                **{name: value[block].float() if name in narrow else value[block] for name, value in given.items()},
+                **copy.deepcopy(others),
+            }
+            self._step([Row(weight=high[block], grad=slope[block], state=piece)], group)
+            for name, value in piece.items():
+                if not _is_statistic(value, high[block]):
+                    left[name] = value
+                    continue
+                if name not in kept:  # the class has made it in this step
+                    kept[name] = torch.empty_like(high, dtype=torch.bfloat16 if name in narrow else value.dtype)
+                kept[name][block] = self._rounded(value, key) if name in narrow else value
+        self._store(state, kept, left, weight)
+        if "step" not in state:
+            state[_NUM_UPDATES] = number
+        elif self.counts_steps(group):
+            note_num_steps(state["step"], number)
+
+    def _store(self, state: State, kept: Mapping[str, torch.Tensor], left: State, weight: torch.Tensor) -> None:
+        """Put the flat statistics `kept` and the entries `left` into `state`, in its own memory where it has any."""
+        for name, value in kept.items():
+            before = state.get(name)
+            if not isinstance(before, torch.Tensor) or before.data_ptr() != value.data_ptr():
+                state[name] = value.as_strided(weight.shape, weight.stride())
+        for name, value in left.items():
+            before = state.get(name)
+            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and before.shape == value.shape:
+                before.copy_(value)
+            else:
+                state[name] = value
+        torch.autograd.graph.increment_version(weight)
+
+    def _rounded(self, values: torch.Tensor, key: int) -> torch.Tensor:
+        # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
+        bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
+        return rounded_to_bfloat16(values, weight_noise(bits, values))
 
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         return self._attributes if optimizer is None else attributes_of(optimizer)
+
+
+def _is_statistic(value: object, weight: torch.Tensor) -> bool:
+    """Return whether `value` is a tensor with a value for each element of `weight`."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == weight.shape
 
 
 log = logging.getLogger("elixir_compile")
@@ -287,7 +375,7 @@ def _compare(run: Pass, form: Form, step: ClassStep, row: Row, names: Sequence[s
 
 
 def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:
-    return [row.weight, in_layout_of(row.grad, row.weight), *(row.state[name] for name in names)]
+    return [row.weight, in_order_of(row.grad, row.weight), *(row.state[name] for name in names)]
 
 
 def _run_pass(

@@ -164,6 +164,7 @@ BLOCK = 1 << 19
 def take_step(flat: FlatStep) -> None:
     """Run the AdamW step `flat` in place."""
     key = flat.key
+    whole = Moments(flat.exp_avg.view(-1), flat.exp_avg_sq.view(-1), flat.exp_avg_scale, flat.exp_avg_sq_scale)
     for block in _blocks(flat.weights.numel()):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
         if flat.total is not None:
@@ -174,51 +175,16 @@ def take_step(flat: FlatStep) -> None:
         high = _of(flat.param, block) if flat.is_split and flat.param is not None else None
         master = weights.to(torch.float32) if high is None else joined(high, weights)
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
-        stored = _moments(flat, block)
+        stored = whole.part(block.start, block.stop)
         moments = moment_forms.decode(stored, flat.form)
         _fused(flat.rule, (master, grad, *moments), most)
         if weights.dtype == torch.bfloat16:
-            weights.copy_(_rounded(flat, master, moments, key))
-        _store(flat, stored, moments, key)
+            weights.copy_(moment_forms.rounded_weights(master, *moments, flat.form, key))
+        moment_forms.store(stored, *moments, flat.form, key)
         if high is not None:
             split(master, high, weights)
         elif flat.param is not None:
             _of(flat.param, block).copy_(master)
-
-
-def _moments(flat: FlatStep, block: slice) -> Moments:
-    """Return the stored moments of `block` as views."""
-    exp_avg, exp_avg_sq = _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)
-    if flat.exp_avg_scale is None or flat.exp_avg_sq_scale is None:
-        return Moments(exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    scales = slice(block.start // moment_forms.BLOCK, moment_forms.num_scales(block.stop))
-    return Moments(
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        exp_avg_scale=_of(flat.exp_avg_scale, scales),
-        exp_avg_sq_scale=_of(flat.exp_avg_sq_scale, scales),
-    )
-
-
-def _store(flat: FlatStep, stored: Moments, moments: tuple[torch.Tensor, torch.Tensor], key: int) -> None:
-    """Write fp32 `moments` into `stored`."""
-    if flat.form is MomentForm.FLOAT32:
-        return  # they are its own tensors
-    new = moment_forms.encode(*moments, flat.form, key=key)
-    for name in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-        values, target = getattr(new, name), getattr(stored, name)
-        if target is not None:
-            target.copy_(values)
-
-
-def _rounded(
-    flat: FlatStep, weights: torch.Tensor, moments: tuple[torch.Tensor, torch.Tensor], key: int
-) -> torch.Tensor:
-    """Return fp32 `weights` in bf16, with the noise of `moments` as they get rounded."""
-    first, second = moments
-    second = moment_forms.root_of(second) if flat.form.has_scales else second
-    bits = moment_forms.weight_noise(moment_forms.noise(first, second, key), weights)
-    return moment_forms.rounded_to_bfloat16(weights, bits)
 
 
 def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

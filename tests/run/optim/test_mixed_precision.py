@@ -18,7 +18,7 @@ from elixir_compile import HybridAdamW
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
-from elixir_compile.optim import device_masters, master_adamw
+from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.covering import covering
@@ -415,8 +415,8 @@ def test_torchs_own_clipping_still_works() -> None:
 
 def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks, the last one short, for each master, with every option."""
-    monkeypatch.setattr(device_masters, "BLOCK", 64)
-    rule = master_adamw.MixedAdamWRule()
+    monkeypatch.setattr(adamw_rule, "BLOCK", 64)
+    rule = adamw_rule.AdamWRule()
     for dtype in (BF16, FP16):
         torch.manual_seed(2)
         master = torch.randn(11, 13) * 0.05
@@ -431,7 +431,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
                 weight.copy_(master)
                 state["master"] = master.clone()
             made.append((weight, {**state, "step": torch.zeros(())}))
-        group = {**ADAM, "amsgrad": True, "maximize": True, master_adamw.GRAD_SCALE: 0.25}
+        group = {**ADAM, "amsgrad": True, "maximize": True, adamw_rule.GRAD_SCALE: 0.25}
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
             rule.update([made[0][0]], [grad], [made[0][1]], group)
@@ -450,7 +450,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype: torch.dtype) -> None:
-    rule = master_adamw.MixedAdamWRule()
+    rule = adamw_rule.AdamWRule()
 
     def made() -> list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
         generator = torch.Generator().manual_seed(5)
@@ -468,7 +468,7 @@ def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype
             found.append((weight, grad, state))
         return found
 
-    group = {**ADAM, "amsgrad": False, "maximize": False, master_adamw.GRAD_SCALE: 0.5}
+    group = {**ADAM, "amsgrad": False, "maximize": False, adamw_rule.GRAD_SCALE: 0.5}
     alone, together = made(), made()
     with CountedOps() as counted:
         for each in alone:

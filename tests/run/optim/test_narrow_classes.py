@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, RMSprop
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from elixir_compile.optim.generic import narrow_class
+from elixir_compile.optim.generic import class_rule
 from tests.run import optimizers as users
 from tests.run.optim.test_narrow_state import assert_same_run, rows, steps
 from tests.run.training import Run
@@ -31,7 +31,7 @@ CLASSES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A parameter has several blocks, and state on disk and streamed state come in several pieces."""
-    monkeypatch.setattr(narrow_class, "_BLOCK", 1024)
+    monkeypatch.setattr(class_rule, "_BLOCK", 1024)
     with small_pieces():
         yield
 

@@ -11,9 +11,9 @@ from torch.optim import SGD
 
 import elixir_compile as elixir
 from elixir_compile.ops.masters import REST_NAMES
-from elixir_compile.optim.generic.narrow_class import NarrowClassRule
+from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.narrow_state import form_of
+from elixir_compile.optim.precision import form_of
 from tests.run.optim.test_narrow_state import NARROW, assert_same_run, rows, steps
 from tests.run.training import Run
 from tests.run.updating import eager_run
@@ -91,7 +91,7 @@ def test_amsgrad_has_exact_moments_whatever_the_plan_says(monkeypatch: pytest.Mo
     rule = own.optimizer._updater.rule  # pyright: ignore[reportAttributeAccessIssue]
     param, group = next(own.model.parameters()), own.optimizer.param_groups[0]
     planned = type("Planned", (), {"state_dtype": "int8"})()
-    monkeypatch.setattr("elixir_compile.optim.narrow_adamw.planned_spec", lambda param: planned)
+    monkeypatch.setattr("elixir_compile.optim.adamw_rule.planned_spec", lambda param: planned)
     assert rule.form(param, group) is MomentForm.FLOAT32
     assert rule.form(param, {**group, "amsgrad": False}) is MomentForm.INT8
     own.train(rows(2))
@@ -136,5 +136,5 @@ def test_the_noise_of_a_class_that_counts_no_steps_is_another_in_each_update() -
 def test_a_rule_of_a_class_needs_fp32_statistics_to_narrow_them() -> None:
     param = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
     optimizer = elixir.hybrid(SGD, "bfloat16")([param], lr=0.1, momentum=0.9)
-    rule = NarrowClassRule(SGD, optimizer, optimizer.precision)  # pyright: ignore[reportAttributeAccessIssue]
-    assert rule.narrow_dtype(param, optimizer.param_groups[0]) is None
+    rule = ClassRule(SGD, optimizer, optimizer.precision)  # pyright: ignore[reportAttributeAccessIssue]
+    assert rule.param_state(param, optimizer.param_groups[0]).dtype is None

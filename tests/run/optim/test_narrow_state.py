@@ -17,7 +17,8 @@ import elixir_compile as elixir
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm
-from elixir_compile.optim.narrow_state import form_of, has_whole_rows
+from elixir_compile.optim.precision import form_of
+from elixir_compile.optim.saved_state import has_whole_rows
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_run, recorded

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elixir_compile.ir import Update
-from elixir_compile.optim import device_masters, master_adamw
+from elixir_compile.optim import adamw_rule
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, mixed_run, state_of
 from tests.run.training import assert_same_tensors, loss_of
 from tests.run.updating import buckets_of, ladder, rows
@@ -64,16 +64,14 @@ def test_streamed_masters_match_masters_on_the_device(dtype: torch.dtype, monkey
     """Block by block, the last one short: streamed as where the state lives."""
     num_updates = 0
 
-    def as_on_device(
-        rule: master_adamw.MixedAdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]
-    ) -> None:
+    def as_on_device(rule: adamw_rule.AdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]) -> None:
         nonlocal num_updates
         rule._on_device(updates, group)
         num_updates += len(updates)
 
     on_host = trained(dtype)
-    monkeypatch.setattr(device_masters, "BLOCK", 64)
-    monkeypatch.setattr(master_adamw.MixedAdamWRule, "_on_host", as_on_device)
+    monkeypatch.setattr(adamw_rule, "BLOCK", 64)
+    monkeypatch.setattr(adamw_rule.AdamWRule, "_on_host", as_on_device)
     expected = trained(dtype)
     assert num_updates == 5 * 7
     assert_same_tensors(expected, trained(dtype, 4, home="host", update=Update.ACROSS_STEPS))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
-from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor

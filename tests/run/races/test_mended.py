@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Update
-from elixir_compile.optim.rule import AdamWRule, GroupSlice, on_host
+from elixir_compile.optim.adamw_rule import AdamWRule
+from elixir_compile.optim.rule import GroupSlice, on_host
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime import executor, updates
 from elixir_compile.runtime.awaited import QueuedUpdates, begin_update

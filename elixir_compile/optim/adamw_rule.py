@@ -1,0 +1,443 @@
+"""The rule of AdamW, whatever the precision of its state.
+
+    exact, without a master    torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`
+    other state, on the host   one pass over host memory: decode, the same arithmetic in fp32, encode (`host.passes`)
+    other state, on a device   the same in torch's ops, for many parameters at once in scratch tensors of bounded size
+
+A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `ops.masters`.
+
+```text
+  grads  -> | wide   a | b |    c    |      fp32, scaled
+  halves -> | master a | b |    c    |      joined from bf16 high halves and int16 low halves
+              fused AdamW on the pieces of both; exact moments are read and written in place, others are decoded
+  master -> | wide   a | b |    c    | ->   high and low halves
+```
+
+A batch holds whole parameters, or `BLOCK` elements of a larger one. Shifts, scaling and the test for NaN run once for a
+batch and not once for a parameter.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from elixir_compile.ir.bucket import STATE_DTYPES
+from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master
+from elixir_compile.ops.optimizers import ParamState
+from elixir_compile.ops.shards import own_part
+from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
+from elixir_compile.optim.host.passes import Extras, coalesce, kernel
+from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
+from elixir_compile.optim.moment_forms import MomentForm, Moments, decode, noise_key, rounded_weights, store
+from elixir_compile.optim.planned import planned_spec
+from elixir_compile.optim.precision import (
+    EXACT,
+    StatePrecision,
+    begin_master_rest,
+    form_of,
+    layouts_of,
+    rest_name_of,
+    with_form,
+)
+from elixir_compile.optim.rule import GRAD_SCALE, State, UpdateRule, state_nbytes
+from elixir_compile.optim.step_counts import note_num_steps, num_steps
+from elixir_compile.runtime.slab import flat
+
+_Update = tuple[torch.Tensor, torch.Tensor, State]
+"""A weight, its gradient and its state."""
+
+
+class AdamWRule(UpdateRule):
+    """The rule of AdamW whose state has the precision `precision`; if that is exact, a plan may choose another."""
+
+    def __init__(self, precision: StatePrecision = EXACT) -> None:
+        self.precision = precision
+        self._threads: HostThreads | None = None
+
+    def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the exact moments, each shaped like its parameter."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def form(self, param: torch.Tensor, group: Mapping[str, Any]) -> MomentForm:
+        """Return the form of the moments of `param`."""
+        if not may_be_narrow(param):
+            return MomentForm.FLOAT32
+        if not self.precision.is_exact:
+            return self.precision.moments
+        if group["amsgrad"]:  # the plan may be older than the optimizer
+            return MomentForm.FLOAT32
+        spec = planned_spec(param)
+        return MomentForm.FLOAT32 if spec is None or spec.state_dtype is None else MomentForm(spec.state_dtype)
+
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of each moment of `param`, and of the rest of its master if `param` has an exact one."""
+        return self._layouts(param, group, self.form(param, group))
+
+    def _layouts(
+        self, param: torch.Tensor, group: Mapping[str, Any], form: MomentForm
+    ) -> Mapping[str, StatisticLayout]:
+        found: Mapping[str, StatisticLayout] = layouts_of(form)
+        if form is MomentForm.FLOAT32:  # or in the dtype of a parameter without a master
+            dtype = torch.float32 if has_master(param) else param.dtype
+            found = dict.fromkeys(self.statistics(group), StatisticLayout(dtype))
+        if not self._has_rest(param):
+            return found
+        return {**found, REST_NAMES[param.dtype]: StatisticLayout(REST_DTYPES[param.dtype])}
+
+    def _has_rest(self, param: torch.Tensor) -> bool:
+        """Return whether state holds the rest of a master of `param`: unless it has none, or is its own master."""
+        return has_master(param) and self.precision.masters is not torch.bfloat16
+
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+        """Return the bytes of the state of `param`, and those with the narrower moments that a plan may choose."""
+        form = self.form(param, group)
+        may_choose = self.precision.is_exact and not group["amsgrad"] and may_be_narrow(param)
+        return ParamState(
+            group=0,
+            nbytes=state_nbytes(param, self._layouts(param, group, form)),
+            dtype=None if form is MomentForm.FLOAT32 else form.value,
+            narrower_nbytes={
+                dtype: state_nbytes(param, self._layouts(param, group, MomentForm(dtype)))
+                for dtype in (STATE_DTYPES if may_choose else ())
+            },
+        )
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Write the rest of the master of `param` to fresh `state`: from `prepare`, else from the parameter itself.
+
+        Builds the kernel and chooses the host threads for `device`, once: else the worker's first update would inspect
+        the machine and wait for the compiler.
+        """
+        if self._threads is None and (has_master(param) or form_of(state) is not MomentForm.FLOAT32):
+            kernel()
+            self._threads = host_threads_for(device)
+        if not (is_fresh and self._has_rest(param)):
+            return
+        if REST_NAMES[param.dtype] not in state:  # the state was created before the parameter was cast
+            local = own_part(param)
+            home = next((value.device for value in state.values() if value.shape == local.shape), param.device)
+            rest = torch.empty_like(local.detach(), dtype=REST_DTYPES[param.dtype], device=home)
+            state[REST_NAMES[param.dtype]] = rest
+        begin_master_rest(param, state)
+
+    def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
+        """Return `state` with moments in the form of `param`, rounded to the nearest if they were in another.
+
+        The rest of the master is left out if `param` is its own master: `param` has the value nearest to the master.
+        """
+        if not may_be_narrow(param):
+            return state
+        if has_master(param) and not self._has_rest(param) and rest_name_of(state) is not None:
+            state = {name: value for name, value in state.items() if name not in REST_NAMES.values()}
+        form = self.form(param, group)
+        return state if form_of(state) is form else with_form(state, form, own_part(param).detach())
+
+    def update(
+        self,
+        weights: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[State],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Update `weights` and `states` in place. Raises ValueError if AMSGrad was asked of narrower moments."""
+        plain: dict[tuple[torch.device, torch.dtype], list[_Update]] = {}
+        on_host: list[_Update] = []
+        on_device: list[_Update] = []
+        for each in zip(weights, grads, states, strict=True):
+            weight, _, state = each
+            rest, form = rest_name_of(state), form_of(state)
+            is_exact = form is MomentForm.FLOAT32 or weight.dtype != torch.float32
+            if rest is None and is_exact and not self._is_own_master(weight):
+                plain.setdefault((weight.device, weight.dtype), []).append(each)
+                continue
+            if group["amsgrad"] and (rest is None or form is not MomentForm.FLOAT32):
+                raise ValueError(amsgrad_refused(form.value))
+            (on_host if weight.device.type == "cpu" else on_device).append(each)
+        for members in plain.values():
+            own_weights, own_grads, own_states = zip(*members, strict=True)
+            self._fused(own_weights, own_grads, own_states, group)
+        self._on_device(on_device, group)
+        self._on_host(on_host, group)
+
+    def _is_own_master(self, weight: torch.Tensor) -> bool:
+        return self.precision.masters is torch.bfloat16 and weight.dtype == torch.bfloat16
+
+    def _fused(
+        self,
+        weights: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[State],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Run torch's fused AdamW on tensors of one device and dtype; it adds 1 to the step of each state."""
+        adamw(
+            list(weights),
+            list(grads),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=group["amsgrad"],
+            lr=_lr_for_device_of(group["lr"], weights[0]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+    # On the host.
+
+    def _on_host(self, updates: Sequence[_Update], group: Mapping[str, Any]) -> None:
+        kinds: dict[tuple[torch.dtype, MomentForm, str | None], list[_Update]] = {}
+        for each in updates:
+            weight, _, state = each
+            if weight.numel():  # else the shard of this rank is empty, but all ranks count steps
+                kinds.setdefault((weight.dtype, form_of(state), rest_name_of(state)), []).append(each)
+        for (_, form, rest), members in kinds.items():
+            steps = [int(state["step"]) + 1 for *_, state in members]
+            names = [*([] if rest is None else [rest]), *layouts_of(form), *self.statistics(group)[2:]]
+            rows = [
+                [weight, in_order_of(grad, weight), *(state[name] for name in names)] for weight, grad, state in members
+            ]
+            for indices, row in coalesce(rows, steps):
+                self._pass(row, form, steps[indices[0]], group)
+                if len(indices) > 1:
+                    # The pass wrote through other tensors over the same memory. It only reads gradients, `row[1]`.
+                    written = [tensor for index in indices for tensor in (rows[index][0], *rows[index][2:])]
+                    torch.autograd.graph.increment_version(written)
+        for *_, state in updates:
+            state["step"].add_(1)
+
+    def _pass(self, row: Sequence[torch.Tensor], form: MomentForm, step: int, group: Mapping[str, Any]) -> None:
+        """Run step number `step` on a joined row of `_on_host`."""
+        num_moments = len(layouts_of(form)) + len(self.statistics(group)[2:])
+        weight, grad, *others = row
+        rest = others.pop(0) if len(others) > num_moments else None
+        first, second, *more = others
+        extras: Extras = {
+            "lr": float(group["lr"]),
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "grad_scale": _grad_scale(weight, group),
+            "maximize": group["maximize"],
+            "threads": self._threads,
+            "form": form,
+            "seed": self.precision.seed,
+        }
+        if form.has_scales:
+            extras["exp_avg_scale"], extras["exp_avg_sq_scale"] = more
+        elif more:
+            extras["max_exp_avg_sq"] = more[0]
+        if rest is not None:
+            run = split_adamw if rest.dtype == torch.int16 else mixed_adamw
+            run(rest, first, second, grad, weight, step, **extras)
+        elif weight.dtype == torch.bfloat16:
+            bf16_adamw(weight, first, second, grad, step, **extras)
+        else:
+            mixed_adamw(weight, first, second, grad, None, step, **extras)
+
+    # On a device.
+
+    def _on_device(self, updates: Sequence[_Update], group: Mapping[str, Any]) -> None:
+        kinds: dict[tuple[object, ...], list[_Row]] = {}
+        for weight, grad, state in updates:
+            rest, form = rest_name_of(state), form_of(state)
+            is_exact = rest is not None and form is MomentForm.FLOAT32
+            row = _Row(
+                weight=flat(weight),
+                grad=flat_order(grad, weight),
+                rest=None if rest is None else flat(state[rest]),
+                form=form,
+                moments=Moments(*(flat(state[name]) for name in layouts_of(form))),
+                most=flat(state["max_exp_avg_sq"]) if group["amsgrad"] else None,
+                step=state["step"],
+                number=None if is_exact else num_steps(state["step"]) + 1,
+            )
+            kinds.setdefault((weight.device, weight.dtype, form, rest), []).append(row)
+        for rows in kinds.values():
+            numel = min(BLOCK if rows[0].number is None else _NOISY_BLOCK, BLOCK)
+            for batch in _batches(rows, numel):
+                self._update_batch(batch, group)
+            for row in rows:
+                row.step.add_(1)
+                if row.number is not None:
+                    note_num_steps(row.step, row.number)
+
+    def _update_batch(self, batch: "_Batch", group: Mapping[str, Any]) -> None:
+        pieces, wide = batch.pieces, batch.wide
+        for piece in pieces:
+            piece.place(wide).copy_(piece.cut(piece.row.grad))
+        scale = _grad_scale(pieces[0].row.weight, group)
+        if scale != 1.0:
+            wide.mul_(scale)
+        masters = batch.joined()
+        moments = [decode(piece.moments, piece.row.form) for piece in pieces]
+        # A copy of each step, because the update of each piece adds 1.
+        states: list[State] = [
+            {"exp_avg": first, "exp_avg_sq": second, "step": piece.row.step.clone()}
+            | ({} if piece.row.most is None else {"max_exp_avg_sq": piece.cut(piece.row.most)})
+            for piece, (first, second) in zip(pieces, moments, strict=True)
+        ]
+        self._fused(masters, [piece.place(wide) for piece in pieces], states, group)
+        for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
+            row = piece.row
+            key = 0 if row.number is None else noise_key(self.precision.seed, row.number)
+            store(piece.moments, first, second, row.form, key)
+            if row.rest is None and row.weight.dtype == torch.bfloat16:
+                piece.cut(row.weight).copy_(rounded_weights(master, first, second, row.form, key))
+            elif row.rest is not None and row.rest.dtype != torch.int16:
+                piece.cut(row.weight).copy_(master)
+        batch.split()
+
+
+BLOCK = 1 << 22
+"""Elements of a scratch tensor. Two of 16 MiB and a mask of 4 MiB are beside the budget's bytes then, and a kernel
+still moves more bytes than its launch takes time for."""
+_NOISY_BLOCK = 1 << 20
+"""Elements of a batch that is decoded or rounded with noise: its scratch tensors take 40 MiB then."""
+_ALIGN = 4
+"""Pieces begin at multiples of this many fp32 elements, which kernels load at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    """The flat tensors of a parameter, all in the same order of elements."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    rest: torch.Tensor | None
+    """The int16 low half of the master, or the fp32 master itself; None if the weight has no master."""
+    form: MomentForm
+    moments: Moments
+    most: torch.Tensor | None
+    """The largest second moment so far, with AMSGrad."""
+    step: torch.Tensor
+    number: int | None
+    """The number of this step, which the noise depends on; None if moments and master are exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The elements `start` to `stop` of `row`; the first of them is at the place `at` of the scratch tensors."""
+
+    row: _Row
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def moments(self) -> Moments:
+        """Return the stored moments of the piece."""
+        return self.row.moments.part(self.start, self.stop)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the piece in `tensor`, one of the parameter's."""
+        return tensor[self.start : self.stop]
+
+    def place(self, scratch: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the piece in a scratch tensor."""
+        return scratch[self.at : self.at + self.stop - self.start]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pieces of rows of one kind, and scratch tensors for all of them."""
+
+    pieces: Sequence[_Piece]
+    wide: torch.Tensor
+    """In fp32: first the gradients."""
+    bits: torch.Tensor
+    """As int32: the fp32 masters; empty if they are in memory as such."""
+
+    @property
+    def _is_split(self) -> bool:
+        rest = self.pieces[0].row.rest
+        return rest is not None and rest.dtype == torch.int16
+
+    def joined(self) -> list[torch.Tensor]:
+        """Return the fp32 master of each piece, in `bits` unless it is in memory; see `host.flat_step.joined`."""
+        masters = [piece.row.weight if piece.row.rest is None else piece.row.rest for piece in self.pieces]
+        if not self.bits.numel():
+            return [piece.cut(master) for piece, master in zip(self.pieces, masters, strict=True)]
+        for piece in self.pieces:
+            piece.place(self.bits).copy_(piece.cut(piece.row.weight).view(torch.int16))
+        self.bits.bitwise_left_shift_(16)
+        if self._is_split:
+            for piece, low in zip(self.pieces, masters, strict=True):
+                piece.place(self.bits).add_(piece.cut(low))
+        return [piece.place(self.bits).view(torch.float32) for piece in self.pieces]
+
+    def split(self) -> None:
+        """Split the masters in `bits` into their halves by way of `wide`; see `host.flat_step.split`."""
+        if not self._is_split:
+            return
+        master, room = self.bits.view(torch.float32), self.wide.view(torch.int32)
+        master.masked_fill_(master.isnan(), torch.nan)
+        for piece in self.pieces:
+            assert piece.row.rest is not None
+            low = piece.cut(piece.row.rest)
+            low.copy_(piece.place(self.bits))  # the low 16 bits
+            torch.sub(piece.place(self.bits), low, out=piece.place(room))
+        room.bitwise_right_shift_(16)
+        for piece in self.pieces:
+            piece.cut(piece.row.weight).view(torch.int16).copy_(piece.place(room))
+
+
+def _batches(rows: Sequence[_Row], block: int) -> "Iterator[_Batch]":
+    """Yield batches of at most `block` elements, which share their scratch tensors."""
+    first = rows[0]
+    numel = min(block, sum(_aligned(row.weight.numel()) for row in rows))
+    is_joined = first.weight.dtype == torch.bfloat16
+    wide = torch.empty(numel, dtype=torch.float32, device=first.weight.device)
+    bits = torch.empty(numel if is_joined else 0, dtype=torch.int32, device=first.weight.device)
+    pieces: list[_Piece] = []
+    end = 0
+    for row in rows:
+        for start in range(0, row.weight.numel(), block):
+            stop = min(start + block, row.weight.numel())
+            if pieces and end + stop - start > block:
+                yield _Batch(pieces, wide[:end], bits[:end])
+                pieces, end = [], 0
+            pieces.append(_Piece(row, start, stop, end))
+            end = min(_aligned(end + stop - start), block)
+    if pieces:
+        yield _Batch(pieces, wide[:end], bits[:end])
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGN) * _ALIGN
+
+
+def _grad_scale(weight: torch.Tensor, group: Mapping[str, Any]) -> float:
+    """Return the factor of gradients; 1 for fp32 weights, whose gradients were scaled before the update."""
+    return 1.0 if weight.dtype == torch.float32 else group.get(GRAD_SCALE, 1.0)
+
+
+def _lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
+    """Return `lr`, copied to the device of `weight` if it is a tensor on another accelerator.
+
+    Kernels of every device read numbers and tensors on the host.
+    """
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
+        return lr.to(weight.device)
+    return lr
+
+
+def may_be_narrow(param: torch.Tensor) -> bool:
+    """Return whether the state of `param` may have moments narrower than fp32: if it has moments in fp32."""
+    return param.dtype == torch.float32 or has_master(param)
+
+
+def amsgrad_refused(state_dtype: str) -> str:
+    """Return the message of the error of AMSGrad with moments in `state_dtype`."""
+    return (
+        f"amsgrad=True with moments in {state_dtype}: the largest second moment so far is stored in fp32 only. Use "
+        "state_dtype='float32' and master_dtype='float32', or amsgrad=False"
+    )
