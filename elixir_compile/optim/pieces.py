@@ -1,19 +1,25 @@
-"""Cut the tensors of a streamed update into pieces that fit a room on the device.
+"""Update parameters piece by piece: a piece comes from its source into a room, is updated there, and goes to its sink.
 
-    bucket   | weight 0      | bias 0 | weight 1                        |      rows: the tensors of one parameter
-    pieces   | weight 0, bias 0, start of weight 1 | rest of weight 1   |      segments: the part of a row in a piece
+    piece     | weight 0, bias 0, start of weight 1 | rest of weight 1 |    segments: the part of a parameter in a piece
 
-The tensors of a segment are flat. If a row passes whole, the rule sees them in the shape of the parameter. A row that
-is cut passes as flat tensors: dry steps (`generic.dry_step`) have found that the class gives these the same bits.
+    streamed  host memory            -> a room on the device         -> host memory                         `streaming`
+    on disk   files                  -> a staging buffer             -> files                            `disk.updates`
+    in bf16   statistics             -> a block of them in fp32      -> statistics               `generic.class_rule`
+
+A segment holds the same elements of all tensors that pass. If a parameter passes whole, the rule sees its tensors in
+the shape of the parameter. One that is cut passes as flat tensors: update rules are element-wise, and dry steps
+(`generic.dry_step`) have found that a class gives flat parts the bits of the whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
-from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
+from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.step_counts import note_num_steps
 from elixir_compile.runtime.slab import flat
 
 ALIGN_BYTES = 16
@@ -22,119 +28,151 @@ CUT_NUMEL = 256
 """Tensors are cut at multiples of this many elements, as the tasks of torch's fused kernels are."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class Row:
-    """The flat tensors of a parameter in their homes."""
+    """A parameter whose update passes in pieces."""
 
-    like: torch.Tensor
-    """The weight in its shape."""
-    weight: torch.Tensor
-    grad: torch.Tensor
-    statistics: Mapping[str, torch.Tensor]
-    """By name, those to be made by this update too."""
-    layouts: Mapping[str, StatisticLayout]
-    """The layout of each of `statistics`."""
-    homes: dict[str, torch.Tensor]
-    """The statistics in their shape; those that no dry step had made are added when the update makes them."""
-    state: State
-    is_away: bool
-    """Whether the home of weight and gradient is the host too."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        entries: MutableMapping[str, Any],
+        layouts: Mapping[str, StatisticLayout],
+        begun: Collection[str],
+    ) -> None:
+        self.like = weight
+        self.weight, self.grad = flat(weight), flat_order(grad, weight)
+        self.entries = entries
+        """The state, or what of it is no statistic."""
+        self.layouts = layouts
+        """The statistics that have a place in a piece, those to be made by this update too."""
+        self.begun = frozenset(begun)
+        """The names of the statistics that existed before the update."""
+        self.made: set[str] = set()
+        """The names of the statistics that the update has left."""
 
     @property
     def numel(self) -> int:
         """The number of elements of the parameter."""
         return self.weight.numel()
 
+    def keep_unforeseen(self, segment: "Segment[Row]", name: str, value: torch.Tensor) -> None:
+        """Keep a tensor that does not fit its place in the piece, or has none."""
+        raise NotImplementedError
+
+    def keep_other(self, name: str, value: Any) -> None:
+        """Put `value`, which is no statistic, into the state."""
+        target = self.entries.get(name)
+        if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and _is_like(target, value):
+            target.copy_(value)
+        else:
+            self.entries[name] = value
+
+    def finish(self) -> None:
+        """Note what the update made; called once its last segment is updated."""
+
+
+class MemoryRow(Row):
+    """A parameter with its state in memory."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: State,
+        layouts: Mapping[str, StatisticLayout],
+        made: Mapping[str, torch.Tensor],
+        *,
+        is_away: bool = False,
+        home: torch.device | None = None,
+    ) -> None:
+        """`made` has memory for statistics that the update may make. `home` is where the state belongs; None if it may
+        be wherever it is. `is_away` says that weight and gradient pass through the room too."""
+        homes = dict(made)
+        begun: list[str] = []
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if name not in layouts and not (weight.dim() and value.shape == weight.shape):
+                continue
+            if name not in layouts or layouts[name].block == 1:
+                value = state[name] = in_order_of(value, weight)
+            homes[name] = value
+            begun.append(name)
+        own = {name: layouts.get(name) or StatisticLayout(value.dtype) for name, value in homes.items()}
+        super().__init__(weight, grad, state, own, begun)
+        self.homes = homes
+        """The statistics; those that no dry step had made are added when the update makes them."""
+        self.is_away = is_away
+        self._home = home
+        self._flat = {name: flat(value) for name, value in homes.items()}
+
     @property
-    def on_host(self) -> list[torch.Tensor]:
-        """The tensors that copies of the update read or write on the host."""
+    def passing(self) -> list[torch.Tensor]:
+        """The tensors that pass through rooms."""
         return [*self.homes.values(), *((self.weight, self.grad) if self.is_away else ())]
+
+    def home_of(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return the values of the statistic `name` in its home that belong to the elements `start` to `stop`."""
+        return self._flat[name][self.layouts[name].span(start, stop)]
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a room for `numel` elements of all tensors that pass."""
-        away = (self.weight, self.grad) if self.is_away else ()
-        sizes = [numel * tensor.element_size() for tensor in away]
-        return sum(map(_aligned, (*sizes, *(self.layouts[name].nbytes(numel) for name in self.statistics))))
+        sizes = [numel * tensor.element_size() for tensor in ((self.weight, self.grad) if self.is_away else ())]
+        return sum(map(aligned, (*sizes, *(layout.nbytes(numel) for layout in self.layouts.values()))))
 
     def numel_within(self, nbytes: int) -> int:
         """Return a number of elements, a multiple of `CUT_NUMEL`, that fit into `nbytes`."""
         return nbytes // max(self.nbytes(CUT_NUMEL), 1) * CUT_NUMEL  # as `CUT_NUMEL` elements of any dtype leave no gap
 
+    def keep_unforeseen(self, segment: "Segment[Row]", name: str, value: torch.Tensor) -> None:
+        """Keep a statistic that no dry step had made, and for which there is no room, in its home at once."""
+        if name in segment.statistics:
+            segment.statistics[name].copy_(value)
+            segment.made.add(name)
+        elif value.shape == segment.weight.shape:
+            if name not in self.homes:
+                self.homes[name] = torch.empty_like(self.like, dtype=value.dtype, device=self._home)
+            segment.shaped(flat(self.homes[name])[segment.start : segment.stop]).copy_(value)
+            self.made.add(name)
+        elif segment.is_last:
+            self.keep_other(name, value)
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    def keep_other(self, name: str, value: Any) -> None:
+        """Put `value`, which is no statistic, into the state, in its home."""
+        has_home = self._home is not None and isinstance(value, torch.Tensor) and name not in self.entries
+        super().keep_other(name, value.to(self._home) if has_home else value)
 
-
-def rows_of(part: GroupSlice, rule: UpdateRule, *, is_away: bool) -> Iterator[Row]:
-    """Yield a row for each parameter of `part`, which `rule` updates; `is_away` is as in `Row`."""
-    buffers = part.buffers or ({},) * len(part.params)
-    members = zip(part.params, part.weights, part.grads, part.states, buffers, strict=True)
-    for param, weight, grad, state, made in members:
-        layouts = rule.state_layouts(param, part.group)
-        homes = dict(made)
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if name in layouts and layouts[name].block > 1:
-                homes[name] = value
-            elif name in layouts or (weight.dim() and value.shape == weight.shape):
-                homes[name] = state[name] = in_order_of(value, weight)
-        yield Row(
-            like=weight,
-            weight=flat(weight),
-            grad=flat_order(grad, weight),
-            statistics={name: flat(home) for name, home in homes.items()},
-            layouts={name: layouts.get(name) or StatisticLayout(home.dtype) for name, home in homes.items()},
-            homes=homes,
-            state=state,
-            is_away=is_away,
-        )
+    def finish(self) -> None:
+        """Put the statistics that the update made into the state."""
+        for name in self.made - self.begun:
+            self.entries[name] = self.homes[name]
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
-    """The elements of a row from `start` to `stop`, in a piece."""
+R = TypeVar("R", bound=Row, covariant=True)
 
-    row: Row
-    start: int
-    stop: int
-    weight: torch.Tensor = field(init=False)
+
+class Segment(Generic[R]):
+    """The elements `start` to `stop` of a row, in a piece."""
+
+    weight: torch.Tensor
     """In the shape that the rule sees, as all tensors of the segment."""
-    grad: torch.Tensor = field(init=False)
-    statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad: torch.Tensor
+    statistics: Mapping[str, torch.Tensor]
     """In the room, by name."""
-    made: set[str] = field(default_factory=set)
-    """The names of the statistics that the update has left."""
 
-    def arriving(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the tensors to be copied in: each with its home."""
-        row = self.row
-        if row.is_away:
-            yield flat(self.weight), self.of(row.weight)
-            yield flat(self.grad), self.of(row.grad)
-        for name, here in self.statistics.items():
-            if name in row.state:
-                yield flat(here), self.home_of(name)
-
-    def leaving(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the homes to be written, each with its new value."""
-        if self.row.is_away:
-            yield self.of(self.row.weight), flat(self.weight)
-        for name in self.made:
-            yield self.home_of(name), flat(self.statistics[name])
+    def __init__(self, row: R, start: int, stop: int) -> None:
+        self.row, self.start, self.stop = row, start, stop
+        self.made: set[str] = set()
+        """The names of the statistics that the update has left in the room."""
 
     @property
     def is_last(self) -> bool:
         """Whether the row ends with the segment."""
         return self.stop == self.row.numel
 
-    def of(self, home: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the flat tensor `home` that are in the segment."""
-        return home[self.start : self.stop]
-
-    def home_of(self, name: str) -> torch.Tensor:
-        """Return the values of the statistic `name` in its home that belong to the segment."""
-        return self.row.statistics[name][self.row.layouts[name].span(self.start, self.stop)]
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the flat `tensor` of the row that are in the segment."""
+        return tensor[self.start : self.stop]
 
     def shaped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the flat `tensor`, a value for each element of the segment, in the shape that the rule sees.
@@ -144,10 +182,100 @@ class Segment:
         like = self.row.like
         return tensor.as_strided(like.shape, like.stride()) if self.start == 0 and self.is_last else tensor
 
+    def put(
+        self,
+        statistics: Mapping[str, torch.Tensor],
+        weight: torch.Tensor | None = None,
+        grad: torch.Tensor | None = None,
+    ) -> "Segment[R]":
+        """Take the flat tensors in the room, and return the segment; weight and gradient stay at home if not given."""
+        layouts = self.row.layouts
+        self.weight = self.shaped(self.of(self.row.weight) if weight is None else weight)
+        self.grad = self.shaped(self.of(self.row.grad) if grad is None else grad)
+        self.statistics = {
+            name: self.shaped(here) if layouts[name].block == 1 else here for name, here in statistics.items()
+        }
+        return self
 
-def pieces(rows: Sequence[Row], room_bytes: int) -> Iterator[list[Segment]]:
+    def given(self, rule: UpdateRule, group: Mapping[str, Any], device: torch.device) -> State:
+        """Return the state with which `rule` updates the segment on `device`: its statistics, and copies of all else.
+
+        Copies, because the rule counts each piece of a parameter as a step.
+        """
+        row = self.row
+        found = {name: here for name, here in self.statistics.items() if name in row.begun}
+        for name, value in row.entries.items():
+            if name in row.begun or (name == "step" and row_counts(row, rule, group)):
+                continue
+            if isinstance(value, torch.Tensor):
+                there = device if rule.moves_with_update(name, group) else None
+                found[name] = torch.empty_like(value, device=there).copy_(value)
+            else:
+                found[name] = copy.deepcopy(value)
+        return found
+
+    def keep(self, state: State, *, is_counted: bool) -> None:
+        """Put what the rule made or replaced into the room, and all else of `state` into its home."""
+        row = self.row
+        for name, value in state.items():
+            here = self.statistics.get(name)
+            if value is here:
+                self.made.add(name)
+            elif isinstance(value, torch.Tensor) and (here is not None or value.dim()):
+                if here is not None and _is_like(here, value):
+                    here.copy_(value)
+                    self.made.add(name)
+                else:
+                    row.keep_unforeseen(self, name, value)
+            elif self.is_last and name == "step" and is_counted:
+                row.entries["step"].add_(1)
+            elif self.is_last:
+                row.keep_other(name, value)
+        row.made |= self.made
+        if self.is_last:  # not before: the next piece begins with the state that this piece began with
+            row.finish()
+
+
+def update(segments: Sequence[Segment[Row]], rule: UpdateRule, group: Mapping[str, Any], device: torch.device) -> None:
+    """Update `segments`, which are in their room on `device`."""
+    if not segments:
+        return
+    states = [segment.given(rule, group, device) for segment in segments]
+    counted = [index for index, segment in enumerate(segments) if row_counts(segment.row, rule, group)]
+    counters = [segments[index].row.entries["step"] for index in counted]
+    for index, step in zip(counted, _steps_on(device, counters), strict=True):
+        states[index]["step"] = step
+    rule.update([segment.weight for segment in segments], [segment.grad for segment in segments], states, group)
+    for index, (segment, state) in enumerate(zip(segments, states, strict=True)):
+        segment.keep(state, is_counted=index in counted)
+
+
+def row_counts(row: Row, rule: UpdateRule, group: Mapping[str, Any]) -> bool:
+    """Return whether `rule` only counts with the entry `step` of a row, which is on the host, so that it counts too."""
+    step = row.entries.get("step")
+    return isinstance(step, torch.Tensor) and step.device.type == "cpu" and rule.counts_steps(group)
+
+
+def _steps_on(device: torch.device, counters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the numbers of `counters`, which are on the host, as constants on `device`."""
+    numbers = [float(counter) for counter in counters]
+    if numbers and len(set(numbers)) == 1:
+        whole = torch.full((len(numbers),), numbers[0], dtype=counters[0].dtype, device=device)
+        # `data`: a view would share the version of the whole, which each of its neighbours raises.
+        made = [row.data for row in whole.unbind()]
+    else:
+        made = [
+            torch.full((), number, dtype=counter.dtype, device=device)
+            for number, counter in zip(numbers, counters, strict=True)
+        ]
+    for counter, number in zip(made, numbers, strict=True):
+        note_num_steps(counter, int(number))
+    return made
+
+
+def pieces(rows: Sequence[MemoryRow], room_bytes: int) -> Iterator[list[Segment[MemoryRow]]]:
     """Yield the segments of each piece; together they fit a room of `room_bytes`."""
-    piece: list[Segment] = []
+    piece: list[Segment[MemoryRow]] = []
     left_bytes = room_bytes
     for row in rows:
         start, is_done = 0, False
@@ -167,23 +295,10 @@ def pieces(rows: Sequence[Row], room_bytes: int) -> Iterator[list[Segment]]:
         yield piece
 
 
-def cut(room: torch.Tensor, segments: Sequence[Segment]) -> None:
-    """Give the tensors of `segments` their places in `room`."""
-    offset = 0
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
-    def place(home: torch.Tensor, numel: int) -> torch.Tensor:
-        nonlocal offset
-        nbytes = numel * home.element_size()
-        here = room[offset : offset + nbytes].view(home.dtype)
-        offset += _aligned(nbytes)
-        return here
 
-    for segment in segments:
-        row, numel = segment.row, segment.stop - segment.start
-        segment.weight, segment.grad = (
-            segment.shaped(place(own, numel) if row.is_away else segment.of(own)) for own in (row.weight, row.grad)
-        )
-        segment.statistics = {
-            name: segment.shaped(place(home, numel)) if layout.block == 1 else place(home, layout.numel(numel))
-            for (name, home), layout in zip(row.statistics.items(), row.layouts.values(), strict=True)
-        }
+def aligned(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to the places of tensors in a room."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

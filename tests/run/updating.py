@@ -15,7 +15,7 @@ from torch import nn
 
 from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
-from elixir_compile.optim import rule
+from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.disk import updates as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.options import Options
@@ -264,7 +264,7 @@ class Worker:
 @contextmanager
 def controlled_worker() -> Iterator[Worker]:
     """Yield what holds or slows the kernels that the worker runs, and no other."""
-    usual, worker = rule.adamw, Worker()
+    usual, worker = adamw_rule.adamw, Worker()
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread().name == "elixir updates":
@@ -272,7 +272,7 @@ def controlled_worker() -> Iterator[Worker]:
         usual(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rule, "adamw", kernel)
+        patch.setattr(adamw_rule, "adamw", kernel)
         try:
             yield worker
         finally:

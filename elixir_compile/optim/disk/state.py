@@ -26,7 +26,7 @@ from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.runtime.disk import disk_file
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
 from elixir_compile.runtime.disk.read_ahead import Piece
-from elixir_compile.runtime.slab import ALIGN_BYTES, Slab, flat
+from elixir_compile.runtime.slab import ALIGN_BYTES, Slab
 
 Kind = tuple[str, StatisticLayout]
 """The name and layout of a statistic; parameters of a bucket may keep it in different layouts."""
@@ -35,12 +35,11 @@ _ALIGN_NUMEL = 128
 
 
 class Extent:
-    """A parameter's range of elements in each file of its bucket, and the parameter's shape and strides."""
+    """A parameter's range of elements in each file of its bucket, and a meta tensor with its shape and strides."""
 
     def __init__(self, param: torch.Tensor, start: int) -> None:
         # Dense strides in the memory order of `param`, as in a slab.
-        like = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
-        self.shape, self.strides = like.shape, like.stride()
+        self.like = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         self.start = start
         self.end = start + param.numel()
 
@@ -48,16 +47,6 @@ class Extent:
         """Return the bytes of the parameter's statistics of `layouts` in `piece`."""
         numel = min(self.end, piece.end) - max(self.start, piece.start)
         return sum(layout.nbytes(max(numel, 0)) for layout in layouts)
-
-    def shaped(self, values: torch.Tensor, layout: StatisticLayout) -> torch.Tensor:
-        """Return the flat tensor `values` as a view with the shape of the statistic."""
-        return values.as_strided(self.shape, self.strides) if layout.block == 1 else values
-
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `tensor`, shaped like the parameter, as a flat tensor; a view if strides are equal."""
-        if tensor.stride() != self.strides:
-            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
-        return flat(tensor)
 
 
 class DiskHome:
@@ -117,7 +106,7 @@ class DiskHome:
         extent, (_, layout) = self._extents[param], kind
         blocks, own, start_bytes = self._around(extent, layout)
         self._regions[kind].read_into(blocks, start_bytes).wait()
-        found = extent.shaped(own, layout)
+        found = layout.shaped(own, extent.like)
         return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu").copy_(found)
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
@@ -127,7 +116,7 @@ class DiskHome:
         blocks, own, start_bytes = self._around(extent, kind[1])
         if blocks.nbytes > own.nbytes:
             region.read_into(blocks, start_bytes).wait()  # the first and last block may hold other parameters
-        extent.shaped(own, kind[1]).copy_(value)
+        kind[1].shaped(own, extent.like).copy_(value)
         self._written.add((param, kind))
         try:
             region.write_from(blocks, start_bytes).wait()
@@ -228,14 +217,8 @@ class DiskState(MutableMapping[str, Any]):
         self.home.clear((name, self.kinds[name]), self.param)
         self.made.add(name)
 
-    def finish_update(self, made: Set[str], in_memory: Mapping[str, Any]) -> None:
-        """Record that the statistics `made` exist after an update, and store the entries `in_memory`."""
-        for name, value in in_memory.items():
-            before = self.in_memory.get(name)
-            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
-                before.copy_(value)
-            else:
-                self.in_memory[name] = value
+    def note_made(self, made: Set[str]) -> None:
+        """Record that the statistics `made` exist after an update."""
         self.made |= made
         for name in made & self.in_memory.keys():
             del self.in_memory[name]

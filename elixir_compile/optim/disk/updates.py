@@ -27,7 +27,9 @@ from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.errors import InvalidOption, UnforeseenState
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.optim.disk.state import DiskHome, DiskState, Extent
+from elixir_compile.optim.disk.state import DiskHome, DiskState
+from elixir_compile.optim.layout import in_order_of
+from elixir_compile.optim.pieces import Row, Segment, update
 from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk.disk_store import DiskStore
@@ -35,6 +37,7 @@ from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.updates import finish_updates
 
+_HOST = torch.device("cpu")
 _STAGING_BYTES = DISK_STAGING_BYTES
 """Bytes of a staging buffer. Buffers take 20 MiB if a bucket has 2-byte statistics, such as low halves of masters."""
 
@@ -192,6 +195,43 @@ def _finish(states: "weakref.ref[DiskStates]") -> None:
         found.wait_for_writes()
 
 
+class DiskRow(Row):
+    """A parameter in an update: its weight and gradient in memory, and its state on disk."""
+
+    def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
+        self.extent = state.home.extent(state.param)
+        self._home_weight, self._state = weight, state
+        super().__init__(in_order_of(weight, self.extent.like), grad, state.in_memory, state.kinds, state.made)
+
+    def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskRow] | None":
+        """Return the elements of the parameter in `piece`, whose bytes are `views`; None if it has none."""
+        start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
+        if start >= end:
+            return None
+        statistics = {
+            name: view.view(layout.dtype)[layout.span(start - piece.start, end - piece.start)]
+            for (name, layout), view in zip(self._state.home.kinds, views, strict=True)
+            if self.layouts.get(name) == layout
+        }
+        return Segment(self, start - self.extent.start, end - self.extent.start).put(statistics)
+
+    def empty(self) -> "Segment[DiskRow]":
+        """Return a segment without elements, for a parameter that is empty on this rank."""
+        return Segment(self, 0, 0).put(
+            {name: torch.empty(0, dtype=layout.dtype, device="cpu") for name, layout in self.layouts.items()}
+        )
+
+    def keep_unforeseen(self, segment: Segment[Row], name: str, value: torch.Tensor) -> None:
+        """Raise UnforeseenState: the statistic has no file."""
+        raise UnforeseenState(self._state.home.label, name, str(value.dtype), tuple(self.like.shape))
+
+    def finish(self) -> None:
+        """Note the created statistics; copy back a weight that was not updated in place."""
+        self._state.note_made(self.made)
+        if self.like is not self._home_weight:
+            self._home_weight.copy_(self.like)
+
+
 class DiskUpdate:
     """An update of a bucket with state on disk. The reads of its first pieces have been announced to `reads`."""
 
@@ -210,44 +250,34 @@ class DiskUpdate:
         If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid.
         """
         self._home.check("update")
-        updates = [
+        rows = [
             [
-                _ParamUpdate(weight, grad, cast("DiskState", state))  # the whole state of this bucket is on disk
+                DiskRow(weight, grad, cast("DiskState", state))  # the whole state of this bucket is on disk
                 for weight, grad, state in zip(part.weights, part.grads, part.states, strict=True)
             ]
             for part in parts
         ]
         has_begun = False
-        for piece in self._pieces:
-            try:
-                views = self._reads.take(piece)
-            except BaseException as error:
-                if has_begun:
-                    self._home.fail(error)
-                raise
-            has_begun = True
-            try:
-                for part, members in zip(parts, updates, strict=True):
-                    slices = [found for update in members if (found := update.at(piece, views))]
-                    _update_slices(rule, slices, part.group)
-            except BaseException as error:
-                self._home.fail(error)
-                self._reads.give_back(piece)
-                raise
-            self._home.note_update(update.state.param for members in updates for update in members)
-            self._reads.write(piece, self._wrote)
         try:
-            for part, members in zip(parts, updates, strict=True):
+            for piece in self._pieces:
+                views = self._reads.take(piece)
+                has_begun = True
+                try:
+                    for part, members in zip(parts, rows, strict=True):
+                        found = (row.segment(piece, views) for row in members)
+                        update([each for each in found if each is not None], rule, part.group, _HOST)
+                except BaseException:
+                    self._reads.give_back(piece)
+                    raise
+                self._home.note_update(id(param) for part in parts for param in part.params)
+                self._reads.write(piece, self._wrote)
+            for part, members in zip(parts, rows, strict=True):
                 # The shard of this rank may be empty, but all ranks count steps.
-                _update_slices(
-                    rule, [update.empty() for update in members if not update.flat_weight.numel()], part.group
-                )
+                update([row.empty() for row in members if not row.numel], rule, part.group, _HOST)
         except BaseException as error:
-            self._home.fail(error)
+            if has_begun:
+                self._home.fail(error)
             raise
-        for members in updates:
-            for update in members:
-                update.finish()
 
     def _wrote(self, error: BaseException | None) -> None:
         if error is not None:
@@ -257,82 +287,3 @@ class DiskUpdate:
             )
             self._home.fail(error)
             self._fail(error)
-
-
-class _Slice:
-    """A parameter's elements in a piece: weight, gradient and state."""
-
-    def __init__(self, update: "_ParamUpdate", inside: slice, buffers: Mapping[str, torch.Tensor]) -> None:
-        self.weight = update.flat_weight[inside]
-        self.grad = update.flat_grad[inside]
-        # The rule counts the step once per slice, so each slice gets a copy, and the last copy is kept.
-        in_memory = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in update.state.in_memory.items()
-        }
-        self.state: State = {**in_memory, **{name: buffers[name] for name in update.state.names}}
-        self._update = update
-        self._buffers = buffers
-        """By name, the memory in the piece for each statistic that has a file."""
-
-    def keep(self) -> None:
-        """Copy new or replaced statistics to the piece. Raises UnforeseenState if a statistic has no file."""
-        for name, value in self.state.items():
-            buffer = self._buffers.get(name)
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                self._update.in_memory[name] = value
-            elif buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                raise UnforeseenState(
-                    self._update.state.home.label, name, str(value.dtype), tuple(self._update.extent.shape)
-                )
-            else:
-                self._update.made.add(name)
-                if value is not buffer:
-                    buffer.copy_(value)
-
-
-class _ParamUpdate:
-    """A parameter in an update: its flat weight and gradient in memory, and its state on disk."""
-
-    def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
-        self.extent: Extent = state.home.extent(state.param)
-        self.weight = weight
-        self.flat_weight = self.extent.flat(weight)
-        self.flat_grad = self.extent.flat(grad)
-        self.state = state
-        self.made: set[str] = set()
-        self.in_memory: dict[str, Any] = {}
-
-    def at(self, piece: Piece, views: Sequence[torch.Tensor]) -> _Slice | None:
-        """Return the parameter's slice of `piece`; None if the piece has no elements of the parameter."""
-        start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
-        if start >= end:
-            return None
-        buffers = {
-            name: view.view(layout.dtype)[layout.span(start - piece.start, end - piece.start)]
-            for (name, layout), view in zip(self.state.home.kinds, views, strict=True)
-            if self.state.kinds.get(name) == layout
-        }
-        return _Slice(self, slice(start - self.extent.start, end - self.extent.start), buffers)
-
-    def empty(self) -> _Slice:
-        """Return a slice without elements, for a parameter that is empty on this rank."""
-        kinds = self.state.kinds.items()
-        buffers = {name: torch.empty(0, dtype=layout.dtype, device="cpu") for name, layout in kinds}
-        return _Slice(self, slice(0, 0), buffers)
-
-    def finish(self) -> None:
-        """Store counters and the names of created statistics; copy back a weight that was not updated in place."""
-        self.state.finish_update(self.made, self.in_memory)
-        if self.flat_weight.data_ptr() != self.weight.data_ptr():
-            self.weight.copy_(self.flat_weight.as_strided(self.extent.shape, self.extent.strides))
-
-
-def _update_slices(rule: UpdateRule, slices: Sequence[_Slice], group: Mapping[str, Any]) -> None:
-    if not slices:
-        return
-    rule.update(
-        [part.weight for part in slices], [part.grad for part in slices], [part.state for part in slices], group
-    )
-    for part in slices:
-        part.keep()

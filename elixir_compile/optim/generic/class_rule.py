@@ -41,8 +41,9 @@ from elixir_compile.optim.generic.formula import is_same, samples
 from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
-from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
+from elixir_compile.optim.layout import StatisticLayout, in_order_of
 from elixir_compile.optim.moment_forms import noise_key, rounded_to_bfloat16, weight_noise
+from elixir_compile.optim.pieces import MemoryRow, Segment, update
 from elixir_compile.optim.precision import EXACT, StatePrecision
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.optim.step_counts import note_num_steps, num_steps
@@ -168,47 +169,31 @@ class ClassRule(UpdateRule):
 
     def _in_blocks(self, row: Row, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
-        weight, grad, state = row.weight, row.grad, row.state
+        weight, state = row.weight, row.state
         number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
         key = noise_key(self._precision.seed, number)
-        given = {name: flat_order(value, weight) for name, value in state.items() if _is_statistic(value, weight)}
-        others = {name: value for name, value in state.items() if name not in given and name != _NUM_UPDATES}
-        kept, left = dict(given), dict[str, Any]()
-        slope, high = flat_order(grad, weight), flat(weight)
+        entries = {name: value for name, value in state.items() if name != _NUM_UPDATES}
+        layouts = {
+            name: StatisticLayout(torch.bfloat16 if name in narrow else dtype)
+            for name, dtype in self.schema(group, weight.dtype).dtypes.items()
+        }
+        made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
+        own = MemoryRow(weight, row.grad, entries, layouts, made)
+        exact = copy.copy(self)
+        exact._precision = EXACT
         for start in range(0, weight.numel(), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            # The class counts a step for each block, so each gets copies of what is no statistic.
-            piece: State = {
-                **{name: value[block].float() if name in narrow else value[block] for name, value in given.items()},
-                **copy.deepcopy(others),
-            }
-            self._step([Row(weight=high[block], grad=slope[block], state=piece)], group)
-            for name, value in piece.items():
-                if not _is_statistic(value, high[block]):
-                    left[name] = value
-                    continue
-                if name not in kept:  # the class has made it in this step
-                    kept[name] = torch.empty_like(high, dtype=torch.bfloat16 if name in narrow else value.dtype)
-                kept[name][block] = self._rounded(value, key) if name in narrow else value
-        self._store(state, kept, left, weight)
+            block = Segment(own, start, min(start + _BLOCK, weight.numel()))
+            homes = {name: own.home_of(name, block.start, block.stop) for name in own.layouts}
+            block.put({name: home.float() if name in narrow else home for name, home in homes.items()})
+            update([block], exact, group, weight.device)
+            for name in block.made & narrow:
+                homes[name].copy_(self._rounded(flat(block.statistics[name]), key))
+        state.update(entries)
+        torch.autograd.graph.increment_version(weight)
         if "step" not in state:
             state[_NUM_UPDATES] = number
         elif self.counts_steps(group):
             note_num_steps(state["step"], number)
-
-    def _store(self, state: State, kept: Mapping[str, torch.Tensor], left: State, weight: torch.Tensor) -> None:
-        """Put the flat statistics `kept` and the entries `left` into `state`, in its own memory where it has any."""
-        for name, value in kept.items():
-            before = state.get(name)
-            if not isinstance(before, torch.Tensor) or before.data_ptr() != value.data_ptr():
-                state[name] = value.as_strided(weight.shape, weight.stride())
-        for name, value in left.items():
-            before = state.get(name)
-            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and before.shape == value.shape:
-                before.copy_(value)
-            else:
-                state[name] = value
-        torch.autograd.graph.increment_version(weight)
 
     def _rounded(self, values: torch.Tensor, key: int) -> torch.Tensor:
         # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
@@ -218,11 +203,6 @@ class ClassRule(UpdateRule):
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         return self._attributes if optimizer is None else attributes_of(optimizer)
-
-
-def _is_statistic(value: object, weight: torch.Tensor) -> bool:
-    """Return whether `value` is a tensor with a value for each element of `weight`."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == weight.shape
 
 
 log = logging.getLogger("elixir_compile")
