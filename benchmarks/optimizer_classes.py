@@ -14,7 +14,8 @@ from optimizer_pass import MOST_WAIT_S, Times, kept_rate, quartiles, quiet_value
 from torch.optim import SGD, Optimizer, RMSprop
 
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.generic.class_step import ClassStep, Row, attributes_of
+from elixir_compile.optim.generic.class_step import ClassStep, attributes_of
+from elixir_compile.optim.rule import ParamUpdate
 
 NUM_TENSORS = 12
 INDUCTOR = {"cpp_wrapper": True, "cpp.simdlen": 256, "cpp.threads": 1}
@@ -62,22 +63,17 @@ class Case:
             param.grad = torch.randn_like(param).mul_(0.01)
         self.optimizer = cls(params, **options)
         self.optimizer.step()
-        self.rule = ClassRule(cls, self.optimizer).now()
+        self.rule = ClassRule(cls, self.optimizer).snapshot()
         self.group = {name: value for name, value in self.optimizer.param_groups[0].items() if name != "params"}
-        self.weights, self.grads = [param.detach() for param in params], [param.grad for param in params]
-        self.states = [self.optimizer.state[param] for param in params]
+        self.rows = [ParamUpdate(param.detach(), param.grad, self.optimizer.state[param]) for param in params]
 
     def one_pass(self) -> None:
         """Update all parameters in a single pass over memory."""
-        self.rule.update(self.weights, self.grads, self.states, self.group)
+        self.rule.update(self.rows, self.group)
 
     def own(self) -> None:
         """Update all parameters by the class's own step."""
-        rows = [
-            Row(weight=weight, grad=grad, state=state)
-            for weight, grad, state in zip(self.weights, self.grads, self.states, strict=True)
-        ]
-        ClassStep(cls=type(self.optimizer), attributes=attributes_of(self.optimizer), group=self.group).take(rows)
+        ClassStep(cls=type(self.optimizer), attributes=attributes_of(self.optimizer), group=self.group).take(self.rows)
 
 
 def sgd(param: torch.Tensor, grad: torch.Tensor, buffer: torch.Tensor, lr: torch.Tensor) -> None:

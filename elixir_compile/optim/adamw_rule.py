@@ -42,12 +42,9 @@ from elixir_compile.optim.precision import (
     rest_name_of,
     with_form,
 )
-from elixir_compile.optim.rule import GRAD_SCALE, State, UpdateRule, state_nbytes
+from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate, State, UpdateRule, state_nbytes
 from elixir_compile.optim.step_counts import note_num_steps, num_steps
 from elixir_compile.runtime.slab import flat
-
-_Update = tuple[torch.Tensor, torch.Tensor, State]
-"""A weight, its gradient and its state."""
 
 
 class AdamWRule(UpdateRule):
@@ -135,18 +132,12 @@ class AdamWRule(UpdateRule):
         form = self.form(param, group)
         return state if form_of(state) is form else with_form(state, form, own_part(param).detach())
 
-    def update(
-        self,
-        weights: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Update `weights` and `states` in place. Raises ValueError if AMSGrad was asked of narrower moments."""
-        plain: dict[tuple[torch.device, torch.dtype], list[_Update]] = {}
-        on_host: list[_Update] = []
-        on_device: list[_Update] = []
-        for each in zip(weights, grads, states, strict=True):
+    def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
+        """Update weights and states in place. Raises ValueError if AMSGrad was asked of narrower moments."""
+        plain: dict[tuple[torch.device, torch.dtype], list[ParamUpdate]] = {}
+        on_host: list[ParamUpdate] = []
+        on_device: list[ParamUpdate] = []
+        for each in updates:
             weight, _, state = each
             rest, form = rest_name_of(state), form_of(state)
             is_exact = form is MomentForm.FLOAT32 or weight.dtype != torch.float32
@@ -157,32 +148,26 @@ class AdamWRule(UpdateRule):
                 raise ValueError(amsgrad_refused(form.value))
             (on_host if weight.device.type == "cpu" else on_device).append(each)
         for members in plain.values():
-            own_weights, own_grads, own_states = zip(*members, strict=True)
-            self._fused(own_weights, own_grads, own_states, group)
+            self._fused(members, group)
         self._on_device(on_device, group)
         self._on_host(on_host, group)
 
     def _is_own_master(self, weight: torch.Tensor) -> bool:
         return self.precision.masters is torch.bfloat16 and weight.dtype == torch.bfloat16
 
-    def _fused(
-        self,
-        weights: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
+    def _fused(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Run torch's fused AdamW on tensors of one device and dtype; it adds 1 to the step of each state."""
+        states = [each.state for each in updates]
         adamw(
-            list(weights),
-            list(grads),
+            [each.weight for each in updates],
+            [each.grad for each in updates],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
             [state["step"] for state in states],
             fused=True,
             amsgrad=group["amsgrad"],
-            lr=_lr_for_device_of(group["lr"], weights[0]),
+            lr=_lr_for_device_of(group["lr"], updates[0].weight),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],
@@ -192,8 +177,8 @@ class AdamWRule(UpdateRule):
 
     # On the host.
 
-    def _on_host(self, updates: Sequence[_Update], group: Mapping[str, Any]) -> None:
-        kinds: dict[tuple[torch.dtype, MomentForm, str | None], list[_Update]] = {}
+    def _on_host(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
+        kinds: dict[tuple[torch.dtype, MomentForm, str | None], list[ParamUpdate]] = {}
         for each in updates:
             weight, _, state = each
             if weight.numel():  # else the shard of this rank is empty, but all ranks count steps
@@ -245,7 +230,7 @@ class AdamWRule(UpdateRule):
 
     # On a device.
 
-    def _on_device(self, updates: Sequence[_Update], group: Mapping[str, Any]) -> None:
+    def _on_device(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         kinds: dict[tuple[object, ...], list[_Row]] = {}
         for weight, grad, state in updates:
             rest, form = rest_name_of(state), form_of(state)
@@ -279,13 +264,14 @@ class AdamWRule(UpdateRule):
             wide.mul_(scale)
         masters = batch.joined()
         moments = [decode(piece.moments, piece.row.form) for piece in pieces]
-        # A copy of each step, because the update of each piece adds 1.
-        states: list[State] = [
-            {"exp_avg": first, "exp_avg_sq": second, "step": piece.row.step.clone()}
-            | ({} if piece.row.most is None else {"max_exp_avg_sq": piece.cut(piece.row.most)})
-            for piece, (first, second) in zip(pieces, moments, strict=True)
-        ]
-        self._fused(masters, [piece.place(wide) for piece in pieces], states, group)
+        updates: list[ParamUpdate] = []
+        for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
+            # A copy of the step, because the update of each piece adds 1.
+            state: State = {"exp_avg": first, "exp_avg_sq": second, "step": piece.row.step.clone()}
+            if piece.row.most is not None:
+                state["max_exp_avg_sq"] = piece.cut(piece.row.most)
+            updates.append(ParamUpdate(master, piece.place(wide), state))
+        self._fused(updates, group)
         for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
             row = piece.row
             key = 0 if row.number is None else noise_key(self.precision.seed, row.number)

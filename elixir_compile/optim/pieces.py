@@ -12,13 +12,13 @@ the shape of the parameter. One that is cut passes as flat tensors: update rules
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
-from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.rule import ParamUpdate, State, UpdateRule
 from elixir_compile.optim.step_counts import note_num_steps
 from elixir_compile.runtime.slab import flat
 
@@ -31,17 +31,10 @@ CUT_NUMEL = 256
 class Row:
     """A parameter whose update passes in pieces."""
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        entries: MutableMapping[str, Any],
-        layouts: Mapping[str, StatisticLayout],
-        begun: Collection[str],
-    ) -> None:
-        self.like = weight
-        self.weight, self.grad = flat(weight), flat_order(grad, weight)
-        self.entries = entries
+    def __init__(self, of: ParamUpdate, layouts: Mapping[str, StatisticLayout], begun: Collection[str]) -> None:
+        self.like = of.weight
+        self.weight, self.grad = flat(of.weight), flat_order(of.grad, of.weight)
+        self.entries = of.state
         """The state, or what of it is no statistic."""
         self.layouts = layouts
         """The statistics that have a place in a piece, those to be made by this update too."""
@@ -76,9 +69,7 @@ class MemoryRow(Row):
 
     def __init__(
         self,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: State,
+        of: ParamUpdate,
         layouts: Mapping[str, StatisticLayout],
         made: Mapping[str, torch.Tensor],
         *,
@@ -87,19 +78,19 @@ class MemoryRow(Row):
     ) -> None:
         """`made` has memory for statistics that the update may make. `home` is where the state belongs; None if it may
         be wherever it is. `is_away` says that weight and gradient pass through the room too."""
+        weight, _, state = of
         homes = dict(made)
-        begun: list[str] = []
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if name not in layouts and not (weight.dim() and value.shape == weight.shape):
-                continue
+        begun = [
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and (name in layouts or (weight.dim() and value.shape == weight.shape))
+        ]
+        for name in begun:
             if name not in layouts or layouts[name].block == 1:
-                value = state[name] = in_order_of(value, weight)
-            homes[name] = value
-            begun.append(name)
+                state[name] = in_order_of(state[name], weight)
+            homes[name] = state[name]
         own = {name: layouts.get(name) or StatisticLayout(value.dtype) for name, value in homes.items()}
-        super().__init__(weight, grad, state, own, begun)
+        super().__init__(of, own, begun)
         self.homes = homes
         """The statistics; those that no dry step had made are added when the update makes them."""
         self.is_away = is_away
@@ -245,7 +236,8 @@ def update(segments: Sequence[Segment[Row]], rule: UpdateRule, group: Mapping[st
     counters = [segments[index].row.entries["step"] for index in counted]
     for index, step in zip(counted, _steps_on(device, counters), strict=True):
         states[index]["step"] = step
-    rule.update([segment.weight for segment in segments], [segment.grad for segment in segments], states, group)
+    given = zip(segments, states, strict=True)
+    rule.update([ParamUpdate(segment.weight, segment.grad, state) for segment, state in given], group)
     for index, (segment, state) in enumerate(zip(segments, states, strict=True)):
         segment.keep(state, is_counted=index in counted)
 

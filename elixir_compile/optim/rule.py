@@ -7,7 +7,7 @@ optimizer class.
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,15 @@ from elixir_compile.optim.layout import StatisticLayout
 
 State = MutableMapping[str, Any]
 """The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
+
+
+class ParamUpdate(NamedTuple):
+    """The tensors of a parameter in an update, all on one device."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    state: State
+
 
 GRAD_SCALE = "grad_scale"
 """The hyperparameter by which an update multiplies gradients; 1 if the group has no such key."""
@@ -78,14 +87,8 @@ class UpdateRule:
         If `is_fresh`, statistics in `state` are zeros or missing, and those that do not begin at zero are filled here.
         """
 
-    def update(
-        self,
-        weights: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Update `weights` and `states` in place; all tensors at the same index are on the same device."""
+    def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
+        """Update the weights and the states of `updates` in place."""
         raise NotImplementedError
 
 
@@ -99,19 +102,27 @@ class GroupSlice:
     """The tensors and hyperparameters of a param group in a bucket, for a single update."""
 
     params: tuple[nn.Parameter, ...]
-    weights: tuple[torch.Tensor, ...]
-    """The values of `params` on this rank: the parameters' own memory, or copies on the host for a host update."""
-    grads: tuple[torch.Tensor, ...]
-    states: tuple[State, ...]
+    updates: tuple[ParamUpdate, ...]
+    """Of each parameter what is on this rank: its own memory, or copies on the host for a host update."""
     buffers: tuple[Mapping[str, torch.Tensor], ...]
     """For each parameter, host tensors by name for statistics created by the update."""
     group: Mapping[str, Any]
 
     @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of all parameters."""
+        return [each.weight for each in self.updates]
+
+    @property
+    def grads(self) -> list[torch.Tensor]:
+        """The gradients of all parameters."""
+        return [each.grad for each in self.updates]
+
+    @property
     def memory(self) -> list[torch.Tensor]:
         """The statistics in memory."""
-        values = (value for state in self.states if isinstance(state, dict) for value in state.values())
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        states = (each.state for each in self.updates if isinstance(each.state, dict))
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -142,9 +153,9 @@ def group_slice_of(
     """Return the slice of `group` with `params`; each parameter must have a gradient."""
     return GroupSlice(
         params=tuple(params),
-        weights=tuple(own_part(param).detach() for param in params),
-        grads=tuple(compat.settled(own_grad(param)) for param in params),
-        states=tuple(states[param] for param in params),
+        updates=tuple(
+            ParamUpdate(own_part(param).detach(), compat.settled(own_grad(param)), states[param]) for param in params
+        ),
         buffers=tuple(buffers),
         group=snapshot(group),
     )

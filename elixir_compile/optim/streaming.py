@@ -47,17 +47,15 @@ class Streamed:
     def rows(self, part: GroupSlice) -> Iterator[MemoryRow]:
         """Yield a row for each parameter of `part`."""
         made = part.buffers or ({},) * len(part.params)
-        for param, weight, grad, state, own in zip(
-            part.params, part.weights, part.grads, part.states, made, strict=True
-        ):
+        for param, each, own in zip(part.params, part.updates, made, strict=True):
             layouts = self.rule.state_layouts(param, part.group)
-            yield MemoryRow(weight, grad, state, layouts, own, is_away=self.is_away, home=_HOST)
+            yield MemoryRow(each, layouts, own, is_away=self.is_away, home=_HOST)
 
     @property
     def must_reorder_gradients(self) -> bool:
         """Whether a gradient on the host must be copied there, because its elements are in another order."""
-        pairs = (pair for part in self.parts for pair in zip(part.grads, part.weights, strict=True))
-        return self.is_away and not all(is_alike(grad, weight) for grad, weight in pairs)
+        each = (each for part in self.parts for each in part.updates)
+        return self.is_away and not all(is_alike(grad, weight) for weight, grad, _ in each)
 
 
 class Passed(NamedTuple):

@@ -24,7 +24,7 @@ from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
 from elixir_compile.optim.host.threads import host_threads_for, on_host_threads
-from elixir_compile.optim.rule import GroupSlice, State, UpdateRule, group_slice_of, on_host, require_dense
+from elixir_compile.optim.rule import GroupSlice, ParamUpdate, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.platforms.update_threads import at_least_threads
@@ -121,7 +121,7 @@ class Updater:
                 buffers=self.placer.buffers,
                 parts=tuple(parts[bucket]),
                 disk=self.placer.disk.prepare(
-                    bucket, (state for part in parts[bucket] for state in part.states), executor.ledger
+                    bucket, (each.state for part in parts[bucket] for each in part.updates), executor.ledger
                 ),
             )
             for executor in dict.fromkeys(executors.values())
@@ -135,7 +135,7 @@ class Updater:
             self.placer.place_beside(states, param, group)
         if params:
             part = group_slice_of(params, states, group)
-            rule.update(part.weights, part.grads, part.states, part.group)
+            rule.update(part.updates, part.group)
 
     def _stream(self, updates: "Sequence[BucketUpdate]", arrived: Event | None) -> None:
         """Issue streamed updates; the host waits for them now, or later if the plan updates beside other work."""
@@ -214,8 +214,8 @@ class BucketUpdate:
         with self.executor.ledger.span(Lane.COMPUTE, self.label, graph=""):
             for part in self.parts:
                 self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
-                self.rule.update(part.weights, part.grads, part.states, part.group)
-                _store_results(part.states, part.buffers)
+                self.rule.update(part.updates, part.group)
+                _store_results(part)
 
     def streamed(self) -> Streamed:
         """Return the update as one that passes through the device."""
@@ -257,8 +257,8 @@ class BucketUpdate:
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
                     lanes.touches(part.grads, (*part.weights, *part.memory))
-                    rule.update(part.weights, part.grads, part.states, part.group)
-                    _store_results(part.states, part.buffers)
+                    rule.update(part.updates, part.group)
+                    _store_results(part)
             ledger.count_updated(num_elements)
             guard.check()
             if not copied_back:
@@ -274,12 +274,13 @@ class BucketUpdate:
         """Return `part`, number `number` of the bucket, with weights and gradients on the host; copies from the device
         start before this returns."""
         part = replace(part, group={name: on_host(value) for name, value in part.group.items()})
-        if part.weights[0].device.type == "cpu":
+        if part.updates[0].weight.device.type == "cpu":
             return part
         of = self.bucket.spec.id
         weights = self._landing("landed param", part.params, part.weights, label(Verb.OFFLOAD, BucketRef(of)), number)
         grads = self._landing("landed grad", part.params, part.grads, label(Verb.OFFLOAD, GradientRef(of)), number)
-        return replace(part, weights=tuple(weights), grads=tuple(grads))
+        landed = zip(weights, grads, part.updates, strict=True)
+        return replace(part, updates=tuple(ParamUpdate(weight, grad, each.state) for weight, grad, each in landed))
 
     def _landing(
         self, kind: str, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], name: str, number: int
@@ -299,10 +300,10 @@ def _run_now(updates: Sequence[BucketUpdate]) -> None:
             update.executor.lanes.compute_waits(work())
 
 
-def _store_results(states: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Move each statistic in `states` that has a buffer in `buffers`, in the same shape and dtype, into the buffer."""
-    for state, made in zip(states, buffers, strict=False):
+def _store_results(part: GroupSlice) -> None:
+    """Move each statistic that has a buffer, in the same shape and dtype, into the buffer."""
+    for each, made in zip(part.updates, part.buffers, strict=False):
         for name, target in made.items():
-            value = state.get(name)
+            value = each.state.get(name)
             if isinstance(value, torch.Tensor) and (target.shape, target.dtype) == (value.shape, value.dtype):
-                state[name] = target if target is value else target.copy_(value)
+                each.state[name] = target if target is value else target.copy_(value)

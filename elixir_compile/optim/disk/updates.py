@@ -30,7 +30,7 @@ from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.disk.state import DiskHome, DiskState
 from elixir_compile.optim.layout import in_order_of
 from elixir_compile.optim.pieces import Row, Segment, update
-from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
+from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk.disk_store import DiskStore
 from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
@@ -198,10 +198,11 @@ def _finish(states: "weakref.ref[DiskStates]") -> None:
 class DiskRow(Row):
     """A parameter in an update: its weight and gradient in memory, and its state on disk."""
 
-    def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
+    def __init__(self, of: ParamUpdate) -> None:
+        state = self._state = cast("DiskState", of.state)  # the whole state of the bucket is on disk
         self.extent = state.home.extent(state.param)
-        self._home_weight, self._state = weight, state
-        super().__init__(in_order_of(weight, self.extent.like), grad, state.in_memory, state.kinds, state.made)
+        self._home_weight, weight = of.weight, in_order_of(of.weight, self.extent.like)
+        super().__init__(ParamUpdate(weight, of.grad, state.in_memory), state.kinds, state.made)
 
     def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskRow] | None":
         """Return the elements of the parameter in `piece`, whose bytes are `views`; None if it has none."""
@@ -250,13 +251,7 @@ class DiskUpdate:
         If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid.
         """
         self._home.check("update")
-        rows = [
-            [
-                DiskRow(weight, grad, cast("DiskState", state))  # the whole state of this bucket is on disk
-                for weight, grad, state in zip(part.weights, part.grads, part.states, strict=True)
-            ]
-            for part in parts
-        ]
+        rows = [[DiskRow(each) for each in part.updates] for part in parts]
         has_begun = False
         try:
             for piece in self._pieces:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.ops.optimizers import ParamState
-from elixir_compile.optim.generic.class_step import ClassStep, Row, attributes_of
+from elixir_compile.optim.generic.class_step import ClassStep, attributes_of
 from elixir_compile.optim.generic.code import Pass, compiled
 from elixir_compile.optim.generic.dry_step import StateSchema, dry_step, group_key
 from elixir_compile.optim.generic.formula import is_same, samples
@@ -45,7 +45,7 @@ from elixir_compile.optim.layout import StatisticLayout, in_order_of
 from elixir_compile.optim.moment_forms import noise_key, rounded_to_bfloat16, weight_noise
 from elixir_compile.optim.pieces import MemoryRow, Segment, update
 from elixir_compile.optim.precision import EXACT, StatePrecision
-from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.rule import ParamUpdate, State, UpdateRule
 from elixir_compile.optim.step_counts import note_num_steps, num_steps
 from elixir_compile.runtime.slab import flat
 
@@ -141,33 +141,24 @@ class ClassRule(UpdateRule):
         """Choose the host threads for `device`; the class creates the state at its first step."""
         self._passes.threads = host_threads_for(device)
 
-    def update(
-        self,
-        weights: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[State],
-        group: Mapping[str, Any],
-    ) -> None:
-        """Update `weights` in place and the entries of `states` in place or by new values, as the class does."""
+    def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
+        """Update weights in place and the entries of states in place or by new values, as the class does."""
         narrow = self._narrow(group, torch.float32)
-        whole: list[Row] = []
-        for weight, grad, state in zip(weights, grads, states, strict=True):
-            row = Row(weight=weight, grad=grad, state=state)
-            if narrow and weight.dtype == torch.float32 and weight.numel():
-                self._in_blocks(row, group, narrow)
+        rows: Sequence[ParamUpdate] = []
+        for each in updates:
+            if narrow and each.weight.dtype == torch.float32 and each.weight.numel():
+                self._in_blocks(each, group, narrow)
             else:
-                whole.append(row)
-        if whole:
-            self._step(whole, group)
-
-    def _step(self, rows: Sequence[Row], group: Mapping[str, Any]) -> None:
+                rows.append(each)
+        if not rows:
+            return
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
             rows = self._passes.update(step, rows, self.schema(group, rows[0].weight.dtype))
         if rows:
             step.take(rows)
 
-    def _in_blocks(self, row: Row, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
+    def _in_blocks(self, row: ParamUpdate, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
         weight, state = row.weight, row.state
         number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
@@ -178,7 +169,7 @@ class ClassRule(UpdateRule):
             for name, dtype in self.schema(group, weight.dtype).dtypes.items()
         }
         made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
-        own = MemoryRow(weight, row.grad, entries, layouts, made)
+        own = MemoryRow(ParamUpdate(weight, row.grad, entries), layouts, made)
         exact = copy.copy(self)
         exact._precision = EXACT
         for start in range(0, weight.numel(), _BLOCK):
@@ -232,12 +223,12 @@ class ClassPasses:
         """The pass of each form; None if the form cannot run as a pass."""
         self._said: set[str] = set()
 
-    def update(self, step: ClassStep, rows: Sequence[Row], schema: StateSchema) -> list[Row]:
+    def update(self, step: ClassStep, rows: Sequence[ParamUpdate], schema: StateSchema) -> list[ParamUpdate]:
         """Update rows for which a pass exists; return the remaining rows unchanged, for the class's own step."""
         names = tuple(schema.dtypes)
         found: dict[object, Recorded | None] = {}
-        ready: dict[tuple[Form, tuple[float, ...]], list[tuple[Row, Recorded]]] = {}
-        left: list[Row] = []
+        ready: dict[tuple[Form, tuple[float, ...]], list[tuple[ParamUpdate, Recorded]]] = {}
+        left: list[ParamUpdate] = []
         for row in rows:
             is_begun = bool(row.state) or schema.is_stateless  # else the class's own step creates the state
             key = _key_of(row, names) if is_begun else None
@@ -259,7 +250,7 @@ class ClassPasses:
                 _keep_counts(row, recorded.counts)
         return left
 
-    def _recorded(self, step: ClassStep, row: Row, names: Sequence[str]) -> Recorded | None:
+    def _recorded(self, step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded | None:
         try:
             recorded = _record(step, row, names)
             with self._lock:  # unplanned parameters are updated on the training thread beside the update thread
@@ -281,7 +272,7 @@ class ClassPasses:
             return None
 
 
-def _key_of(row: Row, names: Sequence[str]) -> object:
+def _key_of(row: ParamUpdate, names: Sequence[str]) -> object:
     """Return a key that is equal for rows with the same recorded step; None if the row cannot run as a pass.
 
     A row can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and all
@@ -312,13 +303,13 @@ def _comparable(value: object) -> object:
     return (type(value), value) if isinstance(value, int | float | bool | str) else None
 
 
-def _record(step: ClassStep, row: Row, names: Sequence[str]) -> Recorded:
+def _record(step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded:
     """Record `step` for `row` on tensors without values; `row` is not changed. Raises TapeError if that fails."""
     empty = [torch.empty(row.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
     recorder = Recorder(empty)
     state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
     state.update(zip(names, empty[2:], strict=True))
-    dry = Row(weight=empty[0], grad=empty[1], state=state)
+    dry = ParamUpdate(weight=empty[0], grad=empty[1], state=state)
     try:
         with torch.no_grad(), compat.ops_seen_by(recorder.see):
             weight, after = step.take_dry(dry)
@@ -333,15 +324,15 @@ def _record(step: ClassStep, row: Row, names: Sequence[str]) -> Recorded:
     return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
 
 
-def _compare(run: Pass, form: Form, step: ClassStep, row: Row, names: Sequence[str]) -> None:
+def _compare(run: Pass, form: Form, step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> None:
     """Raise TapeError unless `run` and the class's own step give the same bits for small tensors."""
     weight, grad, *statistics = samples(2 + len(names), _COMPARED)
     statistics = [statistic.abs() for statistic in statistics]  # steps take the root of some statistics
 
-    def small() -> Row:
+    def small() -> ParamUpdate:
         state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
         state |= {name: statistic.clone() for name, statistic in zip(names, statistics, strict=True)}
-        return Row(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in row.state})
+        return ParamUpdate(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in row.state})
 
     expected, actual = small(), small()
     step.take([expected])
@@ -354,7 +345,7 @@ def _compare(run: Pass, form: Form, step: ClassStep, row: Row, names: Sequence[s
         raise TapeError("its compiled pass rounds differently")
 
 
-def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:
+def _tensors_of(row: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
     return [row.weight, in_order_of(row.grad, row.weight), *(row.state[name] for name in names)]
 
 
@@ -373,7 +364,7 @@ def _run_pass(
         torch.autograd.graph.increment_version(written)
 
 
-def _keep_counts(row: Row, counts: Mapping[str, Any]) -> None:
+def _keep_counts(row: ParamUpdate, counts: Mapping[str, Any]) -> None:
     for name, value in counts.items():
         before = row.state[name]
         if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.dtype == value.dtype:

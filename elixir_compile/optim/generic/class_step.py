@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elixir_compile import compat
-from elixir_compile.optim.rule import State
+from elixir_compile.optim.rule import ParamUpdate, State
 
 _NOT_COPIED = frozenset(
     {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
@@ -43,15 +43,6 @@ def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A parameter's tensors in an update."""
-
-    weight: torch.Tensor
-    grad: torch.Tensor
-    state: State
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClassStep:
     """The step of `cls` for a param group, with the attributes of the user's optimizer."""
 
@@ -59,7 +50,7 @@ class ClassStep:
     attributes: Mapping[str, Any]
     group: Mapping[str, Any]
 
-    def take(self, rows: Sequence[Row]) -> None:
+    def take(self, rows: Sequence[ParamUpdate]) -> None:
         """Update weights in place, and the entries of states in place or by new values, as the class does."""
         params = [nn.Parameter(row.weight) for row in rows]
         optimizer = self._transient(params, rows[0].weight)
@@ -74,7 +65,7 @@ class ClassStep:
             if param in optimizer.state:
                 row.state.update({name: _unaliased(value, row.grad) for name, value in optimizer.state[param].items()})
 
-    def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
+    def take_dry(self, row: ParamUpdate) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
         param = nn.Parameter(row.weight)
         optimizer = self._transient([param], torch.empty(0, device="cpu"))

@@ -12,6 +12,7 @@ from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.rule import ParamUpdate
 from tests.run.training import assert_same_tensors
 from tests.run.updating import WIDTH, ladder, placed, rows, small_buckets
 
@@ -138,5 +139,5 @@ def test_a_rank_with_an_empty_shard_counts_steps() -> None:
     state = {"step": torch.tensor(0.0), "exp_avg": empty.float(), "exp_avg_sq": empty.float()}
     state["master_low"] = torch.empty(0, 4, dtype=torch.int16)
     group = HybridAdamW([nn.Parameter(torch.ones(1))]).param_groups[0]
-    AdamWRule().update([empty], [empty.clone()], [state], group)
+    AdamWRule().update([ParamUpdate(empty, empty.clone(), state)], group)
     assert state["step"] == 1.0

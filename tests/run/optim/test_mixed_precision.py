@@ -20,6 +20,7 @@ from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
 from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.host import flat_step, mixed_adamw
+from elixir_compile.optim.rule import ParamUpdate
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.covering import covering
 from tests.run import training
@@ -434,8 +435,8 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
         group = {**ADAM, "amsgrad": True, "maximize": True, adamw_rule.GRAD_SCALE: 0.25}
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
-            rule.update([made[0][0]], [grad], [made[0][1]], group)
-            rule._on_device([(made[1][0], grad.t().contiguous().t(), made[1][1])], group)
+            rule.update([ParamUpdate(made[0][0], grad, made[0][1])], group)
+            rule._on_device([ParamUpdate(made[1][0], grad.t().contiguous().t(), made[1][1])], group)
         (weight, state), (other, found) = made
         assert float(found["step"]) == float(state["step"]) == 10
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
@@ -452,7 +453,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
 def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype: torch.dtype) -> None:
     rule = adamw_rule.AdamWRule()
 
-    def made() -> list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+    def made() -> list[ParamUpdate]:
         generator = torch.Generator().manual_seed(5)
         found = []
         for numel in (1, 7, 64, 129, 0):
@@ -465,7 +466,7 @@ def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype
             else:
                 weight.copy_(master)
                 state["master"] = master
-            found.append((weight, grad, state))
+            found.append(ParamUpdate(weight, grad, state))
         return found
 
     group = {**ADAM, "amsgrad": False, "maximize": False, adamw_rule.GRAD_SCALE: 0.5}
