@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elixir_compile.analysis.excerpt import illegal
-from elixir_compile.analysis.lane_rules import forward_end
+from elixir_compile.analysis.works import num_forward
 from elixir_compile.ir import Action, GroupRef, Phase, Plan, RegionRef, Verb
 
 _ORDERED = (Verb.GATHER, Verb.REDUCE)
@@ -38,7 +38,7 @@ def check_lean_moves(plan: Plan) -> None:
 
 def _halves(plan: Plan) -> tuple[Sequence[Action], Sequence[Action]]:
     actions = plan.schedules[0].actions
-    end = forward_end({region.id: region for region in plan.regions}, actions) + 1
+    end = num_forward(plan.regions, [(action.verb, action.target) for action in actions])
     return _of_buckets(actions[:end]), _of_buckets(actions[end:])
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
+from elixir_compile.analysis.works import num_forward
 from elixir_compile.capture.markers import TICKET, gradient, key_of, parameter, ticket
 from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, source_of
 from elixir_compile.errors import IllegalSchedule
@@ -121,21 +122,12 @@ def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
     IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
     actions = plan.schedules[0].actions
-    forward = {RegionRef(region.id) for region in plan.regions if region.phase is Phase.FORWARD}
-    runs = [index for index, action in enumerate(actions) if action.target in forward]
-    backward_from = runs[-1] + 1 if runs else 0
-    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from]):
-        backward_from += 1
+    backward_from = num_forward(plan.regions, [(action.verb, action.target) for action in actions])
     for action in actions[backward_from:]:
         if action.verb is Verb.OFFLOAD and isinstance(action.target, GroupRef):
             raise IllegalSchedule(f"{action.target} is offloaded behind the forward.", f"  {action}    <-- here")
     part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
     return [action for action in part if action.verb is not Verb.UPDATE]
-
-
-def _may_end_forward(action: Action) -> bool:
-    is_leaving = action.verb in (Verb.OFFLOAD, Verb.WAIT) and isinstance(action.target, GroupRef)
-    return is_leaving or action.verb is Verb.RELEASE
 
 
 def _write_inputs(

@@ -3,7 +3,7 @@
 The values that planners compare are here too: candidates, draft plans and their certificates.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -202,21 +202,23 @@ class Evaluator:
         placements: Mapping[BucketId, Placement],
     ) -> Cycle:
         """Return when updates run, and which regions of the next step wait for them."""
+        firsts = [cut.first for cut in cuts]
+        num_forward = bisect_left(firsts, self.facts.num_forward)
+        last_forward = cuts[num_forward - 1].id if num_forward else None
         if self.update is Update.IN_BACKWARD:
             read = {region.id: region.buckets for region in regions(self.facts, cuts)}
             closing = closing_of(actions, read, placements.values())
-            return Cycle(update=self.update, reads=read, closing=closing)
+            return Cycle(update=self.update, reads=read, closing=closing, last_forward=last_forward)
         if self.update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
-            return Cycle()
+            return Cycle(last_forward=last_forward)
         # The gather of a bucket waits for its update. A bucket without a gather is waited for by its first reader.
-        firsts = [cut.first for cut in cuts]
         reads: dict[RegionId, list[BucketId]] = {}
         for i, level in enumerate(levels):
             windows = self.facts.windows[i]
             if level.has_state_on_host and not level.has_param_on_host and windows:
                 region = cuts[bisect_right(firsts, windows[0].first) - 1]
                 reads.setdefault(region.id, []).append(self.facts.buckets[i].id)
-        return Cycle(update=self.update, reads=reads)
+        return Cycle(update=self.update, reads=reads, last_forward=last_forward)
 
 
 def _placements(facts: Facts) -> list[dict[Level, Placement]]:

@@ -1,8 +1,5 @@
 """Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
-from elixir_compile.simulate.drawing import Drawing
-from elixir_compile.simulate.engine import Cycle, Played, play, simulate
-from elixir_compile.simulate.further_call import FurtherCall, further_call
 from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,
@@ -12,6 +9,18 @@ from elixir_compile.simulate.prediction import (
     prediction_of,
 )
 from elixir_compile.simulate.prices import OpSeconds, Prices, crossing_s, prices
+from elixir_compile.simulate.seconds import (
+    Cycle,
+    Drawing,
+    FurtherCall,
+    Played,
+    RankStep,
+    busy_share,
+    further_call,
+    play,
+    simulate,
+    simulate_ranks,
+)
 
 __all__ = [
     "Cycle",
@@ -20,6 +29,8 @@ __all__ = [
     "OpSeconds",
     "Played",
     "Prices",
+    "RankStep",
+    "busy_share",
     "critical_path",
     "crossing_s",
     "exposed_by_lane",
@@ -31,4 +42,5 @@ __all__ = [
     "prediction_of",
     "prices",
     "simulate",
+    "simulate_ranks",
 ]

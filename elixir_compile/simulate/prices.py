@@ -7,6 +7,7 @@ from itertools import accumulate
 from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
 from elixir_compile.analysis.slices import WHOLE, Crossing, Crossings, crossings
+from elixir_compile.analysis.works import Deed, Do
 from elixir_compile.cost import (
     Measured,
     StreamedCopies,
@@ -58,7 +59,10 @@ class LapCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Seconds of actions by bucket or group of activations, and running sums of the seconds of ops."""
+    """Seconds of works by bucket or group of activations, and running sums of the seconds of ops.
+
+    It has more than 15 fields, one for each kind of work.
+    """
 
     before_s: tuple[float, ...]
     """Entry `i` is the seconds of all ops before op `i`; the last entry is the sum of all."""
@@ -91,6 +95,46 @@ class Prices:
     parameters; only buckets with sums."""
     lap_copies: Mapping[int, LapCopies] = field(default_factory=dict)
     """Copies that run while a lap does, by the index of the first op of the lap."""
+
+    of_deed: Mapping[Deed, Mapping[str, tuple[float, float]]] = field(init=False, repr=False, compare=False)
+    """The seconds of each work that has some, and those of host memory in it, by what it does and its bucket or group.
+    Regions and streamed copies are not in it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of_deed", self._of_deed())
+
+    def _of_deed(self) -> Mapping[Deed, Mapping[str, tuple[float, float]]]:
+        copies_s, updates_s, adds_s = self.memory.copy_s, self.memory.update_s, self.memory.add_s
+
+        def moved(seconds: Mapping[str, float], memory_s: Mapping[str, float]) -> Mapping[str, tuple[float, float]]:
+            return {name: (own_s, memory_s.get(name, 0.0)) for name, own_s in seconds.items()}
+
+        there, back, updated = moved(self.h2d_s, copies_s), moved(self.d2h_s, copies_s), moved(self.device_update_s, {})
+        on_disk = {
+            name: self.off_device_update_s(name, Tier.DISK) for name in self.host_update_s if name in self.disk_s
+        }
+        slices = self.lap_copies.values()
+        added = {home: {name: s for (name, own), s in self.add_s.items() if own is home} for home in Tier}
+        return {
+            Do.GATHER: there,
+            Do.RETURN: there,
+            Do.PREFETCH: there,
+            Do.ALL_GATHER: moved(self.gather_s, {}),
+            Do.REDUCE: moved(self.reduce_s, {}),
+            Do.AVERAGE: moved(self.average_s, {}),
+            Do.OFFLOAD: back,
+            Do.OFFLOAD_GROUP: back,
+            Do.STAGE: moved(self.leave_s, copies_s),
+            Do.STAGE_GRADIENT: back,
+            Do.SLICES_ARRIVE: {group: (s, 0.0) for each in slices for group, s in each.arriving},
+            Do.SLICES_LEAVE: {group: (s, 0.0) for each in slices for group, s in each.leaving},
+            Do.ADD: moved(added[Tier.DEVICE], {}),
+            Do.ADD_ON_HOST: moved(added[Tier.HOST], adds_s),
+            Do.UPDATE: updated,
+            Do.STREAM_UPDATE: updated,
+            Do.UPDATE_ON_HOST: moved(self.host_update_s, updates_s),
+            Do.UPDATE_ON_DISK: moved(on_disk, updates_s),
+        }
 
     @property
     def is_one_memory(self) -> bool:

@@ -37,8 +37,8 @@ from elixir_compile.runtime.lanes import accelerator
 from elixir_compile.runtime.lanes.accelerator import Accelerator, StreamLane
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.micro_batches import DividedRegion
-from elixir_compile.simulate.engine import player_of
 from elixir_compile.simulate.prices import Prices
+from elixir_compile.simulate.seconds import player_of
 from tests.cuda_standin import device as standin
 from tests.run.training import Run
 
@@ -207,7 +207,7 @@ class PlanPrices:
         plan, player = active.plan, player_of(active.problem.graph, active.plan, active.problem.cluster)
         placements = {str(each.bucket): each for each in plan.placements}
         return cls(
-            price=player.lanes.price,
+            price=player.price,
             run_s={str(region): seconds for region, seconds in player.run_s.items()},
             placements=placements,
             divided=frozenset(str(region.id) for region in plan.regions if region.micro_batches > 1),

@@ -1,6 +1,6 @@
-"""The order of a plan's works as a graph of networkx: the works are issued by the same rules, the closure is searched.
+"""The order of a plan's works as a graph of networkx: the works are the same, the closure is searched.
 
-`GraphWorks` keeps only the works that are directly before a work, and `closure` finds all others by paths. `unordered`
+`GraphOrder` keeps only the works that are directly before a work, and `closure` finds all others by paths. `unordered`
 compares every two works that touch the same memory.
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import networkx as nx
 
-from elixir_compile.analysis.lane_rules import issue_steps
-from elixir_compile.analysis.lane_works import KEPT, Cell, Work, Works
+from elixir_compile.analysis.lane_order import KEPT, Cell, Order, Ordered, works_of
 from elixir_compile.analysis.touches import Touch
+from elixir_compile.analysis.works import Work
 from elixir_compile.ir import Plan, RegionId
 
 
@@ -25,34 +25,34 @@ class Nodes(frozenset[int]):
     __ror__ = __or__
 
 
-class GraphWorks(Works):
-    """Works whose moments are sets of works."""
+class GraphOrder(Order):
+    """An order whose moments are sets of works."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph: Any = nx.DiGraph()
 
-    def apart(self, actor: Any, after: Any, reads: Any = (), writes: Any = (), frees: Any = ()) -> Any:
+    def issue(self, work: Work, step: int, before: Any) -> Any:
         number = len(self.found)
-        self.found.append(Work(actor.name, self.place, 0, tuple(reads), tuple(writes), tuple(frees)))
+        super().issue(work, step, 0)
         self.graph.add_node(number)
-        self.graph.add_edges_from((before, number) for before in after or ())
+        self.graph.add_edges_from((other, number) for other in before or ())
         return Nodes({number})
 
 
-def graph_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> GraphWorks:
+def graph_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> GraphOrder:
     """Return the works of two steps of `plan`, and the graph of those that are directly before another."""
-    works = GraphWorks()
-    issue_steps(works, plan, touches)
-    return works
+    order = GraphOrder()
+    order.run_steps(works_of(plan, touches))
+    return order
 
 
-def closure(works: GraphWorks) -> set[tuple[int, int]]:
+def closure(works: GraphOrder) -> set[tuple[int, int]]:
     """Return the pairs of works of which the first is before the second."""
     return set(nx.transitive_closure_dag(works.graph).edges)
 
 
-def unordered(works: Sequence[Work], before: set[tuple[int, int]]) -> list[tuple[int, int]]:
+def unordered(works: Sequence[Ordered], before: set[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the pairs of works with accesses to a cell that are not ordered as they must be.
 
     A read before the first write is one of them, unless the memory keeps its values from step to step.

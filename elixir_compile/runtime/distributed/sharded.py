@@ -10,6 +10,7 @@ them follows
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -187,7 +188,9 @@ class ShardGather(Transfer):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
         rows, of = self._rows, bucket.spec.id
-        with h2d.behind_compute():
+        # A collective begins behind the stream on which it is issued. That of a shard on the device is behind compute
+        # alone: h2d would have to wait for compute, and the host for h2d at the end of the backward.
+        with h2d.beside_compute() if bucket.is_on_host else nullcontext():
             work = ledger.started(
                 Lane.GATHER,
                 name,

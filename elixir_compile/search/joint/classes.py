@@ -23,8 +23,7 @@ from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrowe
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.skeleton import Use, common_sequence, following, released_by
 from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
-from elixir_compile.simulate import prediction_of
-from elixir_compile.simulate.ranks import RankStep, busy_share, simulate_ranks
+from elixir_compile.simulate import RankStep, busy_share, prediction_of, simulate_ranks
 from elixir_compile.units import format_bytes
 
 _MOST_PASSES = 4

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import as_run, lane_updates, verify
+from elixir_compile.analysis import as_run, verify
 from elixir_compile.analysis.excerpt import illegal
-from elixir_compile.analysis.lane_order import check_order, first_conflict
-from elixir_compile.analysis.lane_rules import issue_steps
-from elixir_compile.analysis.lane_works import Memory, Works
+from elixir_compile.analysis.lane_order import Order, check_order, first_conflict, works_of
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.touches import region_touches
+from elixir_compile.analysis.works import Memory, Walk
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import (
     Action,
@@ -264,7 +263,7 @@ def test_verify_refuses_a_plan_whose_accesses_have_no_order(monkeypatch: pytest.
     streamed update in the backward that does not wait for its gradient."""
     graph, made = in_mode("streamed", Update.IN_BACKWARD)
     with monkeypatch.context() as patch:
-        patch.setattr(lane_updates, "wait_for_gradients", lambda *args: None)
+        patch.setattr(Walk, "_gradients_are_there", lambda *args: ())
         with pytest.raises(IllegalSchedule, match=r"`offload b2.grad`, on d2h, .* `update b2`, on h2d"):
             verify(graph, made)
     verify(graph, made)
@@ -280,8 +279,8 @@ def test_the_order_is_the_closure_of_the_graph_of_the_works(name: str, update: U
 def compare_with_graph(graph: StepGraph, made: Plan) -> None:
     """Compare the order and its faults with those that networkx finds."""
     touches = region_touches(as_run(graph, made.activations, laps_of(made)), made)
-    works = Works()
-    issue_steps(works, made, touches)
+    works = Order()
+    works.run_steps(works_of(made, touches))
     slow = graph_of(made, touches)
     before = closure(slow)
     numbers = range(len(works.found))

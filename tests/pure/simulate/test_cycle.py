@@ -193,6 +193,24 @@ def test_streamed_updates_occupy_compute_and_not_the_host() -> None:
     assert step_s(ON_HOST, (HOST, STREAMED), Cycle()) == 53 + 7 + 6
 
 
+def test_a_gather_waits_for_the_streamed_update_while_other_copies_are_issued() -> None:
+    """b1 is streamed 0-6, the host updates b0 0-5. The program waits for b1 at its gather, so the copy of b0, issued at
+    5, takes the link first, 6-10, and that of b1 10-16: fwd.0 10-20, fwd.1 20-30, then 23 as before."""
+    price, drawn = replace(PRICE, host_update_s={"b0": 5.0, "b1": 8.0}), Drawing()
+    assert step_s(EARLY, (HOST, STREAMED), ACROSS, price, drawn) == 53
+    copies = spans_of(drawn, Lane.H2D)
+    assert (copies["gather b0"], copies["gather b1"]) == ((6, 10), (10, 16))
+
+
+def test_an_early_update_reads_the_sum() -> None:
+    """fwd.0 0-10, b1 is added 10-13 and updated 13-14, bwd.0 14-24."""
+    actions = [(R, F0), (Verb.REDUCE, "b1"), (R, B1), (U, "b1")]
+    cycle, drawn = Cycle(update=Update.IN_BACKWARD, closing={BucketId("b1"): Verb.REDUCE}), Drawing()
+    assert step_s(actions, (DEVICE, DEVICE), cycle, SUMS, drawn) == 24
+    spans = spans_of(drawn, Lane.COMPUTE)
+    assert (spans["add b1.grad"], spans["update b1"], spans[f"run {B1}"]) == ((10, 13), (13, 14), (14, 24))
+
+
 def spans_of(drawn: Drawing, lane: Lane) -> dict[str, tuple[float, float]]:
     return {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is lane}
 

@@ -1,4 +1,4 @@
-"""`simulate.engine` and `simulate.exposure`: lanes worked out by hand."""
+"""`simulate.seconds` and `simulate.prediction`: lanes worked out by hand."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -100,6 +100,8 @@ def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (W, "b0.grad"), (R, R1)], price, device) == 10 + 2 + 3 + 10
     whole = replace(price, gather_s={B0: 0.0, B1: 0.0})
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1)], whole, device) == 10 + 2 + 3 + 10
+    copied = replace(whole, reduce_s={B0: 0.0, B1: 0.0})
+    assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1)], copied, device) == 10 + 3 + 10
 
 
 def test_a_lane_takes_its_transfers_in_order() -> None:

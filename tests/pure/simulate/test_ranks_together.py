@@ -1,4 +1,4 @@
-"""`simulate.ranks`: ranks that differ, each on lanes of its own, meet at their collectives."""
+"""`simulate_ranks`: ranks that differ, each on lanes of its own, meet at their collectives."""
 
 from dataclasses import replace
 
@@ -12,8 +12,7 @@ from elixir_compile.ir import Lane, Plan, Update
 from elixir_compile.ir.record import Record
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.writing import write_out
-from elixir_compile.simulate import simulate
-from elixir_compile.simulate.ranks import RankStep, busy_share, simulate_ranks
+from elixir_compile.simulate import RankStep, busy_share, simulate, simulate_ranks
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
 from tests.pure.search.test_shards import drawn, shared_problems
 

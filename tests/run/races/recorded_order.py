@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import as_run, lane_updates
-from elixir_compile.analysis.lane_buckets import BucketLanes, Queued
-from elixir_compile.analysis.lane_rules import issue_steps
-from elixir_compile.analysis.lane_works import BEGIN, Memory, Work, Works
+from elixir_compile.analysis import as_run
+from elixir_compile.analysis.lane_order import Order, Ordered, works_of
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.touches import region_touches
+from elixir_compile.analysis.works import COMPUTE, D2H, PROGRAM, BucketWorks, Do, Memory, Walk
+from elixir_compile.analysis.works import UPDATES as THREAD_OF_UPDATES
 from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, StepGraph, Verb
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.executor import Executor
@@ -195,7 +195,7 @@ def recorded() -> Iterator[Recording]:
 class Claims:
     """The works of a plan, by what they belong to."""
 
-    works: list[Work]
+    works: list[Ordered]
     groups: dict[Key, list[int]]
 
     def is_before(self, first: Sequence[int], second: Sequence[int]) -> bool:
@@ -210,13 +210,14 @@ def claims_of(graph: StepGraph, plan: Plan) -> Claims:
     the two steps that are compared follow another, whose updates may be late: then the thread of the updates issues
     some of the gathers, at moments of its own.
     """
-    works = Works()
+    works = Order()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_updates, "_copy_out", lambda works, bucket: BEGIN)
-        patch.setattr(lane_updates, "_by_copies", _in_one_memory)
-        patch.setattr(BucketLanes, "await_update", _await_in_one_memory)
-        patch.setattr(BucketLanes, "is_departing", False)  # so no copy reads gradients of the device
-        issue_steps(works, plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan), num_steps=3)
+        patch.setattr(Walk, "_stage", lambda *args: None)
+        patch.setattr(Walk, "_update_on_host", _in_one_memory(Walk._update_on_host))
+        patch.setattr(Order, "await_update", _await_in_one_memory)
+        patch.setattr(BucketWorks, "is_departing", False)  # so no copy reads gradients of the device
+        touches = region_touches(as_run(graph, plan.activations, laps_of(plan)), plan)
+        works.run_steps(works_of(plan, touches), num_steps=3)
     by_label: dict[tuple[str, str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     names = _names(plan.schedules[0].actions)
     for number, work in enumerate(works.found):
@@ -286,32 +287,36 @@ def _names(actions: Sequence[Action]) -> list[str]:
     return found
 
 
-def _in_one_memory(works: Works, bucket: BucketLanes, arrived: int) -> None:
+def _in_one_memory(update: Callable[..., None]) -> Callable[..., None]:
     """Update parameters on the device by the host as a CPU does, whose device and host are one: without copies.
 
     The check of a run takes the parameters and their gradient for memory of compute.
     """
-    thread = works.updates if bucket.is_queued else works.program
-    works.wait(thread, works.program.over | works.d2h.over)
-    reads, writes = (bucket.updated_by,), (bucket.home,)
-    if not bucket.is_queued:
-        works.issue(works.compute, reads, writes)
-        works.issue(thread, writes=(bucket.state,))
-        return
-    landed = works.apart(works.compute, thread.over | works.compute.over, reads, writes)
-    bucket.queued = Queued(done=works.issue(thread, writes=(bucket.state,)), landed=landed, by_thread=True)
+
+    def updated(walk: Walk, bucket: BucketWorks, arrived: tuple[int, ...]) -> None:
+        if not bucket.is_staged:
+            update(walk, bucket, arrived)
+            return
+        name, of = bucket.name, ((bucket.updated_by,), (Memory.HOME,))
+        if not bucket.is_queued:
+            walk._do(COMPUTE, Do.UPDATE, name, (), bucket.landed, *of)
+            walk._do(PROGRAM, Do.UPDATE_ON_HOST, name, (D2H,), bucket.done, (), (Memory.STATE,))
+            return
+        walk._do(COMPUTE, Do.LATE_RETURN, name, (PROGRAM, D2H, THREAD_OF_UPDATES), bucket.landed, *of)
+        walk._do(THREAD_OF_UPDATES, Do.UPDATE_ON_HOST, name, (D2H,), bucket.done, (), (Memory.STATE,))
+
+    return updated
 
 
-def _await_in_one_memory(bucket: BucketLanes) -> None:
+def _await_in_one_memory(order: Order, done: int, landed: int) -> None:
     """Wait for an update as on a CPU: its results are work of compute, so further copies to the device need not be
     behind them."""
-    works, queued, bucket.queued = bucket._works, bucket.queued, None
-    if queued is not None:
-        works.wait(works.program, queued.done)
-        works.wait(works.compute, queued.landed)
+    order._over[PROGRAM] |= order._over[done]
+    order._over[COMPUTE] |= order._over[landed]
+    order._over[done] = order._over[landed] = 0
 
 
-def _label(name: str, work: Work) -> str:
+def _label(name: str, work: Ordered) -> str:
     for cell in (*work.reads, *work.writes):
         if cell.memory is Memory.LEAVING_SLICE and work.actor == "d2h":
             return f"offload {cell.name}"

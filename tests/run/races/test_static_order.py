@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis.lane_works import Works
+from elixir_compile.analysis.lane_order import Order
+from elixir_compile.analysis.works import COMPUTE, PROGRAM, Do, Work
 from elixir_compile.ir import Plan, StepGraph, Update
 from tests.run.processes import spawn
 from tests.run.races.combinations import Combination, batches_of, run_of
@@ -98,21 +99,18 @@ def test_a_wrong_rule_shows(
     rule: str, streamed: tuple[Recording, StepGraph, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording, graph, plan = streamed
-    wait, apart = Works.wait, Works.apart
+    run = Order._run
 
-    def wait_unless_compute(self: Works, actor: Any, moment: int) -> None:
-        if actor is not self.compute:
-            wait(self, actor, moment)
+    def run_unless_compute_waits(self: Order, work: Work, step: int) -> None:
+        if work.do is not Do.WAIT or work.actor != COMPUTE:
+            run(self, work, step)
 
-    def apart_and_wait(self: Works, *args: Any) -> int:
-        moment = apart(self, *args)
-        wait(self, self.program, moment)
-        return moment
+    def run_and_wait(self: Order, work: Work, step: int) -> None:
+        run(self, work, step)
+        self._over[PROGRAM] |= self._over[work.over]
 
-    if rule == "compute waits for none":
-        monkeypatch.setattr(Works, "wait", wait_unless_compute)
-    else:
-        monkeypatch.setattr(Works, "apart", apart_and_wait)
+    of = {"compute waits for none": run_unless_compute_waits, "the program waits for all": run_and_wait}
+    monkeypatch.setattr(Order, "_run", of[rule])
     found = differences(recording, NUM_STEPS, claims_of(graph, plan))
     assert found.missing if rule == "compute waits for none" else found.claimed
 
