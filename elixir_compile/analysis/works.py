@@ -303,24 +303,6 @@ class RegionWorks:
     """The groups of which it reads slices that arrive."""
 
 
-class StepWorks(NamedTuple):
-    """The works of a step, in the order of issue."""
-
-    begin: list[Work]
-    body: list[Work]
-    """The forward and the backward."""
-    updates: list[Work]
-    """The updates that the backward leaves."""
-
-    def from_forward(self) -> list[Work]:
-        """Return the works of a step from the begin of its forward on."""
-        return [*self.begin, *self.body, *self.updates]
-
-    def from_updates(self) -> list[Work]:
-        """Return the works from the end of a backward to the end of the next one."""
-        return [*self.updates, *self.begin, *self.body]
-
-
 class Walk:
     """Walks through the actions of a schedule, and finds their works.
 
@@ -359,8 +341,11 @@ class Walk:
         self._reducing: list[BucketWorks] = []
         """The buckets whose gradients are added to their sums when the backward ends, if they have any."""
 
-    def step(self, actions: Sequence[tuple[Verb, Target]]) -> StepWorks:
-        """Return the works of a step of `actions`, pairs of verb and target."""
+    def step(self, actions: Sequence[tuple[Verb, Target]], *, from_updates: bool = False) -> list[Work]:
+        """Return the works of a step of `actions`, pairs of verb and target, in the order of issue.
+
+        The step begins with the forward, or `from_updates` with the updates that the backward before it left.
+        """
         body = self._works = []
         left: list[BucketWorks] = []
         unkept = self._look_ahead(actions) if self._in_full else frozenset[int]()
@@ -399,7 +384,7 @@ class Walk:
         self._update_left(left)
         begin = self._works = []
         self._begin()
-        return StepWorks(begin, body, updates)
+        return [*updates, *begin, *body] if from_updates else [*begin, *body, *updates]
 
     def _look_ahead(self, actions: Sequence[tuple[Verb, Target]]) -> frozenset[int]:
         """Note where each bucket is updated; return the indices of the offloads for which no action waits before the

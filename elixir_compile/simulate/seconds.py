@@ -50,6 +50,7 @@ from elixir_compile.analysis.works import (
     FIRST_OWN,
     GATHERS,
     H2D,
+    NEVER,
     NUM_OWN,
     PROGRAM,
     REDUCES,
@@ -60,7 +61,6 @@ from elixir_compile.analysis.works import (
     GroupWorks,
     Moment,
     RegionWorks,
-    StepWorks,
     Walk,
     Work,
     last_forward,
@@ -195,7 +195,7 @@ class Player:
 
     # The works of a step.
 
-    def works_of(self, actions: Actions) -> StepWorks:
+    def works_of(self, actions: Actions) -> list[Work]:
         """Return the works of `actions`, and begin with all lanes idle."""
         price, cycle = self.price, self.cycle
         is_one_memory = price.is_one_memory
@@ -243,7 +243,7 @@ class Player:
             is_averaged=bool(price.average_s),
             in_full=self.drawing is not None,
         )
-        return walk.step(actions)
+        return walk.step(actions, from_updates=update is Update.ACROSS_STEPS)
 
     def run(self, works: Iterable[Work]) -> None:
         """Simulate `works`."""
@@ -368,7 +368,7 @@ class Player:
             self._late.add(work.name)
             over_s[done] = _LONG_AGO_S
             return
-        self._await(work.name, done, work.over)
+        self._await(work.name, done, NEVER)
         self.run((work._replace(do=Do.GATHER, after=work.after[1:]),))
 
     def _await(self, name: str, done: Moment, landed: Moment) -> None:
@@ -428,16 +428,6 @@ class Player:
         over_s = self.over_s
         own = [(number, round(s / _ROUNDING_S)) for number, s in enumerate(over_s) if s > _LONG_AGO_S]
         return own, [(arrival.bucket, round(arrival.since_s / _ROUNDING_S)) for arrival in sorted(self._waiting)]
-
-    @property
-    def over_all_s(self) -> float:
-        """When all that was issued is over."""
-        return max(self.over_s[: PROGRAM + 1])
-
-    @property
-    def computed_s(self) -> float:
-        """When the next step may begin: it is issued, and compute is free."""
-        return max(self.over_s[PROGRAM], self.over_s[COMPUTE])
 
     def begin_again(self, passed_s: float) -> None:
         """Start the next step after `passed_s`.
@@ -593,18 +583,16 @@ def _play(players: Sequence[Player], actions: Sequence[Actions]) -> float:
     """
     if len(players) > 1:
         _require_same_collectives(players, actions)
-    found = [player.works_of(own) for player, own in zip(players, actions, strict=True)]
-    updates = players[0].cycle.update
-    if updates is Update.AFTER_BACKWARD:
-        _play_jointly(players, [works.from_forward() for works in found])
-        return _end(players, max(player.over_all_s for player in players))
-    works = [own.from_updates() if updates is Update.ACROSS_STEPS else own.from_forward() for own in found]
+    works = [player.works_of(own) for player, own in zip(players, actions, strict=True)]
+    if all(player.cycle.update is Update.AFTER_BACKWARD for player in players):
+        _play_jointly(players, works)
+        return _end(players, max(max(player.over_s[: PROGRAM + 1]) for player in players))
     states, step_s = [player.rounded() for player in players], 0.0
     for _ in range(_MOST_CYCLES):
         for player in players:
             player.begin()
         _play_jointly(players, works)
-        passed_s = max(player.computed_s for player in players)
+        passed_s = max(max(player.over_s[PROGRAM], player.over_s[COMPUTE]) for player in players)
         step_s = _end(players, passed_s)
         for player in players:
             player.begin_again(passed_s)

@@ -28,7 +28,7 @@ def check_times(graph: StepGraph, plan: Plan, cluster: Cluster) -> int:
     player.works_of(actions_of(plan))  # all lanes are idle, and the moments are those of the works below
     ends_s: dict[int, float] = {}
     num_pairs = 0
-    for work in works_of(plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan)).from_forward():
+    for work in works_of(plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan)):
         order._run(work, 0)
         player.run([work])
         timed = player.price.of_deed.get(work.do)
