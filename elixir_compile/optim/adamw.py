@@ -76,17 +76,17 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in `torch.optim.Optimizer`.
 
-        Raises UnsupportedModel, and adds nothing, if a parameter of the group is complex.
+        Raises UnsupportedModel, and adds nothing, if a parameter of the group is complex or has no state of the asked
+        precision; ValueError if the group has AMSGrad and this optimizer has narrower moments.
         """
         params = param_group["params"]
         if isinstance(params, torch.Tensor):
             params = [params]
         elif not isinstance(params, set):  # torch refuses sets, because their order is random
             params = param_group["params"] = list(params)  # as torch does; `params` may be a generator
-        _refuse_complex(params)
-        if not self.precision.is_exact:
-            amsgrad = bool(param_group.get("amsgrad", self.defaults["amsgrad"]))
-            _refuse_inexact(params, self.precision, amsgrad=amsgrad)
+        if not self.precision.is_exact and param_group.get("amsgrad", self.defaults["amsgrad"]):
+            raise ValueError(amsgrad_refused(self.precision.moments.value))
+        _refuse(params, self.precision)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,40 +115,32 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
         return {**found, "state": {key: decoded_entry(entry, params[key]) for key, entry in found["state"].items()}}
 
 
-def _refuse_complex(params: Iterable[Any]) -> None:
-    """Raise UnsupportedModel if `params`, tensors or pairs of a name and a tensor, have a complex parameter."""
-    for each in params:
-        name, param = each if isinstance(each, tuple) else ("", each)
-        if isinstance(param, torch.Tensor) and param.is_complex():
-            slot = slot_of(param)
-            raise UnsupportedModel(
-                name or (slot.name if slot is not None else f"a parameter of shape {tuple(param.shape)}"),
-                f"it is {param.dtype}, and HybridAdamW updates by torch's fused AdamW, which has no complex kernel. "
-                "Update it with a `torch.optim.AdamW` of its own, or all parameters with `hybrid(torch.optim.Adam)` "
-                "and decoupled_weight_decay=True",
-            )
-
-
-def _refuse_inexact(params: Iterable[Any], precision: StatePrecision, *, amsgrad: bool) -> None:
-    """Raise the errors of a param group whose state cannot have `precision`."""
-    if amsgrad:
-        raise ValueError(amsgrad_refused(precision.moments.value))
+def _refuse(params: Iterable[Any], precision: StatePrecision) -> None:
+    """Raise UnsupportedModel if `params`, tensors or pairs of a name and a tensor, have one that cannot be updated."""
     for each in params:
         name, param = each if isinstance(each, tuple) else ("", each)
         if not isinstance(param, torch.Tensor):
             continue
+        if param.is_complex():
+            because = (
+                f"it is {param.dtype}, and HybridAdamW updates by torch's fused AdamW, which has no complex kernel. "
+                "Update it with a `torch.optim.AdamW` of its own, or all parameters with `hybrid(torch.optim.Adam)` "
+                "and decoupled_weight_decay=True"
+            )
+        elif precision.is_exact:
+            continue
+        elif not may_be_narrow(param):
+            because = (
+                f"it is {param.dtype} without an fp32 master, so its moments are not in fp32 but in its own dtype. Use "
+                "state_dtype='float32', or `elixir_compile.prepare(model, param_dtype='bfloat16')` for masters"
+            )
+        elif precision.masters is torch.bfloat16 and param.dtype == torch.float16:
+            because = "it is torch.float16, and master_dtype='bfloat16' is for bf16 parameters. Leave it out"
+        else:
+            continue
         slot = slot_of(param)
         where = name or (slot.name if slot is not None else f"a parameter of shape {tuple(param.shape)}")
-        if not may_be_narrow(param):
-            raise UnsupportedModel(
-                where,
-                f"it is {param.dtype} without an fp32 master, so its moments are not in fp32 but in its own dtype. Use "
-                "state_dtype='float32', or `elixir_compile.prepare(model, param_dtype='bfloat16')` for masters",
-            )
-        if precision.masters is torch.bfloat16 and param.dtype == torch.float16:
-            raise UnsupportedModel(
-                where, "it is torch.float16, and master_dtype='bfloat16' is for bf16 parameters. Leave it out"
-            )
+        raise UnsupportedModel(where, because)
 
 
 class _HybridOfClass(Hybrid):

@@ -15,7 +15,7 @@ A class that creates statistics at its first update creates them slice by slice;
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from elixir_compile.errors import InvalidOption, UnforeseenState
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.disk.state import DiskHome, DiskState
-from elixir_compile.optim.layout import in_order_of
+from elixir_compile.optim.layout import StatisticLayout, in_order_of
 from elixir_compile.optim.pieces import Row, Segment, update
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -72,21 +72,24 @@ class DiskStates:
         params: Iterable[nn.Parameter],
     ) -> None:
         """Move the state of `params`, which are in `group`, to disk; create missing state unless its update does."""
-        home = self._home(bucket)
-        left = [
-            param
-            for param in params
-            if not _is_at(home, states.get(param), self._rule.state_layouts(param, group).keys())
-        ]
+        home, left = self._home(bucket), dict[nn.Parameter, Mapping[str, StatisticLayout]]()
+        for param in params:
+            state, kinds = states.get(param), self._rule.state_layouts(param, group)
+            if not (isinstance(state, DiskState) and state.home is home and kinds.keys() <= state.kinds.keys()):
+                left[param] = kinds
         if not left:
             return
         self.reserve(bucket, left, group)
-        for param in left:
+        for param, kinds in left.items():
             before = states[param]
             if before:
                 before = self._rule.as_planned(param, before, group)
-            kinds = self._rule.state_layouts(param, group)
-            on_disk_state = DiskState(home, param, kinds, _on_host(before, kinds))
+            others = {
+                name: value.to("cpu") if isinstance(value, torch.Tensor) else value
+                for name, value in before.items()
+                if name not in kinds
+            }
+            on_disk_state = DiskState(home, param, kinds, others)
             for name in kinds:
                 if name in before:
                     on_disk_state[name] = before[name]
@@ -171,20 +174,6 @@ class DiskStates:
 def _timed(ledger: Ledger, state: StateRef, nbytes: int, number: int, verb: InnerVerb) -> Callable[[], object]:
     """Begin the span of a read or a write of piece `number`, and return the function that ends it."""
     return ledger.begin(Lane.DISK, label(verb, state), nbytes, piece=number)
-
-
-def _is_at(home: DiskHome, state: object, names: Set[str]) -> bool:
-    """Return whether `state` is in `home`, with files for the statistics `names`."""
-    return isinstance(state, DiskState) and state.home is home and names <= state.kinds.keys()
-
-
-def _on_host(state: Mapping[str, Any], kinds: Container[str]) -> dict[str, Any]:
-    """Return the entries of `state` that stay in host memory: all but the statistics `kinds`."""
-    return {
-        name: value.to("cpu") if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-        if name not in kinds
-    }
 
 
 def _finish(states: "weakref.ref[DiskStates]") -> None:
