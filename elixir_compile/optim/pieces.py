@@ -31,6 +31,9 @@ CUT_NUMEL = 256
 class Row:
     """A parameter whose update passes in pieces."""
 
+    home: torch.device | None = None
+    """Where the state belongs; None if it may be wherever it is."""
+
     def __init__(self, of: ParamUpdate, layouts: Mapping[str, StatisticLayout], begun: Collection[str]) -> None:
         self.like = of.weight
         self.weight, self.grad = flat(of.weight), flat_order(of.grad, of.weight)
@@ -53,12 +56,12 @@ class Row:
         raise NotImplementedError
 
     def keep_other(self, name: str, value: Any) -> None:
-        """Put `value`, which is no statistic, into the state."""
+        """Put `value`, which is no statistic, into the state, in its home."""
         target = self.entries.get(name)
         if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor) and _is_like(target, value):
             target.copy_(value)
         else:
-            self.entries[name] = value
+            self.entries[name] = value.to(device=self.home) if isinstance(value, torch.Tensor) else value
 
     def finish(self) -> None:
         """Note what the update made; called once its last segment is updated."""
@@ -76,8 +79,8 @@ class MemoryRow(Row):
         is_away: bool = False,
         home: torch.device | None = None,
     ) -> None:
-        """`made` has memory for statistics that the update may make. `home` is where the state belongs; None if it may
-        be wherever it is. `is_away` says that weight and gradient pass through the room too."""
+        """`made` has memory for statistics that the update may make. `is_away` says that weight and gradient pass
+        through the room too."""
         weight, _, state = of
         homes = dict(made)
         begun = [
@@ -94,7 +97,7 @@ class MemoryRow(Row):
         self.homes = homes
         """The statistics; those that no dry step had made are added when the update makes them."""
         self.is_away = is_away
-        self._home = home
+        self.home = home
         self._flat = {name: flat(value) for name, value in homes.items()}
 
     @property
@@ -122,16 +125,11 @@ class MemoryRow(Row):
             segment.made.add(name)
         elif value.shape == segment.weight.shape:
             if name not in self.homes:
-                self.homes[name] = torch.empty_like(self.like, dtype=value.dtype, device=self._home)
+                self.homes[name] = torch.empty_like(self.like, dtype=value.dtype, device=self.home)
             segment.shaped(flat(self.homes[name])[segment.start : segment.stop]).copy_(value)
             self.made.add(name)
         elif segment.is_last:
             self.keep_other(name, value)
-
-    def keep_other(self, name: str, value: Any) -> None:
-        """Put `value`, which is no statistic, into the state, in its home."""
-        has_home = self._home is not None and isinstance(value, torch.Tensor) and name not in self.entries
-        super().keep_other(name, value.to(self._home) if has_home else value)
 
     def finish(self) -> None:
         """Put the statistics that the update made into the state."""
@@ -210,7 +208,7 @@ class Segment(Generic[R]):
         row = self.row
         for name, value in state.items():
             here = self.statistics.get(name)
-            if value is here:
+            if here is not None and value is here:
                 self.made.add(name)
             elif isinstance(value, torch.Tensor) and (here is not None or value.dim()):
                 if here is not None and _is_like(here, value):

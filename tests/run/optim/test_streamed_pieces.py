@@ -1,5 +1,6 @@
 """Streamed updates in pieces: the bits of whole tensors, in no more memory than the plan counts, on three lanes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,16 @@ from tests.run import optimizers as users
 from tests.run.optim.test_mixed_precision import BF16, FP16
 from tests.run.optim.test_streamed_masters import trained
 from tests.run.training import assert_same_tensors
-from tests.run.updating import assert_equal, buckets_of, eager_run, hybrid_run, ladder, nan_staging, rows
+from tests.run.updating import (
+    assert_equal,
+    buckets_of,
+    eager_run,
+    hybrid_run,
+    ladder,
+    nan_staging,
+    rows,
+    small_pieces,
+)
 
 
 def use_small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +88,33 @@ def trained_equally(cls: type[Optimizer], home: str, num_steps: int, **options: 
 def test_a_statistic_that_begins_late_begins_in_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_rooms(monkeypatch)
     trained_equally(users.LateAverage, "host", 6)
+
+
+class Noted(users.Lion):
+    """Keeps entries that are no tensors, one of them nothing and one that a step changes in place."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        super().update(param, group)
+        state = self.state[param]
+        state["nothing"] = None
+        state["steps"] = [*state.get("steps", ()), 1]
+        state["steps"].append(2)
+
+
+@pytest.mark.parametrize(("home", "share"), [("host", 1.0), ("host disk", 0.0)])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_entries_that_are_no_tensors_change_once_in_a_step(
+    state_dtype: str, home: str, share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_small_rooms(monkeypatch)
+    plan = {"home": home, "update": Update.ACROSS_STEPS, "share": share, "optimizer": elixir.hybrid(Noted, state_dtype)}
+    disk = {} if share else {"disk_path": tmp_path}
+    with small_pieces():  # which change the size of the ladder and its rows
+        batches = rows(3)
+        with hybrid_run(ladder(), batches[0], **plan, **disk) as run:
+            run.train(batches)
+            states = [dict(state) for state in run.optimizer.state.values()]
+    assert all(state["nothing"] is None and state["steps"] == [1, 2] * 3 for state in states)
 
 
 @pytest.mark.parametrize("home", ["split", pytest.param("host", marks=pytest.mark.slow)])
