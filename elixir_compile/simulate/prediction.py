@@ -24,7 +24,7 @@ def exposed_s(record: Record) -> float:
             if span.end_s > record.step_s:
                 # The end of this span runs in the next step, beside compute as at the beginning of this step.
                 total_s -= _covered_s(_before(span, record.step_s), compute, starts_s)
-    return total_s
+    return max(0.0, total_s)  # rounded, what covers a transfer may be longer than it
 
 
 def exposed_by_lane(record: Record) -> dict[Lane, float]:

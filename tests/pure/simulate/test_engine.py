@@ -166,6 +166,11 @@ def test_exposed_seconds_are_transfers_without_compute() -> None:
     assert hidden_share(made) == 0.5
 
 
+def test_no_rounding_makes_exposed_seconds_negative() -> None:
+    """0.3 and 0.9 - 0.3 are more than 0.9."""
+    assert exposed_s(record((Lane.COMPUTE, 0.0, 0.3), (Lane.COMPUTE, 0.3, 0.9), (Lane.H2D, 0.0, 0.9))) == 0
+
+
 def test_nothing_transferred_is_all_hidden() -> None:
     made = record((Lane.COMPUTE, 0, 4))
     assert (exposed_s(made), hidden_share(made)) == (0, 1)
