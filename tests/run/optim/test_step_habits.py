@@ -12,7 +12,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
-from elixir_compile.optim import rule
+from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.host import threads
 from elixir_compile.platforms import update_threads
 from tests.run.training import Run, assert_same_tensors, loss_of
@@ -202,9 +202,9 @@ def test_host_updates_use_host_threads_and_log_it_once(
     try:
         with controlled_worker(), caplog.at_level(logging.INFO, "elixir_compile"):
             torch.set_num_threads(1)
-            fused = rule.adamw
+            fused = adamw_rule.adamw
             monkeypatch.setattr(
-                rule,
+                adamw_rule,
                 "adamw",
                 lambda *args, **rest: (seen.append(torch.get_num_threads()), fused(*args, **rest)),
             )
