@@ -79,7 +79,7 @@ def test_every_solver_of_a_search_is_quiet(monkeypatch: pytest.MonkeyPatch, capf
 
     monkeypatch.setattr(solver, "solve_milp", noisy("milp"))
     monkeypatch.setattr(solver, "linprog", noisy("linprog"))
-    monkeypatch.setattr(counted, "solve_milp", noisy("milp"))
+    monkeypatch.setattr(counted, "linprog", noisy("linprog"))
     plan(tight_problem())
     assert set(solved) == {"milp", "linprog"}
     assert capfd.readouterr().out == ""
