@@ -32,8 +32,8 @@ from activations_worker import Case
 from machine import RESULTS, save
 from worker import Worker, in_turn
 
-from elixir_compile.measure.machine import measure_machine
-from elixir_compile.problem.machine import cached_machine, store_machine
+from elixir_compile.session.machine import cached_machine, store_machine
+from elixir_compile.tools.measure.machine import measure_machine
 
 SHARES = (100, 80, 60, 45, 35)
 TORCH_SHARES = (0.0, 0.25, 0.5, 0.75)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from elixir_compile.units import format_bytes
+from elixir_compile.base.units import format_bytes
 
 MB = 1e6
 Figures = dict[str, object]

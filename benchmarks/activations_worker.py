@@ -20,10 +20,9 @@ import torch._functorch.config  # the only place of torch's `activation_memory_b
 from worker import build, plan_figures, stepper, timed, tokens_for
 
 import elixir_compile as elixir
-from elixir_compile.analysis.activations import activation_groups
 from elixir_compile.ir import Plan, Saving, StepGraph, Tier
-from elixir_compile.managed import graph_planner
-from elixir_compile.problem import cache
+from elixir_compile.session import cache, graph_planner
+from elixir_compile.step.activations import activation_groups
 
 BATCH, LENGTH = 4, 512
 QUICK_LAYERS, QUICK_LENGTH = 2, 64

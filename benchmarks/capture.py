@@ -54,8 +54,8 @@ def captured(name: str, is_few: bool) -> dict[str, Any]:
     """Return the seconds of a capture, of this process and its children, and the digest of the step."""
     import torch
 
-    from elixir_compile.api.preview.few_layers import LEAST_LAYERS, capture_model
-    from elixir_compile.api.preview.models import TextBatch, find_model
+    from elixir_compile.tools.preview.few_layers import LEAST_LAYERS, capture_model
+    from elixir_compile.tools.preview.models import TextBatch, find_model
 
     batch, seq = CASES[name]
     began_s, before_s = time.perf_counter(), cpu_s()

@@ -77,7 +77,7 @@ def in_process(command: str, cache: str) -> dict[str, list[float]]:
 
 def run(words: list[str]) -> dict[str, list[float]]:
     """Run the command of `words` in this process; return, by part, its wall seconds, CPU seconds and children's."""
-    from elixir_compile.cli import main as command_line
+    from elixir_compile.tools.cli import main as command_line
 
     before = now()
     seconds = {part: [0.0] * 3 for part in PARTS}
@@ -93,10 +93,10 @@ def run(words: list[str]) -> dict[str, list[float]]:
         return call
 
     def imported() -> None:
-        from elixir_compile.collector import collector_off
+        from elixir_compile.base.collector import collector_off
 
         with collector_off():
-            from elixir_compile.cli import plan
+            from elixir_compile.tools.cli import plan
 
         plan.Request.capture = timed("capture", plan.Request.capture)
         plan.plan_for = timed("search", plan.plan_for)

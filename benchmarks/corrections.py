@@ -28,16 +28,17 @@ import quiet  # noqa: F401  before torch
 from machine import RESULTS, save
 from planner_full import Case, captured, problem_from
 
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.cost import Measured, Stretch
-from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir import Lane, Plan, Span, Tier
+from elixir_compile.ir.cost import Measured, Stretch
+from elixir_compile.ir.hardware import Cluster, Link
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.replan import StepStats, correct, replan
 from elixir_compile.search.schedule import cut_regions, regions
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.simulate import prices, simulate
+from elixir_compile.step.prices import prices
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.seconds import simulate
 
 CASES = {
     "gpt2-4b": Case(model="gpt2-4b", batch=4, machine="a100-40g", ranks=1, state=12),

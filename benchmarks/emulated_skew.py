@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.api import shares as shares_module
-from elixir_compile.hardware import Cluster
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import equal_shares
 from elixir_compile.runtime.lowering import PlacedRegion
+from elixir_compile.tools import shares as shares_module
 
 TIMES = 3
 """How often the slow rank runs each region."""

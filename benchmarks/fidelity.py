@@ -27,8 +27,8 @@ import torch
 from machine import save
 from worker import Worker, in_turn
 
-from elixir_compile.measure.machine import measure_machine
-from elixir_compile.problem.machine import store_machine
+from elixir_compile.session.machine import store_machine
+from elixir_compile.tools.measure.machine import measure_machine
 
 MODELS = ("llama", "gpt2")
 SHARES = (100, 80, 60, 45)

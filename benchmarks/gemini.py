@@ -25,10 +25,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Fractions, Options
+from elixir_compile.base.units import format_s
 from elixir_compile.ir import Bucket, Decision, Placement, Plan, Tier
-from elixir_compile.options import Fractions, Options
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
@@ -37,7 +37,7 @@ from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
-from elixir_compile.units import format_s
+from elixir_compile.step import verify
 
 MIN_NUMEL = SEARCH_SPAN = 32 << 20
 """The smallest chunk, and the span of sizes that are tried, in elements: Gemini's `min_chunk_size_m` and
@@ -262,9 +262,9 @@ def main() -> None:
     """Print the steps of GPT-2 4B by our search and by the rule."""
     import torch  # not before: the rule itself needs none
 
-    from elixir_compile.api.preview.few_layers import capture_model
-    from elixir_compile.api.preview.models import TextBatch, find_model
-    from elixir_compile.hardware import preset
+    from elixir_compile.ir.hardware import preset
+    from elixir_compile.tools.preview.few_layers import capture_model
+    from elixir_compile.tools.preview.models import TextBatch, find_model
 
     model, inputs = find_model("gpt2-4b", TextBatch(batch=8, seq=1024, dtype=torch.bfloat16, recompute=True))
     captured = capture_model(model, inputs, options=Options())

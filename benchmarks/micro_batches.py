@@ -41,9 +41,9 @@ from micro_batches_worker import Case
 from ranks_worker import Group
 from worker import Worker, in_turn
 
-from elixir_compile.hardware import Cluster, cluster_to_json
-from elixir_compile.measure.machine import measure_machine
-from elixir_compile.problem.machine import cached_machine, machine, store_machine
+from elixir_compile.ir.hardware import Cluster, cluster_to_json
+from elixir_compile.session.machine import cached_machine, machine, store_machine
+from elixir_compile.tools.measure.machine import measure_machine
 
 NUM_ROUNDS = 4
 LINK_RATIOS = (2.0, 4.0)

@@ -16,7 +16,7 @@ import torch
 from gpt2_124m import build
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.runtime.published import GradNormCache
 
 WAYS = ("landed", "read again")

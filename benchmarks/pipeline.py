@@ -33,9 +33,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.hardware import Link
+from elixir_compile.ir.hardware import Link
 from elixir_compile.ir.pipeline import TorchSchedule, pipeline_order
-from elixir_compile.simulate.pipeline import PipelinePlayed, StageSeconds, play_pipeline
+from elixir_compile.step.pipeline import PipelinePlayed, StageSeconds, play_pipeline
 
 RANKS, MICRO_BATCHES, ROWS, WIDTH, HIDDEN = 2, 8, 128, 256, 2048
 MESSAGE_BYTES = ROWS * WIDTH * 4

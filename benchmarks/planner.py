@@ -26,16 +26,16 @@ import quiet  # noqa: F401  before torch
 import torch
 from machine import RESULTS, save
 
-from elixir_compile.api.preview.capture import Capture, capture_step
-from elixir_compile.api.preview.models import TextBatch, load_model
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.folders import cache_dir, write_cached
-from elixir_compile.hardware import Cluster, preset
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.folders import cache_dir, write_cached
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import GIB, format_bytes, format_s
 from elixir_compile.ir import Plan, StorageId, graph_from_json, graph_to_json
-from elixir_compile.options import Options
+from elixir_compile.ir.hardware import Cluster, preset
 from elixir_compile.search import plan
 from elixir_compile.search.heuristics.rules import RULES
-from elixir_compile.units import GIB, format_bytes, format_s
+from elixir_compile.tools.preview.capture import Capture, capture_step
+from elixir_compile.tools.preview.models import TextBatch, load_model
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
 BATCHES = (4, 8, 12, 16)

@@ -27,8 +27,8 @@ from machine import RESULTS, save
 from ranks_worker import Case, Group
 from worker import in_turn
 
-from elixir_compile.measure.machine import measure_machine
-from elixir_compile.problem.machine import cached_machine, store_machine
+from elixir_compile.session.machine import cached_machine, store_machine
+from elixir_compile.tools.measure.machine import measure_machine
 
 NUM_ROUNDS = 5
 LOSS_LIMIT = 1e-5

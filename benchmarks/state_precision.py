@@ -22,7 +22,7 @@ import torch
 from machine import RESULTS, save
 
 import elixir_compile as elixir
-from elixir_compile.cli.demo import BATCH, ByteGPT, Shape, batches, read_text
+from elixir_compile.tools.cli.demo import BATCH, ByteGPT, Shape, batches, read_text
 
 NAME = "state_precision_cpu"
 MODELS = {

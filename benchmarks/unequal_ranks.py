@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from machine import machine
 
-from elixir_compile.api.preview.capture import Capture
-from elixir_compile.api.preview.few_layers import capture_model
-from elixir_compile.api.preview.models import TextBatch, find_model
-from elixir_compile.api.share_plans import SharePlans, found_choice
-from elixir_compile.api.shares import budgets_of, search_of
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import parse_fleet
-from elixir_compile.options import parse_options
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import parse_options
+from elixir_compile.base.units import format_s
+from elixir_compile.ir.hardware import parse_fleet
 from elixir_compile.search.shares.choose import RULES
-from elixir_compile.units import format_s
+from elixir_compile.tools.preview.capture import Capture
+from elixir_compile.tools.preview.few_layers import capture_model
+from elixir_compile.tools.preview.models import TextBatch, find_model
+from elixir_compile.tools.share_plans import SharePlans, found_choice
+from elixir_compile.tools.shares import budgets_of, search_of
 
 FOUR = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g"
 EIGHT = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g | 2 x p40-24g + 2 x p100-16g"

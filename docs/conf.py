@@ -14,7 +14,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from elixir_compile.version import __version__
+from elixir_compile.base.version import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,7 +49,16 @@ def as_markup(lines: list[str]) -> Iterator[str]:
 
 def commands_page() -> str:
     """Return the page of the commands, in Markdown, with the whole first line of each command in their list."""
-    writer = [sys.executable, "-m", "typer", "elixir_compile.cli.main", "utils", "docs", "--name", "elixir-compile"]
+    writer = [
+        sys.executable,
+        "-m",
+        "typer",
+        "elixir_compile.tools.cli.main",
+        "utils",
+        "docs",
+        "--name",
+        "elixir-compile",
+    ]
     page = subprocess.run(writer, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
     def with_whole_text(match: re.Match[str]) -> str:

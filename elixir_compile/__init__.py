@@ -3,20 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from elixir_compile.version import __version__ as __version__
+from elixir_compile.base.former_names import know_former_names
+from elixir_compile.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from elixir_compile.api.observe import Study as Study
-    from elixir_compile.api.observe import observe as observe
-    from elixir_compile.api.plan import plan as plan
-    from elixir_compile.api.prepare import compilations as compilations
-    from elixir_compile.api.prepare import mean_loss as mean_loss
-    from elixir_compile.api.prepare import prepare as prepare
-    from elixir_compile.api.prepare import suggested_shares as suggested_shares
-    from elixir_compile.api.prepare import weigh as weigh
-    from elixir_compile.api.sampler import ShareSampler as ShareSampler
-    from elixir_compile.api.shares import shares as shares
-    from elixir_compile.api.stages import plan_stages as plan_stages
     from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -25,51 +15,64 @@ if TYPE_CHECKING:
     from elixir_compile.checkpoint.saving import save as save
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
-    from elixir_compile.ir.observed import StepSummary as StepSummary
     from elixir_compile.ir.pipeline_plan import PipelinePlan as PipelinePlan
     from elixir_compile.ir.share import Share as Share
     from elixir_compile.ir.share import Shares as Shares
-    from elixir_compile.managed.compilation import Compilation as Compilation
-    from elixir_compile.managed.saved import load_plan as load_plan
-    from elixir_compile.managed.saved import save_plan as save_plan
-    from elixir_compile.measure import measure_step as measure_step
     from elixir_compile.optim.adamw import HybridAdamW as HybridAdamW
     from elixir_compile.optim.adamw import hybrid as hybrid
-    from elixir_compile.report.diff import diff as diff
-    from elixir_compile.report.explain import explain as explain
+    from elixir_compile.runtime.measure import measure_step as measure_step
+    from elixir_compile.session.compilation import Compilation as Compilation
+    from elixir_compile.session.prepare import compilations as compilations
+    from elixir_compile.session.prepare import mean_loss as mean_loss
+    from elixir_compile.session.prepare import prepare as prepare
+    from elixir_compile.session.prepare import suggested_shares as suggested_shares
+    from elixir_compile.session.prepare import weigh as weigh
+    from elixir_compile.session.sampler import ShareSampler as ShareSampler
+    from elixir_compile.session.saved import load_plan as load_plan
+    from elixir_compile.session.saved import save_plan as save_plan
+    from elixir_compile.tools.observe import Study as Study
+    from elixir_compile.tools.observe import observe as observe
+    from elixir_compile.tools.plan import plan as plan
+    from elixir_compile.tools.report.diff import diff as diff
+    from elixir_compile.tools.report.explain import explain as explain
+    from elixir_compile.tools.shares import shares as shares
+    from elixir_compile.tools.stages import plan_stages as plan_stages
+    from elixir_compile.tools.study.observed import StepSummary as StepSummary
+
+know_former_names()
 
 _HOME: dict[str, str] = {
     "Checkpoint": "checkpoint.loading",
-    "Compilation": "managed.compilation",
+    "Compilation": "session.compilation",
     "HybridAdamW": "optim.adamw",
     "PipelinePlan": "ir.pipeline_plan",
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
     "Share": "ir.share",
-    "ShareSampler": "api.sampler",
+    "ShareSampler": "session.sampler",
     "Shares": "ir.share",
-    "StepSummary": "ir.observed",
-    "Study": "api.observe",
-    "compilations": "api.prepare",
-    "diff": "report.diff",
-    "explain": "report.explain",
+    "StepSummary": "tools.study.observed",
+    "Study": "tools.observe",
+    "compilations": "session.prepare",
+    "diff": "tools.report.diff",
+    "explain": "tools.report.explain",
     "export": "checkpoint.full",
     "full_state_dict": "checkpoint.full",
     "hybrid": "optim.adamw",
     "load": "checkpoint.loading",
-    "load_plan": "managed.saved",
-    "mean_loss": "api.prepare",
-    "measure_step": "measure",
-    "observe": "api.observe",
-    "plan": "api.plan",
-    "plan_stages": "api.stages",
-    "prepare": "api.prepare",
+    "load_plan": "session.saved",
+    "mean_loss": "session.prepare",
+    "measure_step": "runtime.measure",
+    "observe": "tools.observe",
+    "plan": "tools.plan",
+    "plan_stages": "tools.stages",
+    "prepare": "session.prepare",
     "save": "checkpoint.saving",
-    "save_plan": "managed.saved",
-    "shares": "api.shares",
-    "suggested_shares": "api.prepare",
-    "weigh": "api.prepare",
+    "save_plan": "session.saved",
+    "shares": "tools.shares",
+    "suggested_shares": "session.prepare",
+    "weigh": "session.prepare",
 }
 _ERRORS = (
     "ActivationsGone",
@@ -117,7 +120,7 @@ _ERRORS = (
     "WrongDtype",
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
-_HOME |= dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors")
+_HOME |= dict.fromkeys(_ERRORS, "base.errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors")
 _HOME |= dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors")
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  the imports above tell a type checker

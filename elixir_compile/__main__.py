@@ -1,5 +1,5 @@
 """The command line, where no script `elixir-compile` is installed: `python -m elixir_compile doctor`."""
 
-from elixir_compile.cli.main import main
+from elixir_compile.tools.cli.main import main
 
 main()

@@ -137,8 +137,8 @@ def facts() -> None:
 
 def pinning() -> None:
     """Note the seconds to pin slabs, the workspaces of matrix products, and which attention kernel torch chooses."""
-    from elixir_compile.problem.machine import library_bytes
     from elixir_compile.runtime.slab import Slab
+    from elixir_compile.session.machine import library_bytes
 
     for num, nbytes in ((1, 2**20),) if ARGUMENTS.tiny else ((1, GIB), (1, 4 * GIB), (64, 28 * 2**20)):
         with case(f"pin {num} x {nbytes >> 20} MiB"):
@@ -336,9 +336,9 @@ def sanitizer() -> None:
 
 def measure() -> None:
     """Note the measured profile of the machine, and the built-in one of the same device."""
-    from elixir_compile.hardware import cluster_to_json, profile_for
-    from elixir_compile.measure.machine import measure_machine
-    from elixir_compile.platforms import memory_sizes_bytes, platform_of
+    from elixir_compile.compat.platforms import memory_sizes_bytes, platform_of
+    from elixir_compile.ir.hardware import cluster_to_json, profile_for
+    from elixir_compile.tools.measure.machine import measure_machine
 
     with case("measured"):
         found = measure_machine(DEVICE, seconds=1.0 if ARGUMENTS.tiny else 12.0)
@@ -429,7 +429,7 @@ def blocks_at_peak() -> Iterator[None]:
 
     The sizes tell which tensors they are: beside the saved plan and its question, what no plan counted.
     """
-    from elixir_compile.platforms import platform_of
+    from elixir_compile.compat.platforms import platform_of
 
     record = platform_of(DEVICE).record_blocks(DEVICE) if IS_CUDA else None
     yield

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from elixir_compile import compat
 from elixir_compile.checkpoint.folder import FileRecord, OpenFolder, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
-from elixir_compile.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The errors of checkpoints; their place in the tree of `elixir_compile.errors`:
+"""The errors of checkpoints; their place in the tree of `elixir_compile.base.errors`:
 
 ```text
 ElixirError
@@ -10,11 +10,11 @@ ElixirError
 ```
 """
 
-# ruff: noqa: N818 - as in `elixir_compile.errors`
+# ruff: noqa: N818 - as in `elixir_compile.base.errors`
 
 from collections.abc import Sequence
 
-from elixir_compile.errors import ElixirError
+from elixir_compile.base.errors import ElixirError
 
 _MOST_SHOWN = 8
 """The number of differences that the text of an error lists."""

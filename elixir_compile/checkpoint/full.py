@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from elixir_compile import compat
+from elixir_compile.base.errors import DiskFailed
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import sync_folder
 from elixir_compile.checkpoint.manifest import open_verified
 from elixir_compile.checkpoint.rank_group import checkpoint_lock, rank_group_of
 from elixir_compile.checkpoint.run_state import memory_of, model_state
 from elixir_compile.checkpoint.values import key_of
-from elixir_compile.errors import DiskFailed
-from elixir_compile.ops.shards import full_tensor
+from elixir_compile.graph.ops.shards import full_tensor
 
 _FORMAT_NAMES = {
     torch.float64: "F64",

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.base.errors import DiskFailed, NotPrepared
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointMismatch
 from elixir_compile.checkpoint.manifest import Manifest, Verified, open_verified
@@ -35,7 +36,6 @@ from elixir_compile.checkpoint.run_state import (
     set_random_state,
 )
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
-from elixir_compile.errors import DiskFailed, NotPrepared
 from elixir_compile.runtime.executor import synchronize_executors
 
 _NUM_TRIES = 8

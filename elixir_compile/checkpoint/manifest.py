@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.errors import ElixirError
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointCorrupted
 from elixir_compile.checkpoint.folder import (
@@ -28,8 +30,6 @@ from elixir_compile.checkpoint.folder import (
     open_checkpoint,
 )
 from elixir_compile.checkpoint.values import tensor_keys
-from elixir_compile.codec import Form, from_json, to_json
-from elixir_compile.errors import ElixirError
 
 STATE_FILE = "state.json"
 TENSORS_FOLDER = "tensors"

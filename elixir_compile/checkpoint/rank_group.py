@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.base.errors import DiskFailed, DiskFull
 from elixir_compile.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch, NotACheckpoint, NotSavable
-from elixir_compile.errors import DiskFailed, DiskFull
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.runtime.distributed.control import Carried, ControlChannel
 from elixir_compile.runtime.distributed.errors import RanksDiffer, ranks_text
 

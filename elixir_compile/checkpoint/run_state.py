@@ -19,15 +19,15 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.base.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, key_of, tensor_at, tensor_keys, to_plain
-from elixir_compile.errors import ElixirWarning, UnsupportedModel
-from elixir_compile.ops.masters import REST_NAMES
-from elixir_compile.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
+from elixir_compile.compat.platforms import accelerator_platform, platform_of
+from elixir_compile.graph.ops.masters import REST_NAMES
+from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.precision import STORED_NAMES
 from elixir_compile.optim.saved_state import saved_name, saved_value, with_joined_master
-from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"
 

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.base.errors import DiskFailed, DiskFull, ElixirError
+from elixir_compile.base.version import __version__
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.dcp import Place, keep_own
 from elixir_compile.checkpoint.errors import NotSavable
@@ -32,9 +34,7 @@ from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manif
 from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, rank_group_of
 from elixir_compile.checkpoint.run_state import model_plain, model_state, optimizer_plain, random_state
 from elixir_compile.checkpoint.values import Deferred, Sources, UnsupportedValue, to_plain
-from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 from elixir_compile.runtime.executor import synchronize_executors
-from elixir_compile.version import __version__
 
 _log = logging.getLogger(__name__)
 

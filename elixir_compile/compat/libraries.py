@@ -10,7 +10,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elixir_compile.folders import write_cached
+from elixir_compile.base.folders import write_cached
 
 
 @contextmanager

@@ -13,8 +13,8 @@ calls are summed before they are reduced, in the last backward.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.kinds import StorageId
 
 

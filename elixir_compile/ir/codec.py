@@ -5,8 +5,8 @@ import json
 import re
 from typing import Any
 
-from elixir_compile.codec import Form, from_json, to_json
-from elixir_compile.errors import PlanFileError
+from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.errors import PlanFileError
 from elixir_compile.ir import sizes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Batched, Kind, Lane, StorageId, Verb

@@ -13,12 +13,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import sizes
 from elixir_compile.ir.kinds import Batched, Kernel, Kind, OpId, Phase, StorageId
 from elixir_compile.ir.words import commented, word, words
-from elixir_compile.units import format_bytes
 
 MOST_BYTES = 1 << 55
 """The most bytes of all storages of a graph, and of everything a plan counts: 32 PiB. Bytes are added up in 64 bits,
@@ -42,7 +42,7 @@ class Storage:
     """`nbytes` as an expression of the graph's symbols (see `sizes`); empty if the size is constant."""
     batched: Batched = field(default=Batched.SAME, metadata=LEFT_OUT)
     """How the values in this storage are made of those of the micro-batches. Two views of a storage may have their
-    slices along different dimensions, so a dimension belongs to a node of a capture: see `capture.batch`."""
+    slices along different dimensions, so a dimension belongs to a node of a capture: see `graph.capture.batch`."""
     consecutive: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the slices of the micro-batches are consecutive pieces of the storage, of equal size, in all its views.
     Only then can a slice be alone in memory."""
@@ -123,7 +123,7 @@ class Op:
     mixes: str = field(default="", metadata=LEFT_OUT)
     """Why the op needs the whole batch, as in `a mean over the batch`; empty if it can run once per micro-batch."""
     times: int = field(default=1, metadata=LEFT_OUT)
-    """How many times the op runs in a step. More than 1 only in a graph that `analysis.recompute.as_run` has divided
+    """How many times the op runs in a step. More than 1 only in a graph that `step.recompute.as_run` has divided
     into micro-batches."""
     ring: Ring | None = field(default=None, metadata=LEFT_OUT)
     """What a collective over the tensor axis sends; None for every other op."""

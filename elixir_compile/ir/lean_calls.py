@@ -12,7 +12,7 @@ Storing the activations of some micro-batches, and computing those of the others
 
 from dataclasses import dataclass
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.schedule import Region, Schedule
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elixir_compile.errors import InvalidOption, UnknownSchedule
+from elixir_compile.base.errors import InvalidOption, UnknownSchedule
 from elixir_compile.ir.kinds import Phase, Verb
 
 

@@ -11,8 +11,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elixir_compile.codec import Form, from_json, to_json
-from elixir_compile.errors import PlanFileError
+from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.errors import PlanFileError
 from elixir_compile.ir.pipeline import TorchSchedule
 
 

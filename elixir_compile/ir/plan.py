@@ -3,20 +3,20 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware.cluster import MOST_RANKS
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.calls import ONCE, BackwardOrder, Calls
 from elixir_compile.ir.graph import MOST_BYTES
+from elixir_compile.ir.hardware.cluster import MOST_RANKS
 from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
 from elixir_compile.ir.lean_calls import LeanCalls
 from elixir_compile.ir.rank_class import RankClass
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.share import Share
 from elixir_compile.ir.words import commented, real, word, words
-from elixir_compile.units import format_bytes, format_s
 
 PLAN_FORMAT = 7
 _MOST_CHUNKS = 1024

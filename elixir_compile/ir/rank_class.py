@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.words import real, word
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.kinds import Lane
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, OpId, Phase, RegionId, Verb
 from elixir_compile.ir.words import word, words
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
-from elixir_compile.errors import InvalidOption, InvalidPlan, PlanFileError
+from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
+from elixir_compile.base.errors import InvalidOption, InvalidPlan, PlanFileError
 
 STATE_TOLERANCE = 1e-9
 """How far the parts of the state of all ranks may add up to another number than 1."""

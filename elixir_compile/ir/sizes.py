@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.rows import most_rows
 
 Terms = tuple[tuple[str, int], ...]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
-from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.registry import slot_of
+from elixir_compile.base.errors import UnsupportedModel
+from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.optim.adamw_rule import amsgrad_refused, may_be_narrow
 from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule

@@ -4,7 +4,7 @@
     other state, on the host   one pass over host memory: decode, the same arithmetic in fp32, encode (`host.passes`)
     other state, on a device   the same in torch's ops, for many parameters at once in scratch tensors of bounded size
 
-A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `ops.masters`.
+A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `graph.ops.masters`.
 
 ```text
   grads  -> | wide   a | b |    c    |      fp32, scaled
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from elixir_compile.graph.ops.masters import REST_DTYPES, REST_NAMES, has_master
+from elixir_compile.graph.ops.optimizers import ParamState
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir.bucket import STATE_DTYPES
-from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master
-from elixir_compile.ops.optimizers import ParamState
-from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.passes import Extras, coalesce, kernel
 from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.ops.masters import claim_master, has_master
-from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.graph.ops.masters import claim_master, has_master
+from elixir_compile.graph.ops.registry import slot_of
+from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.guard import GradientSnapshots
 from elixir_compile.optim.host import sum_of_squares

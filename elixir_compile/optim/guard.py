@@ -24,9 +24,9 @@ import torch
 from torch import distributed, nn
 
 from elixir_compile import compat
-from elixir_compile.errors import GradientsChanged
-from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, own_part, sum_over_parts
+from elixir_compile.base.errors import GradientsChanged
+from elixir_compile.graph.ops.registry import slot_of
+from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, own_part, sum_over_parts
 from elixir_compile.optim.rule import GRAD_SCALE, snapshot
 from elixir_compile.runtime.distributed.errors import OverflowUnseen
 from elixir_compile.runtime.published import GradientSnapshot

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from elixir_compile.errors import ElixirWarning
-from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
+from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.graph.ops.optimizers import ParamState, claim_for_hybrid
 from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, Overflow
 from elixir_compile.optim.rule import UpdateRule, scaled

@@ -2,8 +2,8 @@
 
 import torch
 
+from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.ir import Bucket
-from elixir_compile.ops.registry import slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor, executor_of_slot
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from elixir_compile.ops.masters import REST_NAMES, take_rest
-from elixir_compile.ops.shards import own_part
+from elixir_compile.graph.ops.masters import REST_NAMES, take_rest
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.optim.disk.state import DiskState
 from elixir_compile.optim.layout import StatisticLayout, flat_order
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, decode, encode

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.optimizers import ParamState
-from elixir_compile.ops.registry import gathered_numel
-from elixir_compile.ops.shards import own_grad, own_part
+from elixir_compile.base.errors import UnsupportedModel
+from elixir_compile.graph.ops.optimizers import ParamState
+from elixir_compile.graph.ops.registry import gathered_numel
+from elixir_compile.graph.ops.shards import own_grad, own_part
 from elixir_compile.optim.layout import StatisticLayout
 
 State = MutableMapping[str, Any]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
-from elixir_compile.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_like, part_of_rows
+from elixir_compile.graph.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_like, part_of_rows
 from elixir_compile.optim.host.flat_step import joined, split
 from elixir_compile.optim.moment_forms import BLOCK, MomentForm
 from elixir_compile.optim.precision import (

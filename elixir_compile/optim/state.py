@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile.graph.ops.registry import slot_of
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir import Tier
-from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.disk.updates import DiskStates
 from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.optim.planned import bucket_of

@@ -6,7 +6,7 @@
 
 A piece holds the same elements of all tensors that pass. Update rules are element-wise, so they give the bits that they
 give for whole tensors. Pieces pass through rooms in turn. All rooms together take no more than the plan counts for the
-largest streamed bucket (`analysis.bucket_bytes.streamed`), but for gaps of less than `pieces.ALIGN_BYTES` per tensor.
+largest streamed bucket (`step.bucket_bytes.streamed`), but for gaps of less than `pieces.ALIGN_BYTES` per tensor.
 
 Lanes wait for each other by events, and the host waits for none of them, with three exceptions for optimizer classes
 that are not AdamW: numbers and statistics that a class makes on the device, which no dry step had foreseen, are copied
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from elixir_compile.analysis.staging import streamed_rooms
 from elixir_compile.ir import BucketId, BucketRef, Lane, StateRef, Verb, label
+from elixir_compile.ir.staging import streamed_rooms
 from elixir_compile.optim.layout import is_alike
 from elixir_compile.optim.pieces import CUT_NUMEL, MemoryRow, Segment, aligned, pieces, update
 from elixir_compile.optim.rule import GroupSlice, UpdateRule

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elixir_compile import compat
-from elixir_compile.capture.modules import model_of
-from elixir_compile.errors import NoGraphCaptured
-from elixir_compile.ops.registry import slot_of
+from elixir_compile.base.errors import NoGraphCaptured
+from elixir_compile.graph.capture.modules import model_of
+from elixir_compile.graph.ops.registry import slot_of
 
 _captured = WeakIdKeyDictionary()
 """The parameters that captured graphs read as plain inputs: no plan can move them, so they have no slot."""

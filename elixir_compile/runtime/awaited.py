@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.ops.registry import Slot, slot_of
-from elixir_compile.ops.shards import is_dtensor
+from elixir_compile.graph.ops.registry import Slot, slot_of
+from elixir_compile.graph.ops.shards import is_dtensor
 from elixir_compile.runtime.updates import PendingUpdate
 
 _queued_lock = threading.Lock()

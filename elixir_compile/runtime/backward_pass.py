@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import UnsupportedBackward
+from elixir_compile.base.errors import UnsupportedBackward
+from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import BucketId, Calls
-from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from elixir_compile import compat
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import own_part, rehome, rehome_grad
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
-from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import own_part, rehome, rehome_grad
 from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory

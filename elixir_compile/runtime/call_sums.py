@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elixir_compile.ops.masters import has_master
+from elixir_compile.graph.ops.masters import has_master
 from elixir_compile.runtime.bucket import RunningBucket
 
 

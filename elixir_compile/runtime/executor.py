@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import IncompleteStep, StaleParameters, UnsupportedBackward
+from elixir_compile.base.errors import IncompleteStep, StaleParameters, UnsupportedBackward
+from elixir_compile.graph.ops.optimizers import PlainState
+from elixir_compile.graph.ops.reads import EagerReads, Sites
+from elixir_compile.graph.ops.registry import Slot, forget, new_slot, slot_of
+from elixir_compile.graph.ops.tensor_axis import TensorAxis
+from elixir_compile.graph.rewrite.divided_graph import Layout
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
-from elixir_compile.ops.optimizers import PlainState
-from elixir_compile.ops.reads import EagerReads, Sites
-from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
-from elixir_compile.ops.tensor_axis import TensorAxis
-from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.backward_pass import BackwardPass, refuse_hooks
 from elixir_compile.runtime.distributed.peers import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -43,7 +43,7 @@ Program = Callable[[list[Any]], Any]
 class Executor:
     """The parameters of a model, their homes, and the verbs of its programs, on `device`.
 
-    It knows no graphs and no plans but the buckets in force: `managed.model.ManagedModel` owns it and them. It has
+    It knows no graphs and no plans but the buckets in force: `session.model.ManagedModel` owns it and them. It has
     more than 20 methods: 11 are the verbs, which programs call on one object.
     """
 
@@ -83,7 +83,7 @@ class Executor:
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
         self.plain_state = PlainState()
-        """The optimizer state on the device that no plan places: see `managed.plain_state`."""
+        """The optimizer state on the device that no plan places: see `session.plain_state`."""
         self.calls = StepCalls(name)
         """Which call of a step runs, if a step calls the model several times."""
         self.saved = SavedActivations(self.lanes, self.ledger)

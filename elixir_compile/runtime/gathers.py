@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from elixir_compile.base.living import Living
 from elixir_compile.ir import BucketRef, Lane, Verb, label
-from elixir_compile.living import Living
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer

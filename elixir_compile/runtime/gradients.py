@@ -8,7 +8,7 @@
     inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
 
-Autograd takes gradients at the gate (see `ops.gather`), which runs after all graphs of the backward that read the
+Autograd takes gradients at the gate (see `graph.ops.gather`), which runs after all graphs of the backward that read the
 gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own
 gradients.
 """
@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import UnsupportedBackward
+from elixir_compile.base.errors import UnsupportedBackward
+from elixir_compile.graph.ops.optimizers import let_update
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import as_dtensor, own_part
 from elixir_compile.ir import BucketRef, GradientRef, InnerVerb, Kept, Lane, Update, Verb, label
-from elixir_compile.ops.optimizers import let_update
-from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.backward_pass import BackwardPass
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.call_sums import SumsOfCalls

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from elixir_compile import compat
+from elixir_compile.base.living import Living
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.schedule import verb_of
-from elixir_compile.living import Living
 from elixir_compile.runtime.lanes import Announced, Lanes
 from elixir_compile.runtime.recording import (
     ON_THREADS,

@@ -13,11 +13,11 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
-from elixir_compile.capture.markers import parameter
+from elixir_compile.graph.capture.markers import parameter
+from elixir_compile.graph.rewrite.own_memory import with_own_memory
+from elixir_compile.graph.rewrite.recompute import RECOMPUTED
+from elixir_compile.graph.rewrite.regions import RegionGraph
 from elixir_compile.ir import Lane, Phase
-from elixir_compile.rewrite.own_memory import with_own_memory
-from elixir_compile.rewrite.recompute import RECOMPUTED
-from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 

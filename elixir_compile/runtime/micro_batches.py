@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
+from elixir_compile.graph.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
 from elixir_compile.ir import Lane, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
-from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion

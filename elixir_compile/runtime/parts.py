@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from elixir_compile import compat
-from elixir_compile.rewrite.divided_graph import Layout
+from elixir_compile.graph.rewrite.divided_graph import Layout
 
 
 class InParts:

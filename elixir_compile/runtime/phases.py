@@ -15,8 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from elixir_compile import compat
+from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir.kinds import Phase
-from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 

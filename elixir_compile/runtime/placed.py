@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.capture.modules import retire
-from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel, UnsupportedWrapper
+from elixir_compile.base.errors import ElixirWarning, ParameterReplaced, UnsupportedModel, UnsupportedWrapper
+from elixir_compile.compat.platforms import platform_of
+from elixir_compile.graph.capture.modules import retire
+from elixir_compile.graph.ops.aliases import aliases, held_by_others
+from elixir_compile.graph.ops.optimizers import let_state_follow
+from elixir_compile.graph.ops.reads import Sites
+from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import Bucket, BucketId, BucketRef, Placement, Plan, Tier, Verb, label
-from elixir_compile.ops.aliases import aliases, held_by_others
-from elixir_compile.ops.optimizers import let_state_follow
-from elixir_compile.ops.reads import Sites
-from elixir_compile.ops.registry import Slot
-from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.new_bucket import new_bucket
 from elixir_compile.runtime.distributed.ranks import Ranks

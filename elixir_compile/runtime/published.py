@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part, version
+from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import as_dtensor, is_dtensor, own_part, version
 from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 19

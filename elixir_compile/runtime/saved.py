@@ -22,9 +22,9 @@ from dataclasses import replace
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import ActivationsGone
+from elixir_compile.base.errors import ActivationsGone
+from elixir_compile.graph.rewrite.divided_graph import Layout
 from elixir_compile.ir import GroupId, GroupRef, Lane, Verb, label
-from elixir_compile.rewrite.divided_graph import Layout
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.outstanding_forward import OffloadedGroup, OutstandingForward

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elixir_compile.errors import ElixirWarning
-from elixir_compile.platforms import PinningError, accelerator_platform, cores_beside, on_cores
+from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.compat.platforms import PinningError, accelerator_platform, cores_beside, on_cores
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from elixir_compile.errors import IncompleteStep, TooManyForwards
+from elixir_compile.base.errors import IncompleteStep, TooManyForwards
 from elixir_compile.ir.calls import ONCE, Calls
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from elixir_compile.living import Living
+from elixir_compile.base.living import Living
 from elixir_compile.runtime.landing import Landings
 from elixir_compile.runtime.lanes import Event, Lanes
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from elixir_compile.base.units import GIB, format_s
 from elixir_compile.ir import Plan
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
@@ -35,7 +36,6 @@ from elixir_compile.search.limits import leanest
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.tries import Tries, bring_back, flip
-from elixir_compile.units import GIB, format_s
 
 log = logging.getLogger("elixir_compile")
 

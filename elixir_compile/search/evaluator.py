@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elixir_compile.analysis.staging import disk_staging_bytes
-from elixir_compile.analysis.windows import closing_of
 from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, Update, Verb
+from elixir_compile.ir.staging import disk_staging_bytes
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, regions, step_actions
 from elixir_compile.search.space.facts import Facts, gather_facts
@@ -19,7 +18,9 @@ from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.min_memory import lowered_modes, min_memory_levels
 from elixir_compile.search.space.profiles import Profile, profiles
 from elixir_compile.search.space.residency import Moves, moves_at_use
-from elixir_compile.simulate import Cycle, OpSeconds, Played, play, prices
+from elixir_compile.step.prices import OpSeconds, prices
+from elixir_compile.step.seconds import Cycle, Played, play
+from elixir_compile.step.windows import closing_of
 
 MAX_AHEAD = 2
 """More windows ahead gain nothing if layers are alike and a transfer is shorter than a layer."""

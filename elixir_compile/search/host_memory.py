@@ -19,15 +19,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from elixir_compile.analysis.staging import disk_staging_bytes
-from elixir_compile.analysis.timeline import host_bytes
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier
+from elixir_compile.ir.staging import disk_staging_bytes
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.writing import predicted
-from elixir_compile.simulate import prices
-from elixir_compile.units import format_bytes, format_s
+from elixir_compile.step.prices import prices
+from elixir_compile.step.timeline import host_bytes
 
 log = logging.getLogger("elixir_compile")
 

@@ -10,15 +10,15 @@ The limits are the fewest device bytes of a graph, and its device bytes if nothi
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Placement, Plan, Saving, StepGraph
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, placement_of
 from elixir_compile.search.space.modes import modes_by_depth
+from elixir_compile.step.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.recompute import as_run, given_bytes
 
 
 def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:

@@ -11,12 +11,11 @@ bytes, so doubling and bisection find it in 2 log2(batch) trials.
 import contextlib
 from collections.abc import Callable, Sequence
 
-from elixir_compile.analysis.timeline import device_lives, plan_timeline
-from elixir_compile.analysis.verify import verify
-from elixir_compile.collector import collector_off
-from elixir_compile.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.base.collector import collector_off
+from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.base.options import Planner
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Kind, Op, Plan, Tier
-from elixir_compile.options import Planner
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.clock import Clock, deadline_in
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
@@ -30,7 +29,8 @@ from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.writing import write_out
-from elixir_compile.units import format_bytes
+from elixir_compile.step.timeline import device_lives, plan_timeline
+from elixir_compile.step.verify import verify
 
 _MANY_BUCKETS, _MANY_CHOICES = 64, 600
 """Above these numbers of buckets, or of levels and modes, the greedy planner is too slow for the first draft plan. On

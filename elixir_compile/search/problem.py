@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elixir_compile.analysis.laps import Lap
-from elixir_compile.analysis.recompute import as_run, first_equal, laps_at
-from elixir_compile.codec import LEFT_OUT
-from elixir_compile.cost import Measured
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Cluster
+from elixir_compile.base.codec import LEFT_OUT
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.options import Fractions
+from elixir_compile.base.units import MIB
 from elixir_compile.ir import (
     ONCE,
     Activations,
@@ -22,9 +20,11 @@ from elixir_compile.ir import (
     Tier,
     Update,
 )
+from elixir_compile.ir.cost import Measured
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import Share, have_equal_parts
-from elixir_compile.options import Fractions
-from elixir_compile.units import MIB
+from elixir_compile.step.laps import Lap
+from elixir_compile.step.recompute import as_run, first_equal, laps_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ import zlib
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from elixir_compile.codec import Form, from_json, to_json
-from elixir_compile.errors import InvalidPlan, QuestionFileError
+from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.errors import InvalidPlan, QuestionFileError
+from elixir_compile.base.options import Options, Planner
 from elixir_compile.ir.graph import MOST_BYTES
-from elixir_compile.options import Options, Planner
 from elixir_compile.search.problem import Problem
 
 QUESTION_FORMAT = 1

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Decision
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import DraftPlan
@@ -13,7 +14,6 @@ from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.space.levels import level_text
 from elixir_compile.search.space.modes import mode_text
-from elixir_compile.units import format_bytes, format_s
 
 _FULL = 1 - 1e-3
 

@@ -14,18 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elixir_compile.ir import (
-    Action,
-    BucketId,
-    GradientRef,
-    Phase,
-    Region,
-    RegionId,
-    RegionRef,
-    Schedule,
-    Target,
-    Verb,
-)
+from elixir_compile.ir import Action, BucketId, GradientRef, Phase, Region, RegionId, RegionRef, Schedule, Target, Verb
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.residency import Moves

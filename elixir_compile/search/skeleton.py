@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from elixir_compile.analysis.collectives import Collective, collective_of, collectives_of, sharded_buckets
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -41,6 +40,7 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.ir.share import Share
+from elixir_compile.step.collectives import Collective, collective_of, collectives_of, sharded_buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

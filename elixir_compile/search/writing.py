@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.lean_calls import num_full_calls
-from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import (
     Activations,
     Bucket,
@@ -29,9 +27,12 @@ from elixir_compile.search.schedule import cut_regions, regions, schedule, step_
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
-from elixir_compile.simulate import further_call, hidden_update_share, prediction_of, simulate
-from elixir_compile.simulate.traffic import tensor_traffic
-from elixir_compile.units import format_bytes, format_s
+from elixir_compile.step.formula import peak_formula
+from elixir_compile.step.lean_calls import num_full_calls
+from elixir_compile.step.prediction import hidden_update_share, prediction_of
+from elixir_compile.step.seconds import further_call, simulate
+from elixir_compile.step.timeline import plan_timeline
+from elixir_compile.step.traffic import tensor_traffic
 
 
 def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:

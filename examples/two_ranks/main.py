@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
-from elixir_compile.report.line import plan_line
-from elixir_compile.units import format_bytes
+from elixir_compile.base.units import format_bytes
+from elixir_compile.session.line import plan_line
 
 
 def main() -> None:

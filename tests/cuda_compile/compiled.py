@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.session.machine import library_bytes
 
 NUM_WORDS = 1021
 """No multiple of 8: Inductor tries to pad the products of the head."""

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from elixir_compile.capture.modules import model_of
-from elixir_compile.cost import stream_bytes
-from elixir_compile.hardware import Cluster
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Lane, Placement, Verb
+from elixir_compile.ir.cost import stream_bytes
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import InnerVerb
 from elixir_compile.ir.schedule import what_of
 from elixir_compile.runtime import recording, updates
@@ -37,8 +37,8 @@ from elixir_compile.runtime.lanes import accelerator
 from elixir_compile.runtime.lanes.accelerator import Accelerator, StreamLane
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.micro_batches import DividedRegion
-from elixir_compile.simulate.prices import Prices
-from elixir_compile.simulate.seconds import player_of
+from elixir_compile.step.prices import Prices
+from elixir_compile.step.seconds import player_of
 from tests.cuda_standin import device as standin
 from tests.run.training import Run
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.capture.modules import model_of
-from elixir_compile.hardware import Cluster, cluster_to_json, preset
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Plan
+from elixir_compile.ir.hardware import Cluster, cluster_to_json, preset
 from tests.cuda_standin.clock import Clock, clocked
 from tests.run.models import Stack, seeded, small_gpt2, small_llama, tokens, vectors
 from tests.run.training import Run, by_elixir, least_bytes, loss_of, plain_step, scaled_bytes

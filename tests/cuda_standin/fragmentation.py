@@ -89,8 +89,8 @@ def measured(name: str, *, tight: bool, num_steps: int, plans_gaps: bool = True)
     import torch
 
     import elixir_compile as elixir
-    from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps
-    from elixir_compile.problem.machine import library_bytes
+    from elixir_compile.session.allocator_gaps import SEGMENT_BYTES, AllocatorGaps
+    from elixir_compile.session.machine import library_bytes
     from tests.cuda_standin import device as standin
 
     if standin.is_here():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.platforms import platform_of
+from elixir_compile.compat.platforms import platform_of
 from tests.cuda_standin import device as standin
 from tests.cuda_standin.build import ROOT
 from tests.cuda_standin.run import CANNOT

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir import Bucket, Placement, StorageId, Tier
-from elixir_compile.ops.shards import own_part
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
 from elixir_compile.runtime.executor import Executor
 from tests.cuda_standin import device as standin

@@ -13,8 +13,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import elixir_compile as elixir
-from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.session.allocator_gaps import SEGMENT_BYTES
+from elixir_compile.session.machine import library_bytes
 from tests.cuda_standin.on_cuda_nccl import ranks
 from tests.run.pipeline_checks import DEFAULTS, LOOPED, loss_of
 from tests.run.processes import spawn

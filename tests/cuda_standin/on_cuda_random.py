@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES
-from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from elixir_compile.session.allocator_gaps import SEGMENT_BYTES
+from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.cuda_standin import device as standin
 from tests.run.random_runs import Draw, Outcome, outcome_of
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps
-from elixir_compile.platforms import platform_of
-from elixir_compile.problem.machine import library_bytes
-from elixir_compile.units import MIB
+from elixir_compile.base.units import MIB
+from elixir_compile.compat.platforms import platform_of
+from elixir_compile.session.allocator_gaps import SEGMENT_BYTES, AllocatorGaps
+from elixir_compile.session.machine import library_bytes
 from tests.cuda_standin import device as standin
 from tests.cuda_standin.fragmentation import WORDS, layers_of_many_widths, llama
 from tests.gpu.accelerator import gpt2

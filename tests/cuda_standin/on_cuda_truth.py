@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.session.machine import library_bytes
 from tests.cuda_standin import device as standin
 from tests.gpu.accelerator import Attention, gpt2
 from tests.run.models import WIDTH, Stack, hf_batches, seeded, small_gpt2, small_llama, vectors

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Let what test files make when they are imported be on the device too."""
     from elixir_compile import compat
-    from elixir_compile.api.backend import elixir
+    from elixir_compile.session.backend import elixir
 
     compat.name_backend(elixir)  # a GPU's machine may have the source tree alone
     torch.set_default_device(DEVICE)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.doctor import Diagnosis, Verdict, diagnose, this_system, trials
-from elixir_compile.units import MIB
+from elixir_compile.base.units import MIB
+from elixir_compile.tools.doctor import Diagnosis, Verdict, diagnose, this_system, trials
 from tests.device import fakegpu
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import model_of
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Lane, Tally, Update, tallies
-from elixir_compile.simulate import simulate
+from elixir_compile.step.seconds import simulate
 from tests.device import emulated
 from tests.run.training import plain_step
 from tests.run.updating import hybrid_run, ladder, rows

@@ -11,16 +11,15 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.managed import allocator_gaps
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, foreign_bytes
+from elixir_compile.base.options import parse_options
+from elixir_compile.base.units import GIB
+from elixir_compile.compat.platforms import PeakRecord, blocks, platform_of
+from elixir_compile.compat.platforms.accelerator import AcceleratorPlatform
 from elixir_compile.optim import adamw_rule
-from elixir_compile.options import parse_options
-from elixir_compile.platforms import PeakRecord, blocks, platform_of
-from elixir_compile.platforms.accelerator import AcceleratorPlatform
-from elixir_compile.problem import machine
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
-from elixir_compile.units import GIB
+from elixir_compile.session import allocator_gaps, machine
+from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, foreign_bytes
 from tests.device import emulated
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes, scaled_bytes, tight_bytes

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from elixir_compile.problem.machine import library_bytes
-from elixir_compile.units import parse_bytes
+from elixir_compile.base.units import parse_bytes
+from elixir_compile.session.machine import library_bytes
 from tests.device import emulated
 from tests.gpu import test_accelerator_memory
 from tests.run.training import by_elixir, plain_step

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Lane, Update
 from elixir_compile.runtime.executor import Executor
 from tests.device import emulated

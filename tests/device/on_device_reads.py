@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.ops.shards import rehome
+from elixir_compile.graph.ops.shards import rehome
 from tests.device import emulated
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
@@ -72,7 +72,9 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.filterwarnings("ignore:.*hold the memory they leave:elixir_compile.errors.ElixirWarning")  # the graph does
+@pytest.mark.filterwarnings(
+    "ignore:.*hold the memory they leave:elixir_compile.base.errors.ElixirWarning"
+)  # the graph does
 @pytest.mark.parametrize("make", [EagerLast, EagerBetween])
 @pytest.mark.parametrize("own", [fused_adamw, hybrid_adamw])
 def test_gradients_of_reads_before_a_move_arrive_behind_it(make: type[nn.Module], own: Any) -> None:

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.cli import demo
-from elixir_compile.measure.machine import measure_machine, rates
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.optim.state import StateBuffers
 from elixir_compile.optim.update import BucketUpdate
-from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.updates import Work
+from elixir_compile.tools.cli import demo
+from elixir_compile.tools.measure.machine import measure_machine, rates
 from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, tight_bytes

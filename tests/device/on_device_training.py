@@ -13,9 +13,9 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from elixir_compile.problem import machine, planning
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes.accelerator import Accelerator
+from elixir_compile.session import machine, planning
 from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_torch, on_host, tight_bytes

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import Depth, Group, activation_groups, as_run, with_peaks
-from elixir_compile.analysis.laps import laps
-from elixir_compile.analysis.verify import verify
 from elixir_compile.ir import (
     Action,
     Activations,
@@ -33,6 +30,9 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef
 from elixir_compile.search import Problem
+from elixir_compile.step import Depth, Group, activation_groups, as_run, with_peaks
+from elixir_compile.step.laps import laps
+from elixir_compile.step.verify import verify
 
 Choice = Callable[[Group], Saving | None]
 """What happens to a group; None leaves it out of the plan."""
@@ -236,9 +236,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> 
         return plan
 
     with monkeypatch.context() as patch:
-        patch.setattr("elixir_compile.managed.graph_planner.plan_for", plan_for)
+        patch.setattr("elixir_compile.session.graph_planner.plan_for", plan_for)
         # The plans that are made must not depend on the accumulation of earlier tests.
-        patch.setattr("elixir_compile.managed.staying_gradients.remembers_accumulation", lambda *_: False)
+        patch.setattr("elixir_compile.session.staying_gradients.remembers_accumulation", lambda *_: False)
         yield made
 
 

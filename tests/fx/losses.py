@@ -7,8 +7,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.compat import boxed, compile_with_aot_eager, min_cut_partition
+from elixir_compile.graph.capture.loss import chunk_loss, find_loss
 
 TOKENS, CLASSES, WIDTH = 22, 64, 16
 """Tokens of the two sequences that `inputs` makes; with 4 chunks they do not come out even."""

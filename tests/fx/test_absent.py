@@ -3,10 +3,10 @@
 import torch
 from torch import fx, nn
 
-from elixir_compile.capture.additions import trained_keys, with_absent
-from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.graph.capture.additions import trained_keys, with_absent
+from elixir_compile.graph.capture.convert import Captured, step_graph
+from elixir_compile.graph.ops.registry import Slot, slot_by_key
 from elixir_compile.ir import Kind, Phase, StepGraph
-from elixir_compile.ops.registry import Slot, slot_by_key
 from tests.fx.captures import Pair, record_of
 
 

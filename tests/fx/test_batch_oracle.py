@@ -1,7 +1,7 @@
-"""DTensor's sharding rules as oracle for `capture.batch_rules`: micro-batches are ranks in time.
+"""DTensor's sharding rules as oracle for `graph.capture.batch_rules`: micro-batches are ranks in time.
 
 A slice per micro-batch is a shard, what is equal for all is replicated, and a sum is a partial value. Each op of a
-captured step runs on DTensors over a fake group, with its inputs in the states that `capture.batch` found.
+captured step runs on DTensors over a fake group, with its inputs in the states that `graph.capture.batch` found.
 """
 
 import operator
@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elixir_compile.capture.batch import step_states
-from elixir_compile.capture.batch_call import State, states_in
-from elixir_compile.capture.batch_walk import Walked
-from elixir_compile.capture.markers import MARKERS
+from elixir_compile.graph.capture.batch import step_states
+from elixir_compile.graph.capture.batch_call import State, states_in
+from elixir_compile.graph.capture.batch_walk import Walked
+from elixir_compile.graph.capture.markers import MARKERS
 from elixir_compile.ir import Batched
 from tests.fx.captures import record_of
 from tests.fx.test_batch_states import LENGTH, ROWS, language_model

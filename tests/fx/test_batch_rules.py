@@ -1,4 +1,4 @@
-"""Each rule of `capture.batch_rules`: an op on micro-batches, put together, is the op on the whole batch, in fp64."""
+"""Each rule of `graph.capture.batch_rules`: an op on micro-batches, put together, is the op on the whole batch, in fp64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from elixir_compile.capture.batch_call import SAME, State, each
+from elixir_compile.graph.capture.batch_call import SAME, State, each
 from tests.fx.micro_batches import mixing, run_in_micro_batches, traced, walked
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""`capture.batch`: which values of captured steps have slices, which are sums, and which ops mix the batch."""
+"""`graph.capture.batch`: which values of captured steps have slices, which are sums, and which ops mix the batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elixir_compile.api.preview.capture import capture_step
-from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, each
+from elixir_compile.base.options import parse_options
+from elixir_compile.graph.capture.batch_call import SAME, SUM, TOTAL, each
 from elixir_compile.ir import Batched, Kind, Op, StepGraph
-from elixir_compile.options import parse_options
+from elixir_compile.tools.preview.capture import capture_step
 from tests.covering import covering
 from tests.fx.micro_batches import mixing, traced, walked
 

@@ -1,4 +1,4 @@
-"""`capture.convert`: storages, aliases and kinds of a captured step, worked out by hand."""
+"""`graph.capture.convert`: storages, aliases and kinds of a captured step, worked out by hand."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.capture.convert import step_graph
-from elixir_compile.capture.markers import gradient, key_of
-from elixir_compile.capture.node_facts import source_of
-from elixir_compile.capture.tracing import trace_step
+from elixir_compile.graph.capture.convert import step_graph
+from elixir_compile.graph.capture.markers import gradient, key_of
+from elixir_compile.graph.capture.node_facts import source_of
+from elixir_compile.graph.capture.tracing import trace_step
 from elixir_compile.ir import Kind, Phase, StepGraph
 from tests.fx.captures import Pair, Shared, record_of
 

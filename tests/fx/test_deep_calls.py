@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from elixir_compile.capture.tracing import with_deep_calls
+from elixir_compile.graph.capture.tracing import with_deep_calls
 
 NUM_CALLS = 1000
 

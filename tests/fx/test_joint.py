@@ -1,11 +1,11 @@
-"""`capture.joint`: gathers leave the joint graph before it is partitioned, and come back as markers."""
+"""`graph.capture.joint`: gathers leave the joint graph before it is partitioned, and come back as markers."""
 
 import torch
 from torch import fx, nn
 
-from elixir_compile.capture.convert import ops_of
-from elixir_compile.capture.markers import TICKET, gradient, parameter, ticket
-from elixir_compile.ops.gather import GATHER, REDUCE
+from elixir_compile.graph.capture.convert import ops_of
+from elixir_compile.graph.capture.markers import TICKET, gradient, parameter, ticket
+from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from tests.fx.captures import Pair, Shared, halves_of_torch, record_of
 
 

@@ -1,4 +1,4 @@
-"""`capture.loss`: the loss region of a Dynamo graph, and its form in chunks."""
+"""`graph.capture.loss`: the loss region of a Dynamo graph, and its form in chunks."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from torch import fx
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.capture.chunked import chunked_cross_entropy
-from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.compat import storage_key
-from elixir_compile.ops.gather import GATHER
+from elixir_compile.graph.capture.chunked import chunked_cross_entropy
+from elixir_compile.graph.capture.loss import chunk_loss, find_loss
+from elixir_compile.graph.ops.gather import GATHER
 from tests.fx.losses import (
     CLASSES,
     LOSSES,

@@ -7,26 +7,17 @@ import pytest
 import torch
 from torch import fx, nn
 
-from elixir_compile.analysis import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
-from elixir_compile.capture.convert import step_graph
-from elixir_compile.capture.input_sizes import SIZES
-from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain
-from elixir_compile.capture.kernel_bytes import as_traced
-from elixir_compile.capture.markers import parameter
-from elixir_compile.capture.node_facts import kernel_of
-from elixir_compile.capture.tracing import _renamed
-from elixir_compile.capture.views import is_view, view_chain, viewed
-from elixir_compile.ir import (
-    Kernel,
-    Kind,
-    StepGraph,
-    fingerprint,
-    graph_at,
-    graph_from_json,
-    graph_to_json,
-    sizes,
-)
-from elixir_compile.managed.compilation import Compilation
+from elixir_compile.graph.capture.convert import step_graph
+from elixir_compile.graph.capture.input_sizes import SIZES
+from elixir_compile.graph.capture.joint import _Hidden, _rebuild_view, _view_chain
+from elixir_compile.graph.capture.kernel_bytes import as_traced
+from elixir_compile.graph.capture.markers import parameter
+from elixir_compile.graph.capture.node_facts import kernel_of
+from elixir_compile.graph.capture.tracing import _renamed
+from elixir_compile.graph.capture.views import is_view, view_chain, viewed
+from elixir_compile.ir import Kernel, Kind, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, sizes
+from elixir_compile.session.compilation import Compilation
+from elixir_compile.step import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
 from tests.fx.captures import Pair, halves_of_torch, record_of, tight
 
 
@@ -258,7 +249,7 @@ def test_the_backward_takes_sizes_of_saved_tensors_as_numbers(model: type[nn.Mod
 
 
 def test_a_size_that_stays_in_the_backward_counts_as_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elixir_compile.capture.joint.save_sizes", lambda *_: None)
+    monkeypatch.setattr("elixir_compile.graph.capture.joint.save_sizes", lambda *_: None)
     torch.compiler.reset()
     record = record_of(Transposed(), dynamic(2, 6, 4, dims=2))
     backward = record.active.captured.backward_module.graph

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.platforms import accelerator
+from elixir_compile.compat.platforms import accelerator
 from tests.cuda_standin import device as standin
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run

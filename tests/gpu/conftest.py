@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from elixir_compile.base.options import Options
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir import Plan, Tier
-from elixir_compile.managed import graph_planner
-from elixir_compile.options import Options
-from elixir_compile.platforms import platform_of
 from elixir_compile.search import Problem, plan
+from elixir_compile.session import graph_planner
 from tests.gpu.accelerator import DEVICE, IS_EMULATED
 from tests.run.training import Run, by_elixir, on_host
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import is_slab_memory
 from tests.gpu.accelerator import (

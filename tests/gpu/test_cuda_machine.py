@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from elixir_compile.hardware import cluster_from_json, cluster_to_json
-from elixir_compile.measure.machine import measure_machine
-from elixir_compile.platforms import memory_sizes_bytes
-from elixir_compile.problem.machine import library_bytes
+from elixir_compile.compat.platforms import memory_sizes_bytes
+from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json
+from elixir_compile.session.machine import library_bytes
+from elixir_compile.tools.measure.machine import measure_machine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 

@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
 from tests.run.training import Run, by_torch, hybrid_adamw, on_host, scaled_bytes

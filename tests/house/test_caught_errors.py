@@ -12,8 +12,8 @@ import pytest
 
 ACROSS_THREADS = (
     "checkpoint/saving.py:",
-    "measure/kernel_bytes.py:",
-    "platforms/cores.py:",
+    "runtime/measure/kernel_bytes.py:",
+    "compat/platforms/cores.py:",
     "runtime/disk/disk_queue.py:",
     "runtime/disk/read_ahead.py:",
 )

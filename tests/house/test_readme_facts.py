@@ -10,14 +10,14 @@ import typer
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import unmanaged_reason
-from elixir_compile.cli.main import app
-from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import preset
-from elixir_compile.hardware.presets import MACHINES
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.base.options import Options, parse_options
+from elixir_compile.graph.capture.modules import unmanaged_reason
 from elixir_compile.ir import Tier
-from elixir_compile.options import Options, parse_options
+from elixir_compile.ir.hardware import preset
+from elixir_compile.ir.hardware.presets import MACHINES
 from elixir_compile.search.space.levels import Level
+from elixir_compile.tools.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -2,17 +2,17 @@
 
 `analysis.plan_timeline` counts the same bytes from kinds of calls. This count keeps the set of allocations of all
 calls. They share the ops that run and the stretches in which a call's own storages are on the device
-(`analysis.timeline.device_lives`), which other tests count a second time.
+(`step.timeline.device_lives`), which other tests count a second time.
 """
 
 from collections.abc import Iterable, Sequence
 
-from elixir_compile.analysis.bucket_bytes import resting
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.timeline import device_lives
 from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Verb
 from elixir_compile.ir.schedule import BucketRef, GradientRef, RegionRef
+from elixir_compile.step.bucket_bytes import resting
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.timeline import device_lives
 
 
 def order_of(num: int, outstanding: int) -> str:

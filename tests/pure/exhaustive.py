@@ -1,12 +1,12 @@
 """The best of all placements of a small problem, each of them tried: what planners are compared with."""
 
-from elixir_compile.analysis import verify
 from elixir_compile.ir import Plan
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.writing import write_out
+from elixir_compile.step import verify
 
 
 def best_of_all(problem: Problem) -> Plan | None:

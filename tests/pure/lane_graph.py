@@ -10,10 +10,10 @@ from typing import Any
 
 import networkx as nx
 
-from elixir_compile.analysis.lane_order import KEPT, Cell, Order, Ordered, works_of
-from elixir_compile.analysis.touches import Touch
-from elixir_compile.analysis.works import Work
 from elixir_compile.ir import Plan, RegionId
+from elixir_compile.step.lane_order import KEPT, Cell, Order, Ordered, works_of
+from elixir_compile.step.touches import Touch
+from elixir_compile.step.works import Work
 
 
 class Nodes(frozenset[int]):

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import Depth, activation_groups, as_run
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import (
     Activations,
     GroupId,
@@ -30,6 +29,7 @@ from elixir_compile.ir import (
     StorageId,
 )
 from elixir_compile.ir.graph import UPDATE_OP
+from elixir_compile.step import Depth, activation_groups, as_run
 
 SIZES = st.sampled_from([4, 40, 400])
 

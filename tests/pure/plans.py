@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import Window, as_run, use_windows, with_peaks
 from elixir_compile.ir import (
     Action,
     Activations,
@@ -30,6 +29,7 @@ from elixir_compile.ir import (
     fingerprint,
 )
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
+from elixir_compile.step import Window, as_run, use_windows, with_peaks
 from tests.pure.mixes import activations_of, layers_of, mixed_graphs
 from tests.pure.strategies import ITEM_BYTES, step_graphs
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis import timeline
 from elixir_compile.search import Problem, evaluator, host_memory, plan
+from elixir_compile.step import timeline
 from tests.pure import memory_walk
 from tests.pure.search.test_planner import chain_of, problem_of
 

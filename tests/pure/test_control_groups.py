@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile import control_groups
-from elixir_compile.control_groups import group_limit_bytes, num_usable_cores, quota_cores
-from elixir_compile.units import GIB
+from elixir_compile.base import control_groups
+from elixir_compile.base.control_groups import group_limit_bytes, num_usable_cores, quota_cores
+from elixir_compile.base.units import GIB
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elixir_compile.units import parse_count
+from elixir_compile.base.units import parse_count
 
 
 @pytest.mark.parametrize(

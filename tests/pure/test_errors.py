@@ -5,9 +5,9 @@ from types import ModuleType
 
 import pytest
 
-from elixir_compile import errors
+from elixir_compile.base import errors
+from elixir_compile.base.errors import ElixirError, NoFeasiblePlan, UnknownOption
 from elixir_compile.checkpoint import errors as checkpoint_errors
-from elixir_compile.errors import ElixirError, NoFeasiblePlan, UnknownOption
 from elixir_compile.runtime.distributed import errors as ranks_errors
 
 SAMPLES: list[ElixirError] = [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.errors import ContradictingFractions, InvalidOption, UnknownOption
-from elixir_compile.options import Fractions, Options, parse_options, plans_alike
+from elixir_compile.base.errors import ContradictingFractions, InvalidOption, UnknownOption
+from elixir_compile.base.options import Fractions, Options, parse_options, plans_alike
 
 
 @pytest.mark.parametrize("options", [None, {}])

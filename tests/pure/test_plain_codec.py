@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
-from elixir_compile.errors import InvalidPlan, InvalidProfile, PlanFileError, ProfileFileError
+from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
+from elixir_compile.base.errors import InvalidPlan, InvalidProfile, PlanFileError, ProfileFileError
 
 BoxId = NewType("BoxId", str)
 

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import PlanFileError
+from elixir_compile.base.errors import PlanFileError
+from elixir_compile.base.options import Fractions
 from elixir_compile.ir import Calls, Kind, Saving, Update
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.ir.share import equal_shares
-from elixir_compile.managed.agreement.rank_facts import (
+from elixir_compile.search import Problem, plan
+from elixir_compile.session.agreement.rank_facts import (
     Divide,
     RankFacts,
     classes_of,
@@ -27,8 +29,6 @@ from elixir_compile.managed.agreement.rank_facts import (
     ops_of,
     plan_digest,
 )
-from elixir_compile.options import Fractions
-from elixir_compile.search import Problem, plan
 from tests.pure.search.test_planner import chain_of, problem_of
 from tests.pure.strategies import Layer, chain
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis.timeline import host_bytes
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Placement, Plan, StepGraph, StorageId, Tier
 from elixir_compile.search import Problem, extent_of, extents, plan
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_in_least, plan_jointly
+from elixir_compile.step.timeline import host_bytes
 from tests.pure.problems import disk_staging
 from tests.pure.search.test_planner import chain_of, problem_of
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.units import GIB, MIB, format_bytes, format_s, parse_bytes
+from elixir_compile.base.units import GIB, MIB, format_bytes, format_s, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import ElixirError
+from elixir_compile.base.errors import ElixirError
+from elixir_compile.base.units import format_bytes
 from elixir_compile.runtime import lanes
 from elixir_compile.runtime.slab import slab_at
-from elixir_compile.units import format_bytes
 from tests.races.happens_before import Access, Actor, Cell, Clock, Source, shown
 
 _HISTORY = 200

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier
 
 OPTIONS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "replan": False, "plan_cache": False}

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import elixir_compile as elixir
-from elixir_compile.analysis.lean_calls import num_full_calls
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Verb
+from elixir_compile.step.lean_calls import num_full_calls
 from tests.run.lean_plans import pairs_by_hand
 from tests.run.updating import small_buckets
 

@@ -25,10 +25,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import elixir_compile as elixir
-from elixir_compile.managed.over_budget import TOLERATED_BYTES
-from elixir_compile.measure.step import Resident
-from elixir_compile.platforms import platform_of
-from elixir_compile.problem import machine
+from elixir_compile.compat.platforms import platform_of
+from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.session import machine
+from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run.models import seeded
 from tests.run.training import different, fused_adamw, hybrid_adamw, loss_of, same_losses
 

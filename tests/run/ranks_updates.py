@@ -19,13 +19,13 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import DiskFull
+from elixir_compile.base.errors import DiskFull
+from elixir_compile.base.options import Options
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.options import Options
-from elixir_compile.problem.cache import plan_for
 from elixir_compile.search import Problem
+from elixir_compile.session.cache import plan_for
 from tests.run.ranks_models import batches
 from tests.run.ranks_training import Pair, compiled_with, homes, least_bytes, mesh_of, own_rows, pair_of
 from tests.run.updating import controlled_worker
@@ -284,7 +284,7 @@ def state_on_disk() -> Iterator[None]:
         return replace(found, placements=tuple(moved))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elixir_compile.managed.graph_planner.plan_for", decided)
+        patch.setattr("elixir_compile.session.graph_planner.plan_for", decided)
         yield
 
 

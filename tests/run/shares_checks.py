@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of
 
 WIDTH, NUM_WORDS, LENGTH = 12, 23, 6

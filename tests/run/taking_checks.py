@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.lowering import PlacedRegion
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of

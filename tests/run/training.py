@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier
-from elixir_compile.managed import graph_planner
-from elixir_compile.problem import machine
+from elixir_compile.session import graph_planner, machine
 from tests.cuda_standin import device as standin
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, Any], torch.Tensor]

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import elixir_compile as elixir
+from elixir_compile.graph.ops.portion import Portion, new_portion, rows_of
+from elixir_compile.graph.ops.shards import full, own_part
+from elixir_compile.graph.ops.tensor_axis import TensorAxis
 from elixir_compile.ir.share import Share
-from elixir_compile.managed.cast_and_shard import ranks_of
-from elixir_compile.ops.portion import Portion, new_portion, rows_of
-from elixir_compile.ops.shards import full, own_part
-from elixir_compile.ops.tensor_axis import TensorAxis
 from elixir_compile.optim.guard import watch
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.session.cast_and_shard import ranks_of
 from tests.run import ranks_checks
 from tests.run.ranks_training import mesh_of
 
@@ -48,7 +48,7 @@ def parts_of(state: Sequence[float]) -> Iterator[None]:
         return ranks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elixir_compile.api.prepare.ranks_of", uneven)
+        patch.setattr("elixir_compile.session.prepare.ranks_of", uneven)
         yield
 
 

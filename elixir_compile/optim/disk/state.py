@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.errors import DiskFailed
-from elixir_compile.ops.shards import own_part
+from elixir_compile.base.errors import DiskFailed
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.optim.layout import StatisticLayout
 from elixir_compile.runtime.disk import disk_file
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore

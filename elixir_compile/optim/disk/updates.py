@@ -23,10 +23,10 @@ from typing import Any, cast
 import torch
 from torch import distributed, nn
 
-from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
-from elixir_compile.errors import InvalidOption, UnforeseenState
+from elixir_compile.base.errors import InvalidOption, UnforeseenState
+from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
-from elixir_compile.ops.registry import slot_of
+from elixir_compile.ir.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.optim.disk.state import DiskHome, DiskState
 from elixir_compile.optim.layout import StatisticLayout, in_order_of
 from elixir_compile.optim.pieces import Row, Segment, update

@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from elixir_compile import compat
-from elixir_compile.ops.optimizers import ParamState
+from elixir_compile.graph.ops.optimizers import ParamState
 from elixir_compile.optim.generic.class_step import ClassStep, attributes_of
 from elixir_compile.optim.generic.code import Pass, compiled
 from elixir_compile.optim.generic.dry_step import StateSchema, dry_step, group_key

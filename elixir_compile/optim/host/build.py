@@ -20,8 +20,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from elixir_compile.errors import ElixirWarning
-from elixir_compile.folders import OwnFolder, WrittenByOthersError, cache_dir, own_folder, private_folder
+from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.base.folders import OwnFolder, WrittenByOthersError, cache_dir, own_folder, private_folder
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernel.c", "moments.c", "lanes.c", "reduced.c"))
 """The files of the host kernel: each uses what those before it define, and all are compiled as one."""

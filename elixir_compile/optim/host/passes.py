@@ -30,7 +30,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import torch
 from torch.autograd.graph import increment_version
 
-from elixir_compile.errors import ElixirWarning
+from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.optim.host import flat_step, kernel_calls
 from elixir_compile.optim.host.build import BuildError, loaded_kernel
 from elixir_compile.optim.host.flat_step import GRADIENT_DTYPES, FlatStep, Rule, check_tensor

@@ -1,6 +1,6 @@
 """Threads for host passes: few, each making a single large call into C, which runs without the GIL.
 
-`platforms.update_threads` has their number. The cores of this process follow its affinity mask and the CPU quota
+`compat.platforms.update_threads` has their number. The cores of this process follow its affinity mask and the CPU quota
 of its container. `OMP_NUM_THREADS` is ignored, because torchrun sets it to 1. On a machine with several memory nodes,
 these threads are bound to the cores beside the device. So are the update thread and the OpenMP threads that it starts.
 The user's threads are never bound.
@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from elixir_compile.control_groups import allowed_cores, num_usable_cores
-from elixir_compile.platforms import bind_thread, num_local_ranks
-from elixir_compile.platforms.update_threads import at_least_threads, update_threads
+from elixir_compile.base.control_groups import allowed_cores, num_usable_cores
+from elixir_compile.compat.platforms import bind_thread, num_local_ranks
+from elixir_compile.compat.platforms.update_threads import at_least_threads, update_threads
 
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")

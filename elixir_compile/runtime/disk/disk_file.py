@@ -10,8 +10,8 @@ import secrets
 import shutil
 import zlib
 
-from elixir_compile.analysis.staging import DISK_BLOCK_BYTES
-from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
+from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
+from elixir_compile.ir.staging import DISK_BLOCK_BYTES
 
 _LOCK = ".lock"
 _LOCK_NAME = re.compile(r"elixir-disk-(rank\d+-)?\d+-[0-9a-f]{8}\.lock")

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elixir_compile.errors import DiskFailed
+from elixir_compile.base.errors import DiskFailed
 from elixir_compile.runtime.disk.disk_file import DISK_BLOCK_BYTES, WRITE, DiskFile, scratch_page
 
 _CLOSED = "the store was closed"

@@ -23,8 +23,8 @@ import weakref
 
 import torch
 
-from elixir_compile.analysis.staging import HUGE_PAGE_BYTES
-from elixir_compile.errors import DiskFailed
+from elixir_compile.base.errors import DiskFailed
+from elixir_compile.ir.staging import HUGE_PAGE_BYTES
 from elixir_compile.runtime.disk.disk_file import (
     DISK_BLOCK_BYTES,
     DISK_PAGE_BYTES,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from elixir_compile.errors import DiskFailed
+from elixir_compile.base.errors import DiskFailed
 from elixir_compile.ir import InnerVerb
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskRegion, StagingBuffer, StagingBuffers

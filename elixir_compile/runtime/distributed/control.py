@@ -32,7 +32,7 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
-from elixir_compile.errors import ElixirError
+from elixir_compile.base.errors import ElixirError
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, ranks_text
 
 _Made = TypeVar("_Made")

@@ -1,4 +1,4 @@
-"""The errors of several ranks; their place in the tree of `elixir_compile.errors`:
+"""The errors of several ranks; their place in the tree of `elixir_compile.base.errors`:
 
 ```text
 ElixirError
@@ -9,13 +9,13 @@ ElixirError
 ```
 """
 
-# ruff: noqa: N818 - as in `elixir_compile.errors`
+# ruff: noqa: N818 - as in `elixir_compile.base.errors`
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from elixir_compile.errors import ElixirError
-from elixir_compile.units import format_s
+from elixir_compile.base.errors import ElixirError
+from elixir_compile.base.units import format_s
 
 _MOST_SHOWN = 8
 """Differences that the text of an error lists."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from elixir_compile.graph.ops.portion import rows_of
+from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import Bucket, Placement
-from elixir_compile.ops.portion import rows_of
-from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket

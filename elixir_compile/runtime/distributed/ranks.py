@@ -17,13 +17,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
+from elixir_compile.compat.platforms import platform_of
+from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.shards import part_like, part_numels, shard_numels
+from elixir_compile.graph.ops.tensor_axis import TensorAxis, is_over_data
 from elixir_compile.ir.kinds import InnerVerb, Verb
 from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.ir.share import Share, have_equal_parts
-from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.shards import part_like, part_numels, shard_numels
-from elixir_compile.ops.tensor_axis import TensorAxis, is_over_data
-from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.counted import Counted
 from elixir_compile.runtime.distributed.errors import PeerFailed

@@ -14,8 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elixir_compile import compat
-from elixir_compile.living import Living
-from elixir_compile.ops.registry import Slot
+from elixir_compile.base.living import Living
+from elixir_compile.graph.ops.registry import Slot
 
 _COUNTS_BYTES = 8
 """Of each parameter: how often it was used on this rank, and on all, in 4 bytes each."""

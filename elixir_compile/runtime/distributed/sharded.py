@@ -14,9 +14,9 @@ from contextlib import nullcontext
 
 import torch
 
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import rehome
 from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Verb, label
-from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import RunningBucket, has_moved
 from elixir_compile.runtime.distributed.exchange import scale_by_weight
 from elixir_compile.runtime.distributed.ranks import Ranks

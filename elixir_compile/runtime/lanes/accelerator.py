@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.platforms import lane_stream, platform_of
+from elixir_compile.compat.platforms import lane_stream, platform_of
 from elixir_compile.runtime.lanes.interface import Event, Waitable
 
 _POLL_S = 5e-5

@@ -5,8 +5,8 @@ import os
 
 import torch
 
-from elixir_compile.errors import InvalidOption, UnsupportedDevice
-from elixir_compile.platforms import platform_of
+from elixir_compile.base.errors import InvalidOption, UnsupportedDevice
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.runtime.lanes.accelerator import Accelerator
 from elixir_compile.runtime.lanes.interface import Lanes
 from elixir_compile.runtime.lanes.plain import Plain

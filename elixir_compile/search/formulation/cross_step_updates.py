@@ -34,13 +34,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from elixir_compile.cost import StreamedCopies
 from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.ir.cost import StreamedCopies
 from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gated, Phase, Shop, Table
 from elixir_compile.search.formulation.phases import RunTable, RunTables, of_buckets
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.facts import Facts
-from elixir_compile.simulate import Prices
+from elixir_compile.step.prices import Prices
 
 _ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
 HOST_MEMORY = "host memory"

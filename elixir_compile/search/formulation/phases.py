@@ -32,7 +32,7 @@ from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.profiles import Profile
 from elixir_compile.search.space.residency import spans
 from elixir_compile.search.space.trips import Trip
-from elixir_compile.simulate import Prices, crossing_s
+from elixir_compile.step.prices import Prices, crossing_s
 
 _BEFORE = (Lane.H2D, Lane.GATHER)
 _AFTER = (Lane.REDUCE, Lane.D2H)

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Decision
 from elixir_compile.search.evaluator import MAX_AHEAD, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.units import format_bytes, format_s
 
 _MIN_COST_S = 1e-9
 """Seconds of a move that makes the step no longer, so that its score is finite."""

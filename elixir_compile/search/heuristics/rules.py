@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elixir_compile.hardware.presets import PaperRates, paper_rates
+from elixir_compile.base.options import Planner
+from elixir_compile.base.units import format_s
 from elixir_compile.ir import Decision
-from elixir_compile.options import Planner
+from elixir_compile.ir.hardware.presets import PaperRates, paper_rates
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.modes import mode_text
-from elixir_compile.units import format_s
 
 Levels = tuple[Level, ...]
 

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from elixir_compile.base.units import format_s
 from elixir_compile.ir import Decision, Lane, Update
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.transfers import just_in_time, raise_prefetch
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import Moves
-from elixir_compile.units import format_s
 
 _MIN_SHARE = 1e-3
 """Nothing is streamed if compute waits for updates for less than this share of a step."""

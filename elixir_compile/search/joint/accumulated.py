@@ -6,15 +6,16 @@ memories limit a step.
 
 from dataclasses import replace
 
-from elixir_compile.hardware import Cluster, Node
 from elixir_compile.ir import Lane, Plan, Record, Update, Verb
+from elixir_compile.ir.hardware import Cluster, Node
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.simulate import critical_path, simulate
+from elixir_compile.step.prediction import critical_path
+from elixir_compile.step.seconds import simulate
 
 _LEAST_SHARE = 0.05
 """Share of the critical path from which on a lane limits a step."""

@@ -12,12 +12,12 @@ Some seconds of a step do not depend on rows, as launches and reads of weights: 
 import heapq
 from collections.abc import Sequence
 
-from elixir_compile.analysis.rows import graph_of_rows
-from elixir_compile.cost import op_s
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import DeviceProfile
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import format_s
 from elixir_compile.ir import Phase, StepGraph
-from elixir_compile.units import format_s
+from elixir_compile.ir.cost import op_s
+from elixir_compile.ir.hardware import DeviceProfile
+from elixir_compile.step.rows import graph_of_rows
 
 _FEWEST_ROWS = 2
 """The fewest rows that a rank is given: torch traces a batch of a single row differently."""

@@ -11,20 +11,21 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.collectives import Collective
-from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.laps import micro_batches_of
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.analysis.verify import verify
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import BucketId, Placement, Plan, Prediction, RankClass, Record, Tier, Update
 from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrower
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.skeleton import Use, common_sequence, following, released_by
 from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
-from elixir_compile.simulate import RankStep, busy_share, prediction_of, simulate_ranks
-from elixir_compile.units import format_bytes
+from elixir_compile.step.collectives import Collective
+from elixir_compile.step.formula import peak_formula
+from elixir_compile.step.laps import micro_batches_of
+from elixir_compile.step.prediction import prediction_of
+from elixir_compile.step.seconds import RankStep, busy_share, simulate_ranks
+from elixir_compile.step.timeline import plan_timeline
+from elixir_compile.step.verify import verify
 
 _MOST_PASSES = 4
 """Searches of a class. Buckets that are released once stay released, so passes come to an end; two are usual."""

@@ -28,12 +28,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
-from elixir_compile.analysis.timeline import away_bytes
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Phase, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
 from elixir_compile.search.joint.micro_batches import candidates
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
+from elixir_compile.step.timeline import away_bytes
 
 _BISECTIONS = 20
 _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)

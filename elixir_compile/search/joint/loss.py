@@ -5,7 +5,7 @@ moves or drops something, or if nothing fits, the step with a chunked loss is ca
 with the shorter step is taken. Computing the logits a second time in the backward costs a matrix product, and saves
 their bytes two or three times.
 
-`with_chosen_loss` takes the decision; `api.backend` compiles the forms of the loss that it asks for, and `api.plan`
+`with_chosen_loss` takes the decision; `session.backend` compiles the forms of the loss that it asks for, and `tools.plan`
 plans them.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import MIB, format_bytes, format_s
 from elixir_compile.ir import Decision, Plan, Saving, Tier
 from elixir_compile.ir.graph import LossRegion
-from elixir_compile.options import Options
-from elixir_compile.units import MIB, format_bytes, format_s
 
 Made = TypeVar("Made")
 _LEAST_BYTES = 16 * MIB

@@ -12,11 +12,11 @@ fit, and of those that were not searched, the relaxed optimum counts.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.laps import micro_batches_of
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Decision, Phase, Plan
 from elixir_compile.ir.rows import LEAST_ROWS
-from elixir_compile.options import Options
 from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
 from elixir_compile.search.clock import Clock, Deadline
 from elixir_compile.search.evaluator import Evaluator
@@ -27,7 +27,7 @@ from elixir_compile.search.limits import leanest
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.units import format_bytes, format_s
+from elixir_compile.step.laps import micro_batches_of
 
 MICRO_BATCHES = "micro_batches"
 """The subject of the decision about the number of micro-batches."""

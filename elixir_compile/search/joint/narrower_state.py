@@ -9,10 +9,10 @@ Disk, recomputation, micro-batches and every other way to fit come first: they c
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Decision, Plan, StorageId
 from elixir_compile.search.problem import Problem
-from elixir_compile.units import format_bytes
 
 Search = Callable[[Sequence[Problem]], Sequence[Plan]]
 """Plans the problem of a rank of each class of ranks. Raises NoFeasiblePlan if a class has no plan."""

@@ -15,11 +15,8 @@ else is searched, and no transfer runs beside compute, so such a step is slower 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.activations import Depth
-from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.timeline import host_bytes, plan_timeline
-from elixir_compile.analysis.verify import verify
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import (
     Action,
     Activations,
@@ -44,8 +41,12 @@ from elixir_compile.ir import (
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.modes import activations_of, deepest, layers_of
 from elixir_compile.search.writing import unpredicted_plan
-from elixir_compile.simulate import prediction_of, simulate
-from elixir_compile.units import format_bytes
+from elixir_compile.step.activations import Depth
+from elixir_compile.step.formula import peak_formula
+from elixir_compile.step.prediction import prediction_of
+from elixir_compile.step.seconds import simulate
+from elixir_compile.step.timeline import host_bytes, plan_timeline
+from elixir_compile.step.verify import verify
 
 IN_STEP = "in-step"
 """`Plan.planner` of the plans made here."""

@@ -20,9 +20,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from elixir_compile.cost import Measured, Stretch
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import (
     BucketId,
     BucketRef,
@@ -39,9 +38,12 @@ from elixir_compile.ir import (
     Verb,
     label,
 )
+from elixir_compile.ir.cost import Measured, Stretch
+from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link
 from elixir_compile.search.problem import Problem
-from elixir_compile.simulate import Prices, prediction_of, prices, simulate
-from elixir_compile.units import format_bytes, format_s
+from elixir_compile.step.prediction import prediction_of
+from elixir_compile.step.prices import Prices, prices
+from elixir_compile.step.seconds import simulate
 
 TOLERANCE = 0.10
 """Share by which a prediction may be wrong before it is corrected."""

@@ -8,7 +8,7 @@
 import math
 from dataclasses import dataclass
 
-from elixir_compile.errors import InvalidOption
+from elixir_compile.base.errors import InvalidOption
 
 TOLERANCE = 0.025
 """Share by which the tokens of a step may differ from those that were asked for, if these are not a whole number of

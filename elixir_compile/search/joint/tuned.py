@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search.joint.settings import Setting
 from elixir_compile.search.problem import Problem

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from elixir_compile.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.clock import Clock, Deadline, deadline_in

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elixir_compile.analysis.rows import graph_of_rows
-from elixir_compile.collector import collector_off
-from elixir_compile.errors import InvalidOption, NoFeasibleShares
-from elixir_compile.hardware import Fleet
+from elixir_compile.base.collector import collector_off
+from elixir_compile.base.errors import InvalidOption, NoFeasibleShares
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Saving, StepGraph
+from elixir_compile.ir.hardware import Fleet
 from elixir_compile.ir.share import Share
 from elixir_compile.search.joint.balance import fixed_share
 from elixir_compile.search.shares import rules
 from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, most_room
 from elixir_compile.search.shares.costs import LEAST_ROWS, treatments_of, ways_of
 from elixir_compile.search.shares.offers import Budget, MixedWay, State, mixed_ways, offers_of
-from elixir_compile.units import format_bytes
+from elixir_compile.step.rows import graph_of_rows
 
 _MOST_QUANTA = 256
 """Rows are shared out in so many pieces at most, so that the search of 64 ranks takes less than a second."""

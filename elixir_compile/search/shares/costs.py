@@ -1,7 +1,7 @@
 """Price a step for any number of rows on any machine: seconds of each lap, and bytes.
 
 One capture says everything. The ops and the live bytes of a step in n micro-batches are affine in the rows of the
-batch: `analysis.rows` has the rule. So each way to run the step (the number of micro-batches and the treatment of
+batch: `step.rows` has the rule. So each way to run the step (the number of micro-batches and the treatment of
 activations) is a few arrays with an entry per op, from which the seconds and bytes of all numbers of rows follow:
 
 ```text
@@ -19,14 +19,14 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from elixir_compile.analysis.laps import laps
-from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.recompute import as_run, laps_at
-from elixir_compile.analysis.rows import counted_by_rows, moved_shares, require_rows
-from elixir_compile.analysis.slices import arrived_name, leaving_name
-from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Activations, Batched, Kind, Phase, Saving, StepGraph, StorageId
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.space.modes import activations_of, deepest, depths_of, layers_of
+from elixir_compile.step.laps import laps
+from elixir_compile.step.liveness import liveness
+from elixir_compile.step.recompute import as_run, laps_at
+from elixir_compile.step.rows import counted_by_rows, moved_shares, require_rows
+from elixir_compile.step.slices import arrived_name, leaving_name
 
 _Numbers = npt.NDArray[np.float64]
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -19,8 +19,8 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from elixir_compile.cost import collective_s
-from elixir_compile.hardware import Cluster
+from elixir_compile.ir.cost import collective_s
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.shares.assign import Offers
 from elixir_compile.search.shares.costs import LEAST_ROWS, Way
 

@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem
+from elixir_compile.step.recompute import as_run
 
 MIN_BUCKETS = 16
 """A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""

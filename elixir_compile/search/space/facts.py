@@ -7,11 +7,6 @@ The indices refer to the step as it runs at a choice of modes: a step with more 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.bucket_bytes import Sizes
-from elixir_compile.analysis.laps import Lap
-from elixir_compile.analysis.liveness import Liveness, liveness
-from elixir_compile.analysis.recompute import repeats
-from elixir_compile.analysis.windows import Window, one_in_each_phase, use_windows
 from elixir_compile.ir import Activations, Bucket, BucketId, BucketRef, GradientRef, GroupRef, Kind, Phase, StepGraph
 from elixir_compile.search.problem import Problem, may_stream
 from elixir_compile.search.space.buckets import form_buckets
@@ -35,6 +30,11 @@ from elixir_compile.search.space.modes import (
     offload_intervals,
 )
 from elixir_compile.search.space.quotas import Quota, level_sets, limited, quotas_of
+from elixir_compile.step.bucket_bytes import Sizes
+from elixir_compile.step.laps import Lap
+from elixir_compile.step.liveness import Liveness, liveness
+from elixir_compile.step.recompute import repeats
+from elixir_compile.step.windows import Window, one_in_each_phase, use_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from elixir_compile.analysis.laps import Lap
-from elixir_compile.analysis.windows import Window
 from elixir_compile.ir import Op, Phase, StepGraph
 from elixir_compile.ir.graph import is_numbered, layer_of
+from elixir_compile.step.laps import Lap
+from elixir_compile.step.windows import Window
 
 _MIN_PRODUCTS = 2
 """A layer with fewer matrix products in the forward gets no region of its own: it saves little compile time, and costs

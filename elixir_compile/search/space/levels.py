@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.ir import Bucket, Placement, Tier
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
 
 
 class Level(IntEnum):

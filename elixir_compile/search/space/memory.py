@@ -19,7 +19,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.bucket_bytes import (
+from elixir_compile.ir import Kind, Tier
+from elixir_compile.ir.bucket import streamed_bytes
+from elixir_compile.search.space.facts import Facts
+from elixir_compile.search.space.levels import Level, is_gathered, placement_of
+from elixir_compile.search.space.positions import Positions
+from elixir_compile.search.space.residency import Moves, Residency, moves_at_use, spans
+from elixir_compile.step.bucket_bytes import (
     Held,
     bytes_at,
     gathered_copy,
@@ -27,7 +33,7 @@ from elixir_compile.analysis.bucket_bytes import (
     resting,
     step_gradients,
 )
-from elixir_compile.analysis.call_bytes import (
+from elixir_compile.step.call_bytes import (
     ONLY,
     BucketGradients,
     Ops,
@@ -37,14 +43,8 @@ from elixir_compile.analysis.call_bytes import (
     storages_of_calls,
     sum_nbytes,
 )
-from elixir_compile.analysis.liveness import Life
-from elixir_compile.analysis.slices import offloaded_names
-from elixir_compile.ir import Kind, Tier
-from elixir_compile.ir.bucket import streamed_bytes
-from elixir_compile.search.space.facts import Facts
-from elixir_compile.search.space.levels import Level, is_gathered, placement_of
-from elixir_compile.search.space.positions import Positions
-from elixir_compile.search.space.residency import Moves, Residency, moves_at_use, spans
+from elixir_compile.step.liveness import Life
+from elixir_compile.step.slices import offloaded_names
 
 _Changes = tuple[tuple[int, int], ...]
 """Pairs of a segment and of the bytes by which it, and all later segments, have more than the segments before."""

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from elixir_compile.analysis.activations import Depth, Group, activation_groups
-from elixir_compile.analysis.liveness import Liveness
-from elixir_compile.analysis.slices import arrived_name, leaving_name, offloaded_names
 from elixir_compile.ir import Activations, GroupId, Phase, Saving, StepGraph
+from elixir_compile.step.activations import Depth, Group, activation_groups
+from elixir_compile.step.liveness import Liveness
+from elixir_compile.step.slices import arrived_name, leaving_name, offloaded_names
 
 _MIN_SHARE = 1e-3
 """A layer with a smaller share of all saved bytes is always kept. A group with a smaller share of the bytes that its

@@ -22,22 +22,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.activations import Depth
-from elixir_compile.analysis.call_bytes import Ops, crosses
-from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, Kind, OpId, StepGraph, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
-from elixir_compile.search.space.modes import (
-    Layer,
-    Mode,
-    activations_of,
-    deepest,
-    depths_of,
-)
+from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of
 from elixir_compile.search.space.trips import Trip, trips_of
-from elixir_compile.simulate import OpSeconds
+from elixir_compile.step.activations import Depth
+from elixir_compile.step.call_bytes import Ops, crosses
+from elixir_compile.step.liveness import liveness
+from elixir_compile.step.prices import OpSeconds
+from elixir_compile.step.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 
 _Added = tuple[tuple[int, float], ...]
 """(point, seconds) of compute added by a layer."""

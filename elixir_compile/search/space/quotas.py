@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from elixir_compile.errors import StateNotApart
+from elixir_compile.base.errors import StateNotApart
+from elixir_compile.base.options import Fractions
 from elixir_compile.ir import Bucket, Phase
-from elixir_compile.options import Fractions
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.levels import Level
 

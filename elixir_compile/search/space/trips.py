@@ -6,20 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.activations import Depth
-from elixir_compile.analysis.liveness import Liveness, liveness
-from elixir_compile.analysis.slices import (
-    WHOLE,
-    Crossing,
-    Crossings,
-    arrived_name,
-    crossings,
-    leaving_name,
-    next_name,
-)
 from elixir_compile.ir import Activations, GroupId, Saving, StepGraph, StorageId
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.modes import Layer, Mode, OffloadInterval, offload_intervals, saving_of
+from elixir_compile.step.activations import Depth
+from elixir_compile.step.liveness import Liveness, liveness
+from elixir_compile.step.slices import WHOLE, Crossing, Crossings, arrived_name, crossings, leaving_name, next_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

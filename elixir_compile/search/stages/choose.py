@@ -10,13 +10,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from elixir_compile.analysis.rank_peak import StageBytes
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.stage_layers import layered
-from elixir_compile.analysis.stage_memory import stage_memory
-from elixir_compile.errors import ElixirError, InvalidOption, NoFeasibleStages
-from elixir_compile.hardware import Cluster, Fleet, Link
+from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasibleStages
 from elixir_compile.ir import Saving, StepGraph
+from elixir_compile.ir.hardware import Cluster, Fleet, Link
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards, pipeline_order
 from elixir_compile.ir.pipeline_plan import PipelinePlan, RankOutlook, ScheduleOutlook, StageOutlook, layers_text
 from elixir_compile.search.shares.costs import treatments_of
@@ -33,7 +29,11 @@ from elixir_compile.search.stages.counted import (
     stage_bytes,
 )
 from elixir_compile.search.stages.split import Cut, Option, Room, best_split
-from elixir_compile.simulate.pipeline import StageSeconds, play_pipeline
+from elixir_compile.step.pipeline import StageSeconds, play_pipeline
+from elixir_compile.step.rank_peak import StageBytes
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.stage_layers import layered
+from elixir_compile.step.stage_memory import stage_memory
 
 _MOST_TRIES = 4
 _ENDLESS = 1 << 60

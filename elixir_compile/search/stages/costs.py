@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.stage_layers import LayeredStep
-from elixir_compile.analysis.stage_memory import stage_memory
-from elixir_compile.cost import copy_s, op_s
-from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Kind, Phase, StepGraph, StorageId
+from elixir_compile.ir.cost import copy_s, op_s
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.shares.costs import Treatment
 from elixir_compile.search.space.levels import Level
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.stage_layers import LayeredStep
+from elixir_compile.step.stage_memory import stage_memory
 
 LEVELS = (Level.ON_DEVICE, Level.STATE_OFF, Level.ALL_OFF_RELEASED)
 """The homes that are offered for the parameters and the state of a stage, all alike."""

@@ -10,11 +10,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 
-from elixir_compile.analysis.activations import Depth
-from elixir_compile.analysis.rank_peak import Run, StageBytes, stage_peaks
-from elixir_compile.analysis.stage_layers import LayeredStep
-from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Saving, StepGraph
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards
 from elixir_compile.search.evaluator import DraftPlan
 from elixir_compile.search.problem import Problem
@@ -24,6 +21,9 @@ from elixir_compile.search.space.modes import Layer, Mode, deepest, depths_of, s
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.stages.costs import StageFacts, TrainedBytes
 from elixir_compile.search.writing import written
+from elixir_compile.step.activations import Depth
+from elixir_compile.step.rank_peak import Run, StageBytes, stage_peaks
+from elixir_compile.step.stage_layers import LayeredStep
 
 _ENDLESS = 1 << 60
 """More bytes than any memory has."""

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from elixir_compile.analysis import Depth, activation_groups, as_run
-from elixir_compile.analysis.recompute import given_storages, saved_storages
 from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
+from elixir_compile.step import Depth, activation_groups, as_run
+from elixir_compile.step.recompute import given_storages, saved_storages
 from tests.pure.mixes import layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS
 

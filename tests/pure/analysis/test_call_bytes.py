@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis.call_bytes import ONLY, call_at_most, call_kinds
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.facts import Facts, gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.step.call_bytes import ONLY, call_at_most, call_kinds
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.calls_walk import peak_of_calls
 from tests.pure.search.test_planner import chain_of, problem_of
 

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.micro_batches import divided
-from elixir_compile.analysis.recompute import as_run, laps_at
-from elixir_compile.analysis.slices import crossings, slices_of
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Activations, GroupId, Kind, Plan, Saving, StepGraph, StorageId
 from elixir_compile.search import plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.writing import write_out
-from elixir_compile.simulate import simulate
+from elixir_compile.step.micro_batches import divided
+from elixir_compile.step.recompute import as_run, laps_at
+from elixir_compile.step.seconds import simulate
+from elixir_compile.step.slices import crossings, slices_of
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.graph_text import parse_graph
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_planner import CLUSTERS, problem_of

@@ -9,9 +9,9 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import peak_formula, plan_at, plan_timeline, resized, verify
-from elixir_compile.errors import IllegalSchedule, InvalidPlan
+from elixir_compile.base.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.ir import Activations, Kind, OpId, Plan, Saving, StepGraph, graph_at, sizes
+from elixir_compile.step import peak_formula, plan_at, plan_timeline, resized, verify
 from tests.pure.mixes import activations_of, group, mixed_graphs
 from tests.pure.plans import bucket_of, make_plan, plans_of
 from tests.pure.steps import GELU

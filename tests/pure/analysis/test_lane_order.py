@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import as_run, verify
-from elixir_compile.analysis.excerpt import illegal
-from elixir_compile.analysis.lane_order import Order, check_order, first_conflict, works_of
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.touches import region_touches
-from elixir_compile.analysis.works import Memory, Walk
-from elixir_compile.errors import IllegalSchedule
+from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.ir import (
     Action,
     BucketRef,
@@ -34,6 +28,12 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.search import plan
+from elixir_compile.step import as_run, verify
+from elixir_compile.step.excerpt import illegal
+from elixir_compile.step.lane_order import Order, check_order, first_conflict, works_of
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.touches import region_touches
+from elixir_compile.step.works import Memory, Walk
 from tests.pure.analysis.test_crossings import STEP
 from tests.pure.analysis.test_crossings import offloaded as sliced
 from tests.pure.lane_graph import closure, graph_of, unordered

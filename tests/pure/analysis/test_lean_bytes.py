@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import closing_verbs, verify
-from elixir_compile.analysis.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls, walked
-from elixir_compile.analysis.plan_rows import PlanRows
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.errors import IllegalSchedule, InvalidPlan
+from elixir_compile.base.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.ir import (
     BackwardOrder,
     BucketRef,
@@ -24,6 +20,10 @@ from elixir_compile.ir import (
 )
 from elixir_compile.search import Problem
 from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.step import closing_verbs, verify
+from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls, walked
+from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.calls_walk import peak_of_calls, turns_of
 from tests.pure.lean_pairs import pair_of, problem_of_mlps
 

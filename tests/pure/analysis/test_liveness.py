@@ -2,9 +2,9 @@
 
 from hypothesis import given
 
-from elixir_compile.analysis import liveness
 from elixir_compile.ir import Op, OpId, Phase, StepGraph, Storage, StorageId
 from elixir_compile.ir.kinds import Kind
+from elixir_compile.step import liveness
 from tests.pure.strategies import Layer, chain, step_graphs
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from elixir_compile.analysis import lifecycles
-from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
+from elixir_compile.step import lifecycles
+from elixir_compile.step.lifecycles import Event, Lifecycle, State
 
 PARAMS = {Event.RUN, Event.GATHER, Event.WAIT, Event.RELEASE}
 CARRIED = {Event.OFFLOAD, Event.WAIT, Event.PREFETCH}

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.laps import laps, laps_of
-from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.micro_batches import divided
-from elixir_compile.analysis.recompute import as_run, laps_at
-from elixir_compile.analysis.structure import check_regions
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.cost import op_s
-from elixir_compile.errors import IllegalSchedule, NoFeasiblePlan
+from elixir_compile.base.errors import IllegalSchedule, NoFeasiblePlan
+from elixir_compile.base.units import MIB
 from elixir_compile.ir import Activations, Batched, GroupId, Kernel, Kind, OpId, Saving, StepGraph, StorageId
+from elixir_compile.ir.cost import op_s
 from elixir_compile.search import plan
-from elixir_compile.units import MIB
+from elixir_compile.step.laps import laps, laps_of
+from elixir_compile.step.liveness import liveness
+from elixir_compile.step.micro_batches import divided
+from elixir_compile.step.recompute import as_run, laps_at
+from elixir_compile.step.structure import check_regions
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.graph_text import parse_graph
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 

@@ -1,4 +1,4 @@
-"""`analysis.mismatch`: a plan for another graph is refused with both models and their first difference."""
+"""`step.mismatch`: a plan for another graph is refused with both models and their first difference."""
 
 import pickle
 import re
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.mismatch import require_same_graph
-from elixir_compile.errors import PlanMismatch
+from elixir_compile.base.errors import PlanMismatch
 from elixir_compile.ir import Phase, StepGraph
+from elixir_compile.step.mismatch import require_same_graph
 from tests.pure.analysis.test_verify_activations import PLAN
 from tests.pure.graph_text import parse_graph
 from tests.pure.steps import GELU

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.laps import Lap
-from elixir_compile.analysis.recompute import as_run, laps_at, stays_in_parts
-from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import Activations, Batched, GroupId, Saving, StepGraph, StorageId
 from elixir_compile.search import plan
+from elixir_compile.step.laps import Lap
+from elixir_compile.step.recompute import as_run, laps_at, stays_in_parts
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.analysis.test_crossings import also_read_by, changed
 from tests.pure.graph_text import parse_graph
 from tests.pure.search.test_planner import CLUSTERS, problem_of

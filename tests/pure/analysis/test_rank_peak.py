@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import liveness
-from elixir_compile.analysis.bucket_bytes import resting
-from elixir_compile.analysis.rank_peak import Done, Run, StageBytes, most_beside, stage_peaks
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, Saving, StepGraph
 from elixir_compile.search import plan
+from elixir_compile.step import liveness
+from elixir_compile.step.bucket_bytes import resting
+from elixir_compile.step.rank_peak import Done, Run, StageBytes, most_beside, stage_peaks
+from elixir_compile.step.timeline import plan_timeline
 from tests.pure.analysis.test_call_bytes import problem_of_calls
 from tests.pure.analysis.test_lean_bytes import small_pair
 from tests.pure.calls_walk import order_of

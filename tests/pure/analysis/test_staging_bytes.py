@@ -1,13 +1,13 @@
-"""`analysis.staging`: the buffers of the disk, and sums of gradients."""
+"""`ir.staging`: the buffers of the disk, and sums of gradients."""
 
 from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, sum_host_bytes
-from elixir_compile.analysis.staging import disk_staging_bytes
+from elixir_compile.base.units import MIB
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
-from elixir_compile.units import MIB
+from elixir_compile.ir.staging import disk_staging_bytes
+from elixir_compile.step.bucket_bytes import bucket_host_bytes, sum_host_bytes
 
 BUCKET = Bucket(
     id=BucketId("b0"),

@@ -5,9 +5,9 @@ import time
 
 from hypothesis import given
 
-from elixir_compile.analysis import fused, keep_everything_timeline, plan_timeline
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, StorageId, Tier, Verb
 from elixir_compile.ir.schedule import GradientRef, RegionRef
+from elixir_compile.step import fused, keep_everything_timeline, plan_timeline
 from tests.pure.mixes import group, mixed_graphs
 from tests.pure.plans import Trip, bucket_of, make_plan, planned_graphs
 from tests.pure.steps import GELU

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline, verify, with_peaks
-from elixir_compile.errors import IllegalSchedule, PlanMismatch
+from elixir_compile.base.errors import IllegalSchedule, PlanMismatch
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -25,6 +24,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.kinds import Kind
 from elixir_compile.ir.schedule import BucketRef
+from elixir_compile.step import plan_timeline, verify, with_peaks
 from tests.pure.plans import action_of, bucket_of, claim_peak, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import IllegalSchedule
+from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.ir import Action, Activations, GroupId, Kind, Plan, Saving, Schedule, StepGraph, StorageId, Verb
 from elixir_compile.ir.schedule import GroupRef
+from elixir_compile.step import verify
 from tests.pure.mixes import group
 from tests.pure.plans import Trip, action_of, bucket_of, make_plan, mixed_plans
 from tests.pure.steps import GELU, LAYERS

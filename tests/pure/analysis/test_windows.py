@@ -5,9 +5,9 @@ import itertools
 import pytest
 from hypothesis import given
 
-from elixir_compile.analysis import use_windows
 from elixir_compile.ir import Bucket, Phase, Plan, StepGraph
 from elixir_compile.ir.kinds import Kind
+from elixir_compile.step import use_windows
 from tests.pure.plans import bucket_of, planned_graphs
 from tests.pure.strategies import Layer, chain
 

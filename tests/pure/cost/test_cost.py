@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, ring_s, update_s
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Cluster, TensorRing, profile_for
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, Ring, StorageId, Tier
-from elixir_compile.units import GIB
+from elixir_compile.ir.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, ring_s, update_s
+from elixir_compile.ir.hardware import Cluster, TensorRing, profile_for
 
 CUDA = profile_for("cuda", 8 * GIB, 8 * GIB, "cuda")
 FOUR = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=4, peer=CUDA.h2d),))

@@ -4,9 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from elixir_compile.doctor.checks import CHECKS
-from elixir_compile.doctor.software import BACKEND
-from elixir_compile.doctor.values import (
+from elixir_compile.base.units import GIB, KIB, MIB
+from elixir_compile.tools.doctor.checks import CHECKS
+from elixir_compile.tools.doctor.software import BACKEND
+from elixir_compile.tools.doctor.values import (
     Accelerator,
     CopyRates,
     DiskTrial,
@@ -18,7 +19,6 @@ from elixir_compile.doctor.values import (
     Torch,
     Verdict,
 )
-from elixir_compile.units import GIB, KIB, MIB
 
 ADDRESS = "0000:c1:00.0"
 NUM_CORES = 8

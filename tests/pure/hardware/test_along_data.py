@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Cluster, along_data, cluster_from_json, cluster_to_json, preset
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.ir.hardware import Cluster, along_data, cluster_from_json, cluster_to_json, preset
 
 NODE = preset("a100-40g", 4).nodes[0]
 NETWORK = replace(NODE.d2h, bytes_per_s=1e10)

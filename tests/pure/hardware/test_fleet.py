@@ -1,12 +1,12 @@
-"""`hardware.fleet` and `hardware.fleet_text`: ranks whose machines differ, by name and as JSON."""
+"""`ir.hardware.fleet` and `ir.hardware.fleet_text`: ranks whose machines differ, by name and as JSON."""
 
 import dataclasses
 
 import pytest
 
-from elixir_compile.cost import collective_s
-from elixir_compile.errors import InvalidOption, InvalidProfile, ProfileFileError, UnknownHardware
-from elixir_compile.hardware import (
+from elixir_compile.base.errors import InvalidOption, InvalidProfile, ProfileFileError, UnknownHardware
+from elixir_compile.ir.cost import collective_s
+from elixir_compile.ir.hardware import (
     Cluster,
     Fleet,
     Node,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import ProfileFileError
-from elixir_compile.hardware import (
+from elixir_compile.base.errors import ProfileFileError
+from elixir_compile.ir.hardware import (
     Cluster,
     DeviceProfile,
     HostProfile,
@@ -174,7 +174,7 @@ def test_different_clusters_have_different_fingerprints() -> None:
 
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
-    code = "from elixir_compile.hardware import *; print(hardware_fingerprint(preset('a100-40g', 2)))"
+    code = "from elixir_compile.ir.hardware import *; print(hardware_fingerprint(preset('a100-40g', 2)))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert other == hardware_fingerprint(CLUSTER)
     assert len(bytes.fromhex(other)) == 6

@@ -1,14 +1,14 @@
-"""`hardware.presets` and its table: machines by name, with relations that their numbers must keep."""
+"""`ir.hardware.presets` and its table: machines by name, with relations that their numbers must keep."""
 
 import itertools
 
 import pytest
 
-from elixir_compile.errors import InvalidOption, UnknownHardware
-from elixir_compile.hardware import Cluster, parse_hardware, preset, preset_names, preset_of_ranks
-from elixir_compile.hardware.presets import MAX_DEVICES_PER_NODE
-from elixir_compile.hardware.table import MACHINES
-from elixir_compile.units import GIB
+from elixir_compile.base.errors import InvalidOption, UnknownHardware
+from elixir_compile.base.units import GIB
+from elixir_compile.ir.hardware import Cluster, parse_hardware, preset, preset_names, preset_of_ranks
+from elixir_compile.ir.hardware.presets import MAX_DEVICES_PER_NODE
+from elixir_compile.ir.hardware.table import MACHINES
 
 COUNTS = range(1, MAX_DEVICES_PER_NODE + 1)
 ADAM_BYTES_PER_ELEMENT = 28

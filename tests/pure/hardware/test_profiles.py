@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.errors import InvalidPlan, InvalidProfile
-from elixir_compile.hardware import Cluster, preset, profile_for
-from elixir_compile.units import GIB
+from elixir_compile.base.errors import InvalidPlan, InvalidProfile
+from elixir_compile.base.units import GIB
+from elixir_compile.ir.hardware import Cluster, preset, profile_for
 
 NODE = preset("a100-40g", num_devices=2).nodes[0]
 

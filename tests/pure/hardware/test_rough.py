@@ -2,9 +2,9 @@
 
 import pytest
 
-from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import is_name_of, preset, profile_for, with_devices
-from elixir_compile.units import GIB
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.base.units import GIB
+from elixir_compile.ir.hardware import is_name_of, preset, profile_for, with_devices
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

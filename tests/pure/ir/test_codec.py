@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import PlanFileError
+from elixir_compile.base.errors import PlanFileError
 from elixir_compile.ir import (
     BucketId,
     BucketRef,

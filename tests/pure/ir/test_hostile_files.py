@@ -13,10 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_at, verify
-from elixir_compile.analysis.activations import activation_groups
-from elixir_compile.errors import ElixirError, InvalidPlan, PlanFileError, ProfileFileError
-from elixir_compile.hardware import cluster_from_json, cluster_to_json, preset
+from elixir_compile.base.errors import ElixirError, InvalidPlan, PlanFileError, ProfileFileError
 from elixir_compile.ir import (
     Activations,
     Plan,
@@ -29,6 +26,9 @@ from elixir_compile.ir import (
     record_to_json,
     sizes,
 )
+from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json, preset
+from elixir_compile.step import plan_at, verify
+from elixir_compile.step.activations import activation_groups
 from tests.pure.ir.test_codec import GRAPH, PLAN, RECORD
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain, symbolic

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import (
     Action,
     BucketId,

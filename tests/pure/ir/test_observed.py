@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.errors import InvalidPlan, TraceFileError
+from elixir_compile.base.errors import InvalidPlan, TraceFileError
 from elixir_compile.ir import Lane, Origin, Phase, Record, Span
-from elixir_compile.ir.observed import (
+from elixir_compile.tools.study.observed import (
     Counters,
     FullStep,
     Interval,

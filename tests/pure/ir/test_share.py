@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import InvalidOption, InvalidPlan, PlanFileError
+from elixir_compile.base.errors import InvalidOption, InvalidPlan, PlanFileError
 from elixir_compile.ir.share import (
     Share,
     batch_of,

@@ -5,7 +5,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import sizes
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elixir_compile.errors import InvalidOption, UnknownSchedule
+from elixir_compile.base.errors import InvalidOption, UnknownSchedule
 from elixir_compile.ir import Phase
 from elixir_compile.ir.pipeline import (
     PipelineOrder,

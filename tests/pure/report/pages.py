@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from elixir_compile.ir import Kind, Plan, StepGraph
-from elixir_compile.report.page import PlanSheet, plan_sheet
 from elixir_compile.search import Problem, plan
+from elixir_compile.tools.report.page import PlanSheet, plan_sheet
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

@@ -20,8 +20,8 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.report.diff import Change, diff, plan_diff, run_diff
 from elixir_compile.search import plan
+from elixir_compile.tools.report.diff import Change, diff, plan_diff, run_diff
 from tests.pure.plans import planned_graphs
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of, problem_of

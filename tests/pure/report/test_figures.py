@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline
 from elixir_compile.ir import Kind, Lane, Origin, Record, Span, Update
-from elixir_compile.report import charts, figures
-from elixir_compile.report.held import Survey
 from elixir_compile.search import Problem, plan
-from elixir_compile.simulate import simulate
+from elixir_compile.step import plan_timeline
+from elixir_compile.step.seconds import simulate
+from elixir_compile.tools.report import charts, figures
+from elixir_compile.tools.report.held import Survey
 from tests.pure.report.pages import sheet_of, tight
 from tests.pure.search.test_planner import problems
 

@@ -8,9 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_rows, plan_timeline
-from elixir_compile.analysis.bucket_bytes import bytes_at
-from elixir_compile.analysis.plan_rows import PlanRows
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -25,11 +22,14 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
-from elixir_compile.report.answer import bucket_answer, region_answer
-from elixir_compile.report.explain import answer, answer_of
-from elixir_compile.report.held import Survey
-from elixir_compile.report.subject import Move, Subject
 from elixir_compile.search import Problem, plan
+from elixir_compile.step import plan_rows, plan_timeline
+from elixir_compile.step.bucket_bytes import bytes_at
+from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.tools.report.answer import bucket_answer, region_answer
+from elixir_compile.tools.report.explain import answer, answer_of
+from elixir_compile.tools.report.held import Survey
+from elixir_compile.tools.report.subject import Move, Subject
 from tests.pure.plans import mixed_plans
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import needed_bytes, problems

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.managed.saved import load_answered
-from elixir_compile.report import charts
-from elixir_compile.report.page import PlanSheet, drawn_memory, plan_sheet
+from elixir_compile.session.saved import load_answered
+from elixir_compile.tools.report import charts
+from elixir_compile.tools.report.page import PlanSheet, drawn_memory, plan_sheet
 
 ROOT = Path(__file__).parents[3]
 PICTURES = ROOT / "docs" / "img"

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis.timeline import MemoryTimeline
 from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.kinds import BucketId, GroupId, Kind, OpId, Saving, StorageId, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.ir.schedule import Action, BucketRef, Schedule
-from elixir_compile.report.line import measured_line, plan_line
-from elixir_compile.report.text import curve_text, table_text, timeline_text
+from elixir_compile.session.line import measured_line, plan_line
+from elixir_compile.step.timeline import MemoryTimeline
+from elixir_compile.tools.report.text import curve_text, table_text, timeline_text
 
 MIB = 1024**2
 

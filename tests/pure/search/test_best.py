@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import Cluster, Link, profile_for
-from elixir_compile.hardware.presets import paper_rates
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Saving, Tier
+from elixir_compile.ir.hardware import Cluster, Link, profile_for
+from elixir_compile.ir.hardware.presets import paper_rates
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.evaluator import Candidate, Evaluator
@@ -24,7 +24,7 @@ from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.units import GIB
+from elixir_compile.step import verify
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain
 

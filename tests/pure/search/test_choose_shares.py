@@ -1,19 +1,19 @@
-"""`analysis.rows` and `search.shares`: one capture prices every number of rows, and the best shares fit every rank."""
+"""`step.rows` and `search.shares`: one capture prices every number of rows, and the best shares fit every rank."""
 
 from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.rows import graph_of_rows
-from elixir_compile.cost import op_s
-from elixir_compile.errors import InvalidOption, InvalidPlan, NoFeasibleShares
-from elixir_compile.hardware import parse_fleet
+from elixir_compile.base.errors import InvalidOption, InvalidPlan, NoFeasibleShares
+from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir import Batched, Phase, StepGraph
+from elixir_compile.ir.cost import op_s
+from elixir_compile.ir.hardware import parse_fleet
 from elixir_compile.search.shares.choose import Ask, Choice, ShareSearch, quantum_of
 from elixir_compile.search.shares.costs import treatments_of, ways_of
 from elixir_compile.search.shares.offers import Budget, State
-from elixir_compile.units import GIB, MIB
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.rows import graph_of_rows
 from tests.pure.analysis.test_micro_batches import STEP
 from tests.pure.search.test_micro_batch_count import TRAINED
 

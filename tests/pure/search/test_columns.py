@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from elixir_compile.cost import copy_s
 from elixir_compile.ir import GroupId, Lane, Update
+from elixir_compile.ir.cost import copy_s
 from elixir_compile.search import Problem, planner
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.cross_step_updates import flow_shops

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import profile_for
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Bucket, BucketId, Kind, Placement, StepGraph, StorageId, Tier
+from elixir_compile.ir.hardware import profile_for
 from elixir_compile.search import Problem
 from elixir_compile.search.space.buckets import form_buckets
-from elixir_compile.units import GIB
 from tests.pure.strategies import Layer, chain, step_graphs
 
 CPU = profile_for("cpu", GIB, GIB, "cpu")

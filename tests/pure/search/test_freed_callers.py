@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.options import parse_options
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import parse_options
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
 from elixir_compile.search.joint.micro_batches import plan_as_asked

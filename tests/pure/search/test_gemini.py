@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
+from elixir_compile.base.options import Fractions
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Plan, Saving, Tier, Verb
-from elixir_compile.options import Fractions
-from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
-from elixir_compile.units import GIB
+from elixir_compile.step import verify
+from elixir_compile.tools.report.explain import explain
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.strategies import Layer, chain, examples
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile import cost
-from elixir_compile.cost import host_memory_s, update_bytes
-from elixir_compile.hardware import Cluster, preset
-from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
-from elixir_compile.ir import Tier, Update
+from elixir_compile.ir import Tier, Update, cost
+from elixir_compile.ir.cost import host_memory_s, update_bytes
+from elixir_compile.ir.hardware import Cluster, preset
+from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.flow_shop import longest_s

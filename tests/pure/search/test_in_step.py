@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, Plan, Saving, Tier, Verb, plan_from_json, plan_to_json
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.ranks import Homes, homes_in_step, plan_in_step
 from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.step import plan_timeline
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.search.test_shards import real_peak_bytes, shared_problems

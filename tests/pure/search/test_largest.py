@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import profile_for
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Plan, StepGraph, graph_at
+from elixir_compile.ir.hardware import profile_for
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.planner import floor_bytes, is_feasible, largest_feasible
 from tests.pure.strategies import Layer, chain, examples, symbolic

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
+from elixir_compile.base.options import Planner
 from elixir_compile.ir import Phase, Plan, StepGraph, Verb
-from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.layers import LayerSpan, layer_spans, layers_alike
+from elixir_compile.step import verify
 from tests.pure.graph_text import parse_graph
 from tests.pure.search.test_planner import assert_counts_agree, needed_bytes, problem_of
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis import plan_timeline, verify
-from elixir_compile.errors import IllegalSchedule
-from elixir_compile.hardware import TensorRing
+from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.ir import BackwardOrder, Calls, Plan, Ring, Saving
-from elixir_compile.report.explain import explain
-from elixir_compile.report.line import plan_line
+from elixir_compile.ir.hardware import TensorRing
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.session.line import plan_line
+from elixir_compile.step import plan_timeline, verify
+from elixir_compile.tools.report.explain import explain
 from tests.pure.analysis.test_lean_bytes import recomputing, small_pair
 from tests.pure.calls_walk import peak_of_calls
 from tests.pure.lean_pairs import kept, pair_of, plan_at, problem_of_mlps

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Planner
 from elixir_compile.ir import Saving
-from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
+from elixir_compile.step import verify
 from tests.pure.problems import disk_staging
 from tests.pure.search.test_best import machine
 from tests.pure.search.test_planner import needed_bytes, problem_of

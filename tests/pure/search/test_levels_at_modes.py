@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, StorageId
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
@@ -20,6 +19,7 @@ from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.step import verify
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
 from tests.pure.strategies import DraftPlan, examples

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrower

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis.timeline import host_bytes
-from elixir_compile.cost import disk_s
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import Cluster
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Planner
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import BucketId, Plan, StorageId, Tier, plan_from_json, plan_to_json
-from elixir_compile.options import Planner
-from elixir_compile.report.explain import explain
+from elixir_compile.ir.cost import disk_s
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.host_memory import going_to_disk
-from elixir_compile.simulate import simulate
-from elixir_compile.units import format_bytes
+from elixir_compile.step.seconds import simulate
+from elixir_compile.step.timeline import host_bytes
+from elixir_compile.tools.report.explain import explain
 from tests.pure.problems import disk_staging, tight_problem
 from tests.pure.search.test_planner import CLUSTERS
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import keep_everything_timeline, plan_timeline, verify
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Planner
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import (
     BucketRef,
     Kind,
@@ -25,14 +25,14 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.options import Planner
+from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, num_placements
 from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use, residencies
-from elixir_compile.units import GIB
+from elixir_compile.step import keep_everything_timeline, plan_timeline, verify
 from tests.pure.exhaustive import best_of_all
 from tests.pure.strategies import Layer, chain, examples, step_graphs
 

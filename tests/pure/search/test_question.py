@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
-from elixir_compile.cost import Measured, Stretch
-from elixir_compile.errors import ElixirError, QuestionFileError
+from elixir_compile.base.errors import ElixirError, QuestionFileError
+from elixir_compile.base.options import Options
 from elixir_compile.ir import Saving, StorageId, Update
-from elixir_compile.options import Options
-from elixir_compile.report.explain import explain
+from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.search import Problem, plan, question
 from elixir_compile.search.question import Question, question_from_bytes, question_of, question_to_bytes
-from elixir_compile.simulate import simulate
+from elixir_compile.step import verify
+from elixir_compile.step.seconds import simulate
+from elixir_compile.tools.report.explain import explain
 from tests.pure.ir.test_hostile_files import few_steps, mutated
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import problems

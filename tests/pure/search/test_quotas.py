@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import verify
-from elixir_compile.errors import ContradictingFractions, InvalidOption, NoFeasiblePlan, StateNotApart
+from elixir_compile.base.errors import ContradictingFractions, InvalidOption, NoFeasiblePlan, StateNotApart
+from elixir_compile.base.options import Fractions
 from elixir_compile.ir import Bucket, Placement, Plan, Tier
-from elixir_compile.options import Fractions
-from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.step import verify
+from elixir_compile.tools.report.explain import explain
 from tests.pure.exhaustive import best_of_all
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
 from tests.pure.strategies import Layer, chain, examples

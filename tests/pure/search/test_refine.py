@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.errors import PlanFileError
+from elixir_compile.base.errors import PlanFileError
 from elixir_compile.ir import Activations, GroupId, Saving, StorageId
 from elixir_compile.ir.share import Outcome, Share, Shares, shares_from_json, shares_to_json
 from elixir_compile.search.clock import deadline_in

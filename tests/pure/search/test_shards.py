@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import liveness, plan_timeline, verify
-from elixir_compile.cost import average_s, collective_s
-from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
-from elixir_compile.hardware import Cluster
+from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import (
     Bucket,
     Kind,
@@ -28,6 +25,8 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
+from elixir_compile.ir.cost import average_s, collective_s
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import Share, largest_remainder
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
@@ -42,7 +41,9 @@ from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
-from elixir_compile.simulate import prices, simulate
+from elixir_compile.step import liveness, plan_timeline, verify
+from elixir_compile.step.prices import prices
+from elixir_compile.step.seconds import simulate
 from tests.pure.collectives import collectives
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_best import machine, random_answer

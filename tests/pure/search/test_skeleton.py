@@ -10,13 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline, verify
-from elixir_compile.analysis.collectives import collectives_of
-from elixir_compile.analysis.laps import micro_batches_of
-from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb, plan_from_json, plan_to_json
 from elixir_compile.ir.kinds import Batched
-from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import raise_prefetch
@@ -26,6 +22,10 @@ from elixir_compile.search.planner import floor_bytes
 from elixir_compile.search.skeleton import Use, common_sequence, following, released_by, skeleton_of
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.writing import write_out
+from elixir_compile.step import plan_timeline, verify
+from elixir_compile.step.collectives import collectives_of
+from elixir_compile.step.laps import micro_batches_of
+from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_best import random_answer
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.cost import add_s
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Tier, Update
+from elixir_compile.ir.cost import add_s
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.simulate import simulate
+from elixir_compile.step import plan_timeline
+from elixir_compile.step.seconds import simulate
 from tests.pure.search.test_best import instances, machine, random_answer
 from tests.pure.search.test_crossing import mixed_layers
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.base.units import MIB, parse_count
 from elixir_compile.ir import Kind, Plan, StepGraph, Tier
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.search import Problem, plan
@@ -14,7 +15,6 @@ from elixir_compile.search.joint.accumulated import again_bound_s, again_record,
 from elixir_compile.search.joint.settings import TOLERANCE, Setting, splits
 from elixir_compile.search.joint.tuned import Stage, Trial
 from elixir_compile.search.joint.tuning import GAIN, tune
-from elixir_compile.units import MIB, parse_count
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.strategies import Layer, chain
 

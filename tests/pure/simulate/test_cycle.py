@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.cost import StreamedCopies
-from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, StepGraph, Tier, Update, Verb
+from elixir_compile.ir.cost import StreamedCopies
+from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import plan as search
-from elixir_compile.simulate import Cycle, Drawing, Prices, hidden_update_share, play, simulate
-from elixir_compile.units import GIB
+from elixir_compile.step import plan_timeline
+from elixir_compile.step.prediction import hidden_update_share
+from elixir_compile.step.prices import Prices
+from elixir_compile.step.seconds import Cycle, Drawing, play, simulate
 from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import mixed_plans, planned_graphs, typed
 from tests.pure.problems import tight_problem

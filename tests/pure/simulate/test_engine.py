@@ -1,4 +1,4 @@
-"""`simulate.seconds` and `simulate.prediction`: lanes worked out by hand."""
+"""`step.seconds` and `step.prediction`: lanes worked out by hand."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from elixir_compile.hardware import profile_for
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import (
     BucketId,
     Lane,
@@ -23,18 +23,10 @@ from elixir_compile.ir import (
     Tier,
     Verb,
 )
-from elixir_compile.simulate import (
-    Drawing,
-    Prices,
-    critical_path,
-    exposed_by_lane,
-    exposed_s,
-    hidden_share,
-    play,
-    prices,
-    simulate,
-)
-from elixir_compile.units import GIB
+from elixir_compile.ir.hardware import profile_for
+from elixir_compile.step.prediction import critical_path, exposed_by_lane, exposed_s, hidden_share
+from elixir_compile.step.prices import Prices, prices
+from elixir_compile.step.seconds import Drawing, play, simulate
 from tests.pure.plans import mixed_plans, planned_graphs, typed
 
 R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId("b1")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
@@ -14,6 +13,7 @@ from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
+from elixir_compile.step import plan_timeline, verify
 from tests.pure.memory_walk import walk_memory
 from tests.pure.mixes import mixed_graphs
 from tests.pure.plans import mixed_plans, planned_graphs

@@ -1,4 +1,4 @@
-"""`simulate.pipeline`: seconds, bubbles, traffic and peaks of steps that are worked out by hand, and laws of all."""
+"""`step.pipeline`: seconds, bubbles, traffic and peaks of steps that are worked out by hand, and laws of all."""
 
 from dataclasses import replace
 
@@ -6,14 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import Link
+from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import Phase
+from elixir_compile.ir.hardware import Link
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, pipeline_order
-from elixir_compile.simulate.pipeline import (
-    StageSeconds,
-    play_pipeline,
-)
+from elixir_compile.step.pipeline import StageSeconds, play_pipeline
 
 LINK = Link(bytes_per_s=100.0, latency_s=0.5, overlaps_compute=True, source="test")
 EQUAL = StageSeconds(forward_s=1.0, backward_s=2.0, sent_bytes=50)

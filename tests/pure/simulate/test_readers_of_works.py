@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import as_run
-from elixir_compile.analysis.lane_order import Order, works_of
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.touches import region_touches
-from elixir_compile.analysis.works import Do
-from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan, StepGraph, Update
-from elixir_compile.simulate.seconds import actions_of, player_of
+from elixir_compile.ir.hardware import Cluster
+from elixir_compile.step import as_run
+from elixir_compile.step.lane_order import Order, works_of
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.seconds import actions_of, player_of
+from elixir_compile.step.touches import region_touches
+from elixir_compile.step.works import Do
 from tests.pure.analysis.test_lane_order import PLANS, in_mode
 from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.search.test_planner import CLUSTERS

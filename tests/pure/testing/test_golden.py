@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.errors import InvalidOption
-from elixir_compile.testing.golden import Golden, GoldenFileError, check_golden, difference, golden_path, read_golden
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.tools.testing.golden import (
+    Golden,
+    GoldenFileError,
+    check_golden,
+    difference,
+    golden_path,
+    read_golden,
+)
 
 KIB = 1024
 MADE = Golden(

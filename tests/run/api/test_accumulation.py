@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis.timeline import host_bytes
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
+from elixir_compile.step.timeline import host_bytes
 from tests.run.models import seeded
 from tests.run.processes import apart, spawn
 from tests.run.random_runs import SLACK_BYTES, Draw, Outcome, Stack, outcomes

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, NoFeasiblePlan, OutOfDeviceMemory
-from elixir_compile.managed.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, Held, fix
-from elixir_compile.platforms.platform import Platform
+from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.base.units import GIB, MIB
+from elixir_compile.compat.platforms.platform import Platform
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import plan
 from elixir_compile.search.joint.joint_budget import Planned
-from elixir_compile.units import GIB, MIB
+from elixir_compile.session.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, Held, fix
 from tests.pure.search.test_planner import chain_of, problem_of
 
 PROBLEM = problem_of(chain_of(3))

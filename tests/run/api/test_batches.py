@@ -1,13 +1,13 @@
-"""`api.preview.batches`: captures of many batches from three of them."""
+"""`tools.preview.batches`: captures of many batches from three of them."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from elixir_compile.api.preview.batches import BatchCaptures
-from elixir_compile.api.preview.capture import Capture, capture_step
-from elixir_compile.options import Options
+from elixir_compile.base.options import Options
+from elixir_compile.tools.preview.batches import BatchCaptures
+from elixir_compile.tools.preview.capture import Capture, capture_step
 
 OPTIONS = Options(inner="aot_eager")
 

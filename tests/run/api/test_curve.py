@@ -1,15 +1,15 @@
-"""`api.curve`: more memory never makes a step longer, and no bound is above the plan that it bounds."""
+"""`tools.curve`: more memory never makes a step longer, and no bound is above the plan that it bounds."""
 
 from dataclasses import replace
 
 import pytest
 
-from elixir_compile.api.curve import budget_curve
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.options import Options
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import GIB
 from elixir_compile.search import plan
 from elixir_compile.search.question import question_of
-from elixir_compile.units import GIB
+from elixir_compile.tools.curve import budget_curve
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import needed_bytes
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.cli import demo
 from elixir_compile.ir import Update
+from elixir_compile.tools.cli import demo
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_same, by_elixir, by_elixir_unprepared, hybrid_adamw, tight_bytes
 from tests.run.updating import assert_equal, hybrid_run, ladder, rows

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.analysis import plan_timeline
 from elixir_compile.ir import StepGraph
+from elixir_compile.step import plan_timeline
 from tests.run.processes import apart
 
 WIDTH, SMALL, LARGE = 1024, 32, 512

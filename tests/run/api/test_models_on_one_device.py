@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of, model_of
+from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Plan
-from elixir_compile.problem.planning import ExternalUsage
+from elixir_compile.session.planning import ExternalUsage
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import apart
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, on_host

@@ -13,14 +13,14 @@ from models import Stack, seeded, vectors
 from training import Run, assert_same, by_elixir, least_bytes, loss_of, plain_step, planned_peak_bytes
 
 import elixir_compile as elixir
-from elixir_compile.errors import EXPANDABLE_SEGMENTS, NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, NoFeasiblePlan, OutOfDeviceMemory
+from elixir_compile.base.units import GIB, KIB
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir import StepGraph
-from elixir_compile.managed import out_of_memory
-from elixir_compile.managed.out_of_memory import EarlyShortage, FailedAllocation
-from elixir_compile.managed.step_profiler import StepProfiler
-from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.units import GIB, KIB
+from elixir_compile.session import out_of_memory
+from elixir_compile.session.out_of_memory import EarlyShortage, FailedAllocation
+from elixir_compile.session.step_profiler import StepProfiler
 
 PLAIN = {"planner": "greedy", "plan_cache": False}
 TEXT = "CUDA out of memory. Tried to allocate 64.00 KiB. GPU 0 has a total capacity of 79.11 GiB"

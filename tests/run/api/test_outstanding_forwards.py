@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
-from elixir_compile.capture.modules import executor_of, model_of
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.managed import outstanding
-from elixir_compile.problem.planning import ExternalUsage
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
 from elixir_compile.search.joint.replan import Correction
+from elixir_compile.session import outstanding
+from elixir_compile.session.planning import ExternalUsage
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from tests.run.activation_models import CASES, blocks, broken, routed
 from tests.run.processes import apart
 from tests.run.runtime.test_activations import two_forwards

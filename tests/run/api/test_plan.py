@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis import verify
-from elixir_compile.api.preview.capture import capture_step
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.hardware import preset
+from elixir_compile.base.options import Options
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.ops.registry import num_slots
 from elixir_compile.ir import Kind, Tier, fingerprint
-from elixir_compile.managed.saved import load_question
-from elixir_compile.ops.registry import num_slots
-from elixir_compile.options import Options
+from elixir_compile.ir.hardware import preset
+from elixir_compile.session.saved import load_question
+from elixir_compile.step import verify
+from elixir_compile.tools.preview.capture import capture_step
 from tests.run.models import Stack, Tied, hf_batches, seeded, small_gpt2, tokens, vectors
 from tests.run.training import by_elixir, by_elixir_unprepared
 
@@ -144,7 +144,7 @@ def test_llama_7b_is_planned_in_3_gib() -> None:
     pytest.importorskip("transformers")
     command = ["plan", "llama-7b", "--hardware", "a100-40g", "--batch", "1", "--seq", "2048", "--state-bytes", "12"]
     code = (
-        "import resource, sys; from elixir_compile.cli.main import app\n"
+        "import resource, sys; from elixir_compile.tools.cli.main import app\n"
         f"try: app({command})\n"
         "except SystemExit: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )

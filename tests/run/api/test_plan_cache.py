@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.cost import Stretch
-from elixir_compile.hardware import profile_for
+from elixir_compile.base.options import Fractions, Options
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
-from elixir_compile.options import Fractions, Options
-from elixir_compile.problem import cache
-from elixir_compile.problem.cache import cached_plan, plan_for, plan_key, store_plan
+from elixir_compile.ir.cost import Stretch
+from elixir_compile.ir.hardware import profile_for
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.micro_batches import plan_as_asked
-from elixir_compile.units import GIB
+from elixir_compile.session import cache
+from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of, problem_of
 from tests.run.models import Stack

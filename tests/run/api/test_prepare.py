@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis import plan_timeline, verify
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier
-from elixir_compile.managed.saved import load_answered, load_question
+from elixir_compile.session.saved import load_answered, load_question
+from elixir_compile.step import plan_timeline, verify
 from tests.run.models import WIDTH, Stack, Tied, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import (
     assert_offloads,

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from elixir_compile.ir import Phase
-from elixir_compile.managed import step_profiler
-from elixir_compile.managed.step_profiler import Progress
+from elixir_compile.session import step_profiler
+from elixir_compile.session.step_profiler import Progress
 
 
 class Clock:

@@ -12,18 +12,17 @@ from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
 
 import elixir_compile as elixir
 from elixir_compile import search
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.capture.modules import executor_of, model_of
-from elixir_compile.hardware import Cluster
+from elixir_compile.base.options import Options
+from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Lane, Plan, Span, Tier
-from elixir_compile.managed import graph_planner
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
-from elixir_compile.options import Options
-from elixir_compile.problem import planning
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
-from elixir_compile.simulate import prices
+from elixir_compile.session import graph_planner, planning
+from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
+from elixir_compile.step.prices import prices
+from elixir_compile.step.recompute import as_run
 
 WIDTH = 128
 NUM_WATCHED = STEPS_SKIPPED + STEPS_TIMED

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run.api.test_over_budget import MODELS, OPTIONS, WIDTH, Block
 from tests.run.processes import apart
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from elixir_compile import control_groups
-from elixir_compile.api.preview import few_layers
-from elixir_compile.api.preview.few_layers import beside
+from elixir_compile.base import control_groups
+from elixir_compile.tools.preview import few_layers
+from elixir_compile.tools.preview.few_layers import beside
 
 can_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 

@@ -1,4 +1,4 @@
-"""`capture.chunked`: the same loss and gradients as unchunked, and a lower peak."""
+"""`graph.capture.chunked`: the same loss and gradients as unchunked, and a lower peak."""
 
 import copy
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.compat import boxed, compile_with_aot_eager, compile_with_inductor, lower_plainly_with_inductor
-from elixir_compile.measure import measure_step
+from elixir_compile.graph.capture.loss import chunk_loss, find_loss
+from elixir_compile.runtime.measure import measure_step
 from tests.fx.losses import (
     LOSSES,
     TOKENS,
@@ -27,7 +27,7 @@ from tests.fx.losses import (
     sliced_rows,
 )
 
-# Relative to the largest element: see [Note: Tolerance] in `capture.chunked`.
+# Relative to the largest element: see [Note: Tolerance] in `graph.capture.chunked`.
 FP32, BF16 = 1e-6, 2e-2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir_compile.capture.modules import model_of
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Plan
 from elixir_compile.runtime.lowering import RegionCompiler
 from tests.run.models import Stack, seeded, vectors

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis.linear import Law
-from elixir_compile.api.plan import named_cluster
-from elixir_compile.api.preview import few_layers
-from elixir_compile.api.preview.capture import Capture, capture_step
-from elixir_compile.api.preview.few_layers import capture_model
-from elixir_compile.api.preview.models import Configured
-from elixir_compile.api.preview.same_layers import hide_unlike
-from elixir_compile.cli.plan import Request
-from elixir_compile.errors import UnknownModel, UnsupportedModel
+from elixir_compile.base.errors import UnknownModel, UnsupportedModel
+from elixir_compile.base.options import Options, parse_options
 from elixir_compile.ir import plan_to_json
-from elixir_compile.options import Options, parse_options
 from elixir_compile.search import plan
+from elixir_compile.tools.cli.plan import Request
+from elixir_compile.tools.plan import named_cluster
+from elixir_compile.tools.preview import few_layers
+from elixir_compile.tools.preview.capture import Capture, capture_step
+from elixir_compile.tools.preview.few_layers import capture_model
+from elixir_compile.tools.preview.linear import Law
+from elixir_compile.tools.preview.models import Configured
+from elixir_compile.tools.preview.same_layers import hide_unlike
 
 transformers = pytest.importorskip("transformers")
 

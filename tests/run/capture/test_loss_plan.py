@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.api import backend
-from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
+from elixir_compile.base.errors import NoFeasiblePlan, UnsupportedModel
+from elixir_compile.base.units import MIB
 from elixir_compile.ir import Plan, plan_from_json, plan_to_json
 from elixir_compile.search.joint import loss
 from elixir_compile.search.joint.loss import is_pressed
-from elixir_compile.testing import MemorySchedules
-from elixir_compile.units import MIB
+from elixir_compile.session import backend
+from elixir_compile.tools.testing import MemorySchedules
 
 NUM_TOKENS, NUM_CLASSES, WIDTH = 1024, 8192, 32
 LOGITS_BYTES = NUM_TOKENS * NUM_CLASSES * 4

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._dynamo import funcname_cache, symbolic_convert
 
-from elixir_compile.api.preview.capture import capture_step
+from elixir_compile.base.options import Options
 from elixir_compile.compat.capturing import templates_when_used
-from elixir_compile.options import Options
+from elixir_compile.tools.preview.capture import capture_step
 
 
 def captured() -> None:

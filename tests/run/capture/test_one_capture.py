@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import is_swapped, model_of
+from elixir_compile.graph.capture.modules import is_swapped, model_of
 from tests.run.models import WIDTH, Stack, Tied, seeded, vectors
 from tests.run.training import (
     Run,

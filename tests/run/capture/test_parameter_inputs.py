@@ -1,4 +1,4 @@
-"""`capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
+"""`graph.capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ import torch
 from torch import fx, nn
 
 import elixir_compile as elixir
-from elixir_compile.capture import rewire
-from elixir_compile.managed import front_end
-from elixir_compile.ops.gather import GATHER, REDUCE
+from elixir_compile.graph.capture import rewire
+from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.session import front_end
 
 
 class _Product(nn.Module):

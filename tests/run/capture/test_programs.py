@@ -1,4 +1,4 @@
-"""`managed.programs`: programs stay for as long as a forward of theirs may have a backward."""
+"""`session.programs`: programs stay for as long as a forward of theirs may have a backward."""
 
 import gc
 import weakref
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import Depth, Group
 from elixir_compile.ir import Saving
-from elixir_compile.managed.programs import Programs
+from elixir_compile.session.programs import Programs
+from elixir_compile.step import Depth, Group
 from tests.fx.handmade import keep, planned, to_depth
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import by_elixir

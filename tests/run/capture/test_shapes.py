@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elixir_compile.api.preview import models, shapes
-from elixir_compile.api.preview.capture import capture_step
-from elixir_compile.api.preview.models import TextBatch, load_model
-from elixir_compile.api.preview.shapes import ModelShape, model_named, model_names
-from elixir_compile.errors import UnknownModel
+from elixir_compile.base.errors import UnknownModel
+from elixir_compile.tools.preview import models, shapes
+from elixir_compile.tools.preview.capture import capture_step
+from elixir_compile.tools.preview.models import TextBatch, load_model
+from elixir_compile.tools.preview.shapes import ModelShape, model_named, model_names
 
 pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of, model_of
+from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Kind
 from tests.run.models import WIDTH, Adapted, Block, Stack, Tied, seeded, tokens, vectors
 from tests.run.training import (

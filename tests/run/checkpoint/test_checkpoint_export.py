@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint.dcp import Reader
-from elixir_compile.cli.main import app
+from elixir_compile.tools.cli.main import app
 from tests.run.checkpointing import other
 from tests.run.models import small_gpt2
 from tests.run.training import assert_same_tensors

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile as elixir
-from elixir_compile.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_part
 from tests.run.processes import spawn
 from tests.run.ranks_checks import most_resident_bytes
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_compile as elixir
+from elixir_compile.graph.ops.shards import full, own_part
 from elixir_compile.ir import Update
-from elixir_compile.ops.shards import full, own_part
 from elixir_compile.optim.disk.state import DiskState
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.precision import form_of
@@ -22,7 +22,7 @@ from tests.run.processes import spawn
 from tests.run.training import Run, assert_same_tensors
 from tests.run.updating import eager_run, hybrid_run, small_pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
+pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
 
 
 def state_of(run: Run) -> list[dict[str, torch.Tensor]]:

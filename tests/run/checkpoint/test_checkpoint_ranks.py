@@ -19,11 +19,11 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
+from elixir_compile.base.options import ParamDtype
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.folder import open_checkpoint
-from elixir_compile.cli.main import app
-from elixir_compile.ops.shards import full, is_dtensor, is_sharded, own_part
-from elixir_compile.options import ParamDtype
+from elixir_compile.graph.ops.shards import full, is_dtensor, is_sharded, own_part
+from elixir_compile.tools.cli.main import app
 from tests.run.checkpointing import Elsewhere
 from tests.run.processes import spawn
 from tests.run.training import assert_same_tensors, on_host

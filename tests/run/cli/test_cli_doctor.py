@@ -15,16 +15,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from elixir_compile.cli.doctor import diagnosis_lines
-from elixir_compile.cli.main import app
-from elixir_compile.doctor import CHECKS, Diagnosis, Verdict, diagnose, this_system, trials
-from elixir_compile.doctor.nvml import Gpu
-from elixir_compile.errors import ElixirWarning
-from elixir_compile.measure.machine import links
-from elixir_compile.measure.machine.links import Copies
-from elixir_compile.platforms import Platform
-from elixir_compile.problem.machine import machine_path, store_machine
-from elixir_compile.units import GIB, MIB
+from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.base.units import GIB, MIB
+from elixir_compile.compat.platforms import Platform
+from elixir_compile.session.machine import machine_path, store_machine
+from elixir_compile.tools.cli.doctor import diagnosis_lines
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.doctor import CHECKS, Diagnosis, Verdict, diagnose, this_system, trials
+from elixir_compile.tools.doctor.nvml import Gpu
+from elixir_compile.tools.measure.machine import links
+from elixir_compile.tools.measure.machine.links import Copies
 from tests.run.runtime.test_machine import remembered
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def cpu_s() -> float:
 
 def test_the_command_prints_json_alone_within_five_seconds(tmp_path: Path) -> None:
     before_s = cpu_s()
-    command = [sys.executable, "-c", "from elixir_compile.cli.main import main; main()", "doctor"]
+    command = [sys.executable, "-c", "from elixir_compile.tools.cli.main import main; main()", "doctor"]
     done = subprocess.run(
         [*command, "--json", "--disk-path", str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -66,7 +66,7 @@ def test_without_torch_the_message_comes_at_once() -> None:
 import sys, time
 sys.modules["torch"] = None  # an import of torch raises ImportError
 began_s = time.process_time()
-from elixir_compile.cli.doctor import run_doctor
+from elixir_compile.tools.cli.doctor import run_doctor
 code = run_doctor(disk_path=None, as_json=False)
 print(time.process_time() - began_s, file=sys.stderr)
 sys.exit(code)
@@ -81,12 +81,12 @@ sys.exit(code)
 
 
 def test_a_bad_finding_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elixir_compile.cli.doctor.this_system", lambda disk_path: None)
+    monkeypatch.setattr("elixir_compile.tools.cli.doctor.this_system", lambda disk_path: None)
     found = Diagnosis(code="D09", title="huge pages", verdict=Verdict.NOTE, found="[never]", fix="echo")
-    monkeypatch.setattr("elixir_compile.cli.doctor.diagnose", lambda system: (found,))
+    monkeypatch.setattr("elixir_compile.tools.cli.doctor.diagnose", lambda system: (found,))
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
     fault = Diagnosis(code="D09", title="huge pages", verdict=Verdict.BAD, found="[never]", fix="echo")
-    monkeypatch.setattr("elixir_compile.cli.doctor.diagnose", lambda system: (found, fault))
+    monkeypatch.setattr("elixir_compile.tools.cli.doctor.diagnose", lambda system: (found, fault))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert done.stdout.splitlines()[-1] == "0 ok, 1 note, 1 bad, 0 unknown"
@@ -257,5 +257,5 @@ def test_a_machine_without_an_accelerator_has_none() -> None:
 
 
 def test_the_module_of_checks_loads_no_torch() -> None:
-    code = "import sys, elixir_compile.doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys, elixir_compile.tools.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == 0

@@ -12,10 +12,10 @@ from click.testing import Result
 from scipy.optimize import linprog
 from typer.testing import CliRunner
 
-from elixir_compile.api.preview.models import TextBatch, load_model
-from elixir_compile.cli.main import app
-from elixir_compile.errors import UnknownModel, UnsupportedModel
+from elixir_compile.base.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import Tier, Update, plan_from_json, plan_to_json
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.preview.models import TextBatch, load_model
 from tests.pure.problems import disk_staging
 
 MODEL = '''

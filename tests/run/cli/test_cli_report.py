@@ -14,15 +14,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import elixir_compile as elixir
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.cli.main import app
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Origin, Plan, Record, record_to_json
-from elixir_compile.managed import saved as saved_files
-from elixir_compile.options import Options
-from elixir_compile.report import charts
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.question import question_of
-from elixir_compile.units import GIB
+from elixir_compile.session import saved as saved_files
+from elixir_compile.step import plan_timeline
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.report import charts
 from tests.pure.report.pages import evil, tight
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

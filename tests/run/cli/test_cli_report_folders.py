@@ -10,18 +10,18 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import elixir_compile as elixir
-from elixir_compile.cli.main import app
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Origin
-from elixir_compile.ir.observed import FullStep, summary_to_json
-from elixir_compile.ir.study import Study, StudyRow, study_to_json
-from elixir_compile.ir.trace_files import TraceMeta, plan_path, steps_path, write_full_step, write_meta
-from elixir_compile.options import Options
-from elixir_compile.report import charts
-from elixir_compile.report.observed_run import thinned
-from elixir_compile.report.planned_step import planned_row
 from elixir_compile.search.question import question_of
-from elixir_compile.simulate import simulate
-from elixir_compile.units import format_bytes, format_s
+from elixir_compile.step.seconds import simulate
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.report import charts
+from elixir_compile.tools.report.observed_run import thinned
+from elixir_compile.tools.report.planned_step import planned_row
+from elixir_compile.tools.study.observed import FullStep, summary_to_json
+from elixir_compile.tools.study.study import Study, StudyRow, study_to_json
+from elixir_compile.tools.study.trace_files import TraceMeta, plan_path, steps_path, write_full_step, write_meta
 from tests.pure.report import pages
 
 tight = functools.cache(pages.tight)

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import elixir_compile as elixir
-from elixir_compile.cli.main import app
+from elixir_compile.base.options import Options
 from elixir_compile.ir import Origin, Record, record_to_json
-from elixir_compile.managed.saved import question_path
-from elixir_compile.options import Options
 from elixir_compile.search import plan
 from elixir_compile.search.question import question_of
+from elixir_compile.session.saved import question_path
+from elixir_compile.tools.cli.main import app
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -47,7 +47,7 @@ def run(*args: object) -> Result:
 def test_help_does_not_load_torch() -> None:
     code = """
 import sys
-from elixir_compile.cli import main
+from elixir_compile.tools.cli import main
 try:
     main.app(["--help"])
 finally:

@@ -11,10 +11,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
-from elixir_compile.analysis import verify
-from elixir_compile.cli.main import app
 from elixir_compile.ir.share import shares_from_json
-from elixir_compile.managed.saved import load_answered
+from elixir_compile.session.saved import load_answered
+from elixir_compile.step import verify
+from elixir_compile.tools.cli.main import app
 
 MODEL = '''
 import torch

@@ -13,17 +13,17 @@ from torch import nn
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
-from elixir_compile.api.preview.capture import Capture
-from elixir_compile.api.preview.few_layers import capture_model
-from elixir_compile.api.preview.models import find_described
-from elixir_compile.api.stages import fleet_of_ranks, of_micro_batch, stage_search
-from elixir_compile.cli.main import app
-from elixir_compile.errors import InvalidOption, NoFeasibleStages, UnknownSchedule
-from elixir_compile.hardware import Fleet, parse_fleet
+from elixir_compile.base.errors import InvalidOption, NoFeasibleStages, UnknownSchedule
+from elixir_compile.base.options import parse_options
+from elixir_compile.base.units import MIB
+from elixir_compile.ir.hardware import Fleet, parse_fleet
 from elixir_compile.ir.pipeline import TorchSchedule
 from elixir_compile.ir.pipeline_plan import PipelinePlan, pipeline_from_json, pipeline_to_json
-from elixir_compile.options import parse_options
-from elixir_compile.units import MIB
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.preview.capture import Capture
+from elixir_compile.tools.preview.few_layers import capture_model
+from elixir_compile.tools.preview.models import find_described
+from elixir_compile.tools.stages import fleet_of_ranks, of_micro_batch, stage_search
 
 MODEL = '''
 import torch

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from elixir_compile.cli import study as cli_study
-from elixir_compile.cli.main import app
-from elixir_compile.cli.study_worker import Case
-from elixir_compile.ir.study import Study, StudyRow, study_from_json, study_to_json
-from elixir_compile.report import charts
-from elixir_compile.report.phase_table import WHOLE, phase_figures
-from elixir_compile.report.study_page import study_page
+from elixir_compile.tools.cli import study as cli_study
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.cli.study_worker import Case
+from elixir_compile.tools.report import charts
+from elixir_compile.tools.report.phase_table import WHOLE, phase_figures
+from elixir_compile.tools.report.study_page import study_page
+from elixir_compile.tools.study.study import Study, StudyRow, study_from_json, study_to_json
 
 MODEL = """
 import torch

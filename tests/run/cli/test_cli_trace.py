@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
-from elixir_compile.cli.main import app
+from elixir_compile.tools.cli.main import app
 from tests.run.models import Stack, seeded, vectors
 
 

@@ -10,15 +10,15 @@ from click.testing import Result
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
-from elixir_compile.analysis import verify
-from elixir_compile.api.tune import States
-from elixir_compile.cli.main import app
-from elixir_compile.cli.plan import Request
-from elixir_compile.cli.tune import TuneRequest, command_of, loop_of
+from elixir_compile.base.options import Options
 from elixir_compile.ir import plan_from_json
-from elixir_compile.managed.saved import load_question
-from elixir_compile.options import Options
 from elixir_compile.search.joint.settings import Setting
+from elixir_compile.session.saved import load_question
+from elixir_compile.step import verify
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.cli.plan import Request
+from elixir_compile.tools.cli.tune import TuneRequest, command_of, loop_of
+from elixir_compile.tools.tune import States
 from tests.run.cli.test_cli_plan import MODEL, cli
 
 SEQ = 64
@@ -89,7 +89,7 @@ def test_the_table_the_command_and_a_loop_with_accumulation_are_printed(gpt2: Pa
 def test_tokens_that_cannot_be_divided_are_refused_before_anything_is_captured(
     gpt2: Path, words: tuple[object, ...], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elixir_compile.cli.plan.capture_model", None)
+    monkeypatch.setattr("elixir_compile.tools.cli.plan.capture_model", None)
     done = tune(gpt2, *words)
     assert (done.exit_code, done.stdout) == (1, "")
     assert says in done.stderr

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.cli.demo import LOSS_RTOL, Run, batches, find_faults, read_text
-from elixir_compile.errors import InvalidOption
+from elixir_compile.base.errors import InvalidOption
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
+from elixir_compile.tools.cli.demo import LOSS_RTOL, Run, batches, find_faults, read_text
 
 PREDICTION = Prediction(
     step_s=0.1, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=100, device_peak_at="op", host_peak_bytes=0
@@ -73,7 +73,7 @@ def test_no_text_and_too_little_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_version_is_printed_without_loading_torch() -> None:
-    code = "import sys; from elixir_compile.cli.main import app; sys.modules['torch'] = None; app(['--version'])"
+    code = "import sys; from elixir_compile.tools.cli.main import app; sys.modules['torch'] = None; app(['--version'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "elixir-compile 0.1.0"
@@ -82,6 +82,6 @@ def test_the_version_is_printed_without_loading_torch() -> None:
 @pytest.mark.slow
 def test_the_demo_keeps_its_promise() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from elixir_compile.cli.main import main; main()", "demo"], check=False
+        [sys.executable, "-c", "from elixir_compile.tools.cli.main import main; main()", "demo"], check=False
     )
     assert done.returncode == 0

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.cli.main import app
-from elixir_compile.managed.saved import load_answered
-from elixir_compile.report import charts
-from elixir_compile.units import GIB
+from elixir_compile.base.units import GIB
+from elixir_compile.session.saved import load_answered
+from elixir_compile.step import plan_timeline
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.report import charts
 
 DRIVER = shutil.which("chromedriver")
 MOST_BYTES = 1_500_000

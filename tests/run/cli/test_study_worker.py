@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from elixir_compile.cli import study_worker
-from elixir_compile.cli.study_rows import PLACEMENTS
 from elixir_compile.ir.kinds import Phase
-from elixir_compile.ir.study import StudyRow
+from elixir_compile.tools.cli import study_worker
+from elixir_compile.tools.cli.study_rows import PLACEMENTS
+from elixir_compile.tools.study.study import StudyRow
 
 MODEL = """
 import torch

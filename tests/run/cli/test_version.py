@@ -14,9 +14,9 @@ from torch._dynamo.backends import registry
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
+from elixir_compile.base.version import __version__
 from elixir_compile.checkpoint import saving
-from elixir_compile.cli.main import app
-from elixir_compile.version import __version__
+from elixir_compile.tools.cli.main import app
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 
 OPTIONS: Mapping[str, Any] = {"inner": "aot_eager", "planner": "zero3_offload", "report": False, "replan": False}
 """All parameters, gradients and optimizer state live on the host, so every step gathers and offloads."""

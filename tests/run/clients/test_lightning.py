@@ -98,7 +98,7 @@ def test_a_run_that_is_saved_and_resumed_goes_on_as_if_it_had_not_stopped(tmp_pa
 
 
 def test_a_callback_logs_the_figures_of_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from elixir_compile.integrations.lightning import ElixirCallback
+    from elixir_compile.tools.integrations.lightning import ElixirCallback
 
     model = small_gpt2(num_layers=2)
     expected = fit(model, tmp_path, ours=False)

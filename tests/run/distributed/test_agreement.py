@@ -10,16 +10,16 @@ import pytest
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elixir_compile.analysis import plan_timeline, verify
-from elixir_compile.errors import NoFeasiblePlan, NotPrepared
-from elixir_compile.hardware import Cluster
+from elixir_compile.base.errors import NoFeasiblePlan, NotPrepared
 from elixir_compile.ir import OpId, Plan, Saving, StepGraph, fingerprint
-from elixir_compile.managed.agreement.agreement import agreed_plan
-from elixir_compile.managed.agreement.rank_facts import plan_digest
-from elixir_compile.managed.agreement.roll_call import RollCall, Step, roll_call
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.search import Problem, plan
+from elixir_compile.session.agreement.agreement import agreed_plan
+from elixir_compile.session.agreement.rank_facts import plan_digest
+from elixir_compile.session.agreement.roll_call import RollCall, Step, roll_call
+from elixir_compile.step import plan_timeline, verify
 from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
 from tests.pure.strategies import Layer, chain
 from tests.run.processes import spawn

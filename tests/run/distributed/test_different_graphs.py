@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile
-from elixir_compile.capture.modules import executor_of, model_of
+from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Saving, Tier
-from elixir_compile.problem.machine import num_sharing_host
 from elixir_compile.runtime.distributed.errors import RanksDiffer
 from elixir_compile.search.joint.ranks import IN_STEP
+from elixir_compile.session.machine import num_sharing_host
 from tests.run.processes import spawn
 from tests.run.ranks_models import NUM_WORDS, gpt2
 

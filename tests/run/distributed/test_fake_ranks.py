@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.managed.rank_balance import RankBalance
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.optim import clipping, guard
+from elixir_compile.session.rank_balance import RankBalance
+from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 from tests.run.processes import apart
 
 

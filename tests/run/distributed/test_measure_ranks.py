@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from elixir_compile.cli.main import app
-from elixir_compile.hardware import cluster_from_json, fleet_from_json
+from elixir_compile.ir.hardware import cluster_from_json, fleet_from_json
+from elixir_compile.tools.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import os, sys
-from elixir_compile.measure.machine import cluster
-from elixir_compile.cli.main import app
+from elixir_compile.tools.measure.machine import cluster
+from elixir_compile.tools.cli.main import app
 
 measured = cluster.measure_rates
 if os.environ["RANK"] == "1":

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import Cluster, preset, profile_for
-from elixir_compile.options import parse_options
-from elixir_compile.problem.planning import cluster_of
-from elixir_compile.units import GIB
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.base.options import parse_options
+from elixir_compile.base.units import GIB
+from elixir_compile.ir.hardware import Cluster, preset, profile_for
+from elixir_compile.session.planning import cluster_of
 
 ALONE = profile_for("cpu", GIB, GIB, "cpu")
 SQUARE: Any = SimpleNamespace(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from tests.run.processes import spawn
 from tests.run.ranks_models import batches
 from tests.run.ranks_training import least_bytes, own_rows, pair_of

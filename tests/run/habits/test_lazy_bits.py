@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.rewrite.divided_graph import Layout
+from elixir_compile.graph.rewrite.divided_graph import Layout
 from elixir_compile.runtime.parts import InParts, kept_part
 from tests.fx.handmade import Choice, keep, offload, planned
 from tests.run.habits.habit import habit

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of, is_swapped
+from elixir_compile.graph.capture.modules import executor_of, is_swapped
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.habits.stories import BATCHES, WIDTH, Layers, assert_same_story, layers, new_optimizer, values

@@ -10,9 +10,9 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of, model_of
-from elixir_compile.errors import ParameterReplaced, StaleParameters, UnsupportedModel
-from elixir_compile.ops.gather import GATHER
+from elixir_compile.base.errors import ParameterReplaced, StaleParameters, UnsupportedModel
+from elixir_compile.graph.capture.modules import executor_of, model_of
+from elixir_compile.graph.ops.gather import GATHER
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.habits.stories import BATCHES, WIDTH, assert_same_story, layers, new_optimizer, values

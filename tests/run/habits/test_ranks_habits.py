@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import elixir_compile as elixir
-from elixir_compile.managed.over_budget import TOLERATED_BYTES
+from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run import ddp_checks
 from tests.run.clients import ddp_clients
 from tests.run.distributed.test_ddp import LIMIT_S, SLOW, assert_trained

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import model_of
+from elixir_compile.graph.capture.modules import model_of
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors

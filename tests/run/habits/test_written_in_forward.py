@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import model_of
-from elixir_compile.testing import MemorySchedules
+from elixir_compile.graph.capture.modules import model_of
+from elixir_compile.tools.testing import MemorySchedules
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis import plan_at, verify
-from elixir_compile.errors import ElixirWarning, NoFeasiblePlan
+from elixir_compile.base.errors import ElixirWarning, NoFeasiblePlan
 from elixir_compile.ir import graph_at, sizes
+from elixir_compile.step import plan_at, verify
 from tests.run.micro_batches.stepping import TOKENS, WIDTH, Rows, batch_of, compiled, divided_regions, gradients
 from tests.run.micro_batches.test_micro_batch_numbers import language_model, loop_over_tokens
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.testing import MemorySchedules
+from elixir_compile.tools.testing import MemorySchedules
 from tests.run.micro_batches.stepping import OPTIONS, Rows, batch_of, divided_regions, gradients, loop
 
 BATCH = batch_of(64)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.runtime import micro_batches as runtime
 from tests.run.micro_batches.stepping import (
     WIDTH,

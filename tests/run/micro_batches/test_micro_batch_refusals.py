@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis import verify
-from elixir_compile.errors import IllegalSchedule, InvalidOption
+from elixir_compile.base.errors import IllegalSchedule, InvalidOption
 from elixir_compile.ir import fingerprint
+from elixir_compile.step import verify
 from tests.run.micro_batches.stepping import Rows, batch_of, compiled
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Lane, Plan, Saving
 from elixir_compile.runtime import micro_batches as runtime
 from elixir_compile.runtime.executor import Executor

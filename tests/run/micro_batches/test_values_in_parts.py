@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.base.errors import ActivationsGone
 from elixir_compile.compat import MemoryView
-from elixir_compile.errors import ActivationsGone
-from elixir_compile.rewrite.divided_graph import Layout
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.rewrite.divided_graph import Layout
 from elixir_compile.runtime import micro_batches as runtime
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.ledger import ledger_for

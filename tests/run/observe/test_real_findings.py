@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import model_of
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Lane, Span
-from elixir_compile.ir.study import StudyRow
-from elixir_compile.report.findings import Observed, find, host_update_bytes, observed_row
-from elixir_compile.report.phase_table import WHOLE
+from elixir_compile.tools.report.findings import Observed, find, host_update_bytes, observed_row
+from elixir_compile.tools.report.phase_table import WHOLE
+from elixir_compile.tools.study.study import StudyRow
 from tests.run.models import Stack, seeded, vectors
 
 NUM_STEPS = 7

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.api.observe import _chooser
 from elixir_compile.ir import Lane, tallies
-from elixir_compile.ir.trace_files import read_full_step, read_trace
-from elixir_compile.managed.saved import load_answered
+from elixir_compile.session.saved import load_answered
+from elixir_compile.tools.observe import _chooser
+from elixir_compile.tools.study.trace_files import read_full_step, read_trace
 from tests.run.models import Stack, seeded, vectors
 
 SMALL = {"inner": "aot_eager", "report": False, "replan": False, "planner": "zero3_offload"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.ir.trace_files import read_trace
+from elixir_compile.tools.study.trace_files import read_trace
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,7 @@ def trained(folder: Path, callback: Any, **arguments: Any) -> Any:
 def test_the_callback_observes_from_the_begin_of_a_training_to_its_end_and_adds_figures_to_logs_with_a_loss(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from elixir_compile.integrations.transformers import ElixirCallback
+    from elixir_compile.tools.integrations.transformers import ElixirCallback
 
     model = seeded(Stack, 8, 1)
     compiled: Any = torch.compile(
@@ -89,7 +89,7 @@ def test_the_callback_observes_from_the_begin_of_a_training_to_its_end_and_adds_
 def test_the_figures_of_a_trainer_add_up_and_reach_its_loggers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from elixir_compile.integrations.transformers import ElixirCallback
+    from elixir_compile.tools.integrations.transformers import ElixirCallback
 
     callback = ElixirCallback(tmp_path / "trace", full=(2,))
     trainer = trained(tmp_path, callback, gradient_accumulation_steps=2)
@@ -119,7 +119,7 @@ def test_the_figures_of_a_trainer_add_up_and_reach_its_loggers(
 
 @pytest.mark.slow  # two trainings: 6 s
 def test_the_losses_of_a_trainer_are_those_without_observation(tmp_path: Path) -> None:
-    from elixir_compile.integrations.transformers import ElixirCallback
+    from elixir_compile.tools.integrations.transformers import ElixirCallback
 
     losses = [
         [entry["loss"] for entry in trained(tmp_path, callback).state.log_history if "loss" in entry]

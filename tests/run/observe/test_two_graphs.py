@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import model_of
+from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import tallies
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED
-from elixir_compile.report.diff import run_diff
-from elixir_compile.simulate import simulate
+from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED
+from elixir_compile.step.seconds import simulate
+from elixir_compile.tools.report.diff import run_diff
 from tests.run.models import seeded
 
 OPTIONS = {"inner": "aot_eager", "planner": "zero3_offload", "plan_cache": False, "update": "after_backward"}

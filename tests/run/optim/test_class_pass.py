@@ -12,7 +12,7 @@ import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
 import elixir_compile as elixir
-from elixir_compile.errors import ElixirWarning
+from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.ir import Update
 from elixir_compile.optim.generic import class_rule, code
 from elixir_compile.optim.generic.class_step import ClassStep

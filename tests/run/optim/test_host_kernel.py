@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.errors import ElixirWarning
+from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.optim.host import HostThreads, flat_step, mixed_adamw, passes, split_adamw, sum_of_squares
 from elixir_compile.optim.host.passes import _kernel
 

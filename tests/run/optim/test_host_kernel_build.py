@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.errors import ElixirWarning
+from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.optim.host import build, sum_of_squares
 from elixir_compile.optim.host.build import loaded_kernel
 from elixir_compile.optim.host.passes import _kernel, kernel

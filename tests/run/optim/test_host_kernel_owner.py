@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.errors import ElixirWarning
-from elixir_compile.folders import OwnFolder, own_folder
+from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.base.folders import OwnFolder, own_folder
 from elixir_compile.optim.host import build
 from elixir_compile.optim.host.build import BuildError, loaded
 

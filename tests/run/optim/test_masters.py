@@ -8,8 +8,8 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import HybridAdamW
+from elixir_compile.graph.ops.masters import has_master
 from elixir_compile.ir import Update
-from elixir_compile.ops.masters import has_master
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.rule import ParamUpdate

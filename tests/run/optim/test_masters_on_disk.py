@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 
 import elixir_compile as elixir
-from elixir_compile.errors import DiskFailed, UnforeseenState
+from elixir_compile.base.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk.state import DiskHome, DiskState
 from elixir_compile.optim.layout import StatisticLayout

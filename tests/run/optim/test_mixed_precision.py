@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_compile as elixir
 from elixir_compile import HybridAdamW
-from elixir_compile.errors import GradientsChanged
+from elixir_compile.base.errors import GradientsChanged
+from elixir_compile.graph.ops.masters import has_master
 from elixir_compile.ir import Update
-from elixir_compile.ops.masters import has_master
 from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.optim.rule import ParamUpdate

@@ -19,7 +19,7 @@ from tests.run.optim.test_narrow_state import assert_same_run, rows, steps
 from tests.run.training import Run
 from tests.run.updating import buckets_of, eager_run, hybrid_run, nan_staging, small_pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
+pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
 CLASSES = {
     "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adam": (Adam, {"lr": 1e-2}),

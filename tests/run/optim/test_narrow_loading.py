@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD
 
 import elixir_compile as elixir
-from elixir_compile.ops.masters import REST_NAMES
+from elixir_compile.graph.ops.masters import REST_NAMES
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.moment_forms import MomentForm
 from elixir_compile.optim.precision import form_of
@@ -18,7 +18,7 @@ from tests.run.optim.test_narrow_state import NARROW, assert_same_run, rows, ste
 from tests.run.training import Run
 from tests.run.updating import eager_run
 
-pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.errors.NoGraphCaptured")
+pytestmark = pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
 BF16 = torch.bfloat16
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.errors import GradientsChanged
+from elixir_compile.base.errors import GradientsChanged
 from elixir_compile.ir import Update
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import eager_run, hybrid_run, in_flight, ladder, nan_staging, rows, weights_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import GradientsChanged
+from elixir_compile.base.errors import GradientsChanged
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier, Update, Verb
 from tests.covering import covering
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw, loss_of, tight_bytes

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 import elixir_compile as elixir
-from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import Lane, Span, Update, Verb
+from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.ir.plan import Plan
-from elixir_compile.simulate import simulate
-from elixir_compile.units import GIB
+from elixir_compile.step.seconds import simulate
 from tests.run.training import plain_step
 from tests.run.updating import controlled_worker, hybrid_run, ladder, rows
 

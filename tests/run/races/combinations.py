@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Saving, Update
 from elixir_compile.runtime import executor
 from tests.run.races.simulated import Simulated

@@ -19,18 +19,18 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import as_run
-from elixir_compile.analysis.lane_order import Order, Ordered, works_of
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.touches import region_touches
-from elixir_compile.analysis.works import COMPUTE, D2H, PROGRAM, BucketWorks, Do, Memory, Walk
-from elixir_compile.analysis.works import UPDATES as THREAD_OF_UPDATES
 from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, StepGraph, Verb
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.step import as_run
+from elixir_compile.step.lane_order import Order, Ordered, works_of
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.touches import region_touches
+from elixir_compile.step.works import COMPUTE, D2H, PROGRAM, BucketWorks, Do, Memory, Walk
+from elixir_compile.step.works import UPDATES as THREAD_OF_UPDATES
 from tests.races.happens_before import Actor, Cell, Source
 
 THREAD, UPDATES = "the thread 'elixir updates'", "the thread of the updates"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.runtime import executor
 from elixir_compile.runtime.distributed.ranks import Ranks
 from tests.run.races.combinations import digest

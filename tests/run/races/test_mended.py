@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, on_host

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import InvalidOption
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.optim.streaming import Stream
 from elixir_compile.runtime.bucket import RunningBucket

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier, Update
 from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime.updates import UpdateLine
 from tests.run.optim.test_streamed_pieces import use_small_rooms

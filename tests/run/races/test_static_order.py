@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis.lane_order import Order
-from elixir_compile.analysis.works import COMPUTE, PROGRAM, Do, Work
 from elixir_compile.ir import Plan, StepGraph, Update
+from elixir_compile.step.lane_order import Order
+from elixir_compile.step.works import COMPUTE, PROGRAM, Do, Work
 from tests.run.processes import spawn
 from tests.run.races.combinations import Combination, batches_of, run_of
 from tests.run.races.recorded_order import Recording, claims_of, differences, recorded

@@ -47,7 +47,7 @@ READERS: dict[str, Callable[[Home], object]] = {
 """What waits for a queued update."""
 
 
-@pytest.mark.filterwarnings("ignore::elixir_compile.errors.ElixirWarning")  # the test holds the memory of before
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.ElixirWarning")  # the test holds the memory of before
 @pytest.mark.parametrize("reader", READERS)
 def test_readers_wait_for_a_queued_update(reader: str) -> None:
     home = Home(for_training=reader != "another plan")

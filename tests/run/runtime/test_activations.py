@@ -13,15 +13,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import elixir_compile as elixir
-from elixir_compile.analysis import Depth, Group
-from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import ActivationsGone
+from elixir_compile.base.errors import ActivationsGone
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Phase, Saving
-from elixir_compile.managed import programs
-from elixir_compile.measure.step import Resident
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.measure.step import Resident
 from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.session import programs
+from elixir_compile.step import Depth, Group
+from elixir_compile.step.timeline import plan_timeline
 from tests.covering import covering
 from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
 from tests.run.models import Block, Stack, hf_batches, seeded, small_gpt2, vectors

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from elixir_compile.api.plan import named_cluster, question
-from elixir_compile.api.preview.capture import capture_step
-from elixir_compile.options import Options
+from elixir_compile.base.options import Options
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.tools.plan import named_cluster, question
+from elixir_compile.tools.preview.capture import capture_step
 
 transformers = pytest.importorskip("transformers")
 

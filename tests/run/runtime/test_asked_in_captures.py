@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from elixir_compile.control_groups import num_usable_cores
-from elixir_compile.options import parse_options
-from elixir_compile.platforms import memory_sizes_bytes, num_local_ranks
-from elixir_compile.problem import machine
+from elixir_compile.base.control_groups import num_usable_cores
+from elixir_compile.base.options import parse_options
+from elixir_compile.compat.platforms import memory_sizes_bytes, num_local_ranks
+from elixir_compile.session import machine
 
 CPU = torch.device("cpu")
 QUESTIONS: dict[str, Callable[[], object]] = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier
 from tests.run.models import Stack, seeded, small_gpt2, vectors
 from tests.run.training import (

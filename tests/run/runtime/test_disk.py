@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
+from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
 from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
 from elixir_compile.runtime.slab import Slab, live_slab_bytes
@@ -78,7 +78,7 @@ def fail_calls(
 def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     start = """
         import os, signal, sys, threading, time
-        from elixir_compile.errors import DiskFailed, DiskFull
+        from elixir_compile.base.errors import DiskFailed, DiskFull
         from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
         folder = sys.argv[1]
         buffer = StagingBuffers(1, 1 << 20).acquire().tensor.fill_(7)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.ops.gather import GATHER
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.placed import check_move
 from elixir_compile.runtime.slab import is_slab_memory

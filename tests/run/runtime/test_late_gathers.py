@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis.lean_calls import num_full_calls
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import BackwardOrder, Plan, Saving
+from elixir_compile.step.lean_calls import num_full_calls
 from tests.run.lean_plans import pairs_by_hand
 from tests.run.pipeline_checks import Stage, loss_of
 from tests.run.processes import apart

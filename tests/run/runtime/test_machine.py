@@ -18,11 +18,12 @@ from rich.console import Console
 from torch import distributed
 from typer.testing import CliRunner
 
-from elixir_compile import control_groups
-from elixir_compile.cli.main import app
-from elixir_compile.cli.measure import machine_table
-from elixir_compile.errors import DiskFailed, ElixirWarning, InvalidOption, ProfileFileError, UnknownHardware
-from elixir_compile.hardware import (
+from elixir_compile.base import control_groups
+from elixir_compile.base.errors import DiskFailed, ElixirWarning, InvalidOption, ProfileFileError, UnknownHardware
+from elixir_compile.base.units import GIB, MIB
+from elixir_compile.compat.platforms import available_host_bytes, host, host_memory_bytes, memory_sizes_bytes
+from elixir_compile.compat.platforms.update_threads import UpdateThreads
+from elixir_compile.ir.hardware import (
     Cluster,
     cluster_from_json,
     cluster_to_json,
@@ -31,12 +32,8 @@ from elixir_compile.hardware import (
     preset,
     profile_for,
 )
-from elixir_compile.measure.machine import measure_machine, rates, with_disk
-from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
-from elixir_compile.measure.machine.links import copies_of, fitted_line
-from elixir_compile.platforms import available_host_bytes, host, host_memory_bytes, memory_sizes_bytes
-from elixir_compile.platforms.update_threads import UpdateThreads
-from elixir_compile.problem.machine import (
+from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.session.machine import (
     cached_machine,
     forget_own_machine,
     machine,
@@ -45,8 +42,11 @@ from elixir_compile.problem.machine import (
     store_machine,
     with_memory,
 )
-from elixir_compile.runtime.slab import is_slab_memory
-from elixir_compile.units import GIB, MIB
+from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.cli.measure import machine_table
+from elixir_compile.tools.measure.machine import measure_machine, rates, with_disk
+from elixir_compile.tools.measure.machine.clock import MIN_REPEATS, beside, median_s
+from elixir_compile.tools.measure.machine.links import copies_of, fitted_line
 
 CPU = torch.device("cpu")
 
@@ -296,7 +296,7 @@ def test_hardware_that_is_no_name_and_no_profile_is_refused(tmp_path: Path) -> N
 def test_the_command_prints_the_profile_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
-    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
+    monkeypatch.setattr("elixir_compile.tools.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     saved = tmp_path / "machine.json"
     done = CliRunner().invoke(app, ["measure", "-o", str(saved), "--json"])
@@ -312,7 +312,7 @@ def test_the_command_prints_the_profile_and_nothing_else(
 def test_the_command_names_a_file_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
-    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
+    monkeypatch.setattr("elixir_compile.tools.cli.measure.measure_fleet", lambda device, **_: fleet_of(measured))
     done = CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "missing" / "machine.json")])
     assert done.exit_code == 1
     assert "cannot write" in done.stderr
@@ -322,8 +322,8 @@ def test_the_command_names_a_file_it_cannot_write(
 def test_the_command_writes_a_fleet_where_ranks_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first of three ranks, of which one has another device; each rank keeps the machine that it sees."""
     fleet = parse_fleet("2 x l4-24g + 1 x p40-24g")
-    monkeypatch.setattr("elixir_compile.cli.measure.measure_fleet", lambda device, **_: fleet)
-    monkeypatch.setattr("elixir_compile.cli.measure.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("elixir_compile.tools.cli.measure.measure_fleet", lambda device, **_: fleet)
+    monkeypatch.setattr("elixir_compile.tools.cli.measure.distributed.get_rank", lambda: 0)
     saved = tmp_path / "fleet.json"
     done = CliRunner().invoke(app, ["measure", "-o", str(saved)])
     assert done.exit_code == 0

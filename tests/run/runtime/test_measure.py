@@ -10,13 +10,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 from elixir_compile import compat
-from elixir_compile.errors import NestedMeasurement
+from elixir_compile.base.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
-from elixir_compile.measure import step_bytes
-from elixir_compile.measure.step import Resident, measure_step, peak_bytes
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.measure import step_bytes
+from elixir_compile.runtime.measure.step import Resident, measure_step, peak_bytes
 from elixir_compile.runtime.slab import Slab
 
 MB = 1_000_000

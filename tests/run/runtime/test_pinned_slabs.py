@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elixir_compile.platforms import Platform, cores
+from elixir_compile.compat.platforms import Platform, cores
 from elixir_compile.runtime import slab as slabs
 from elixir_compile.runtime.slab import Slab, pinned_slab_bytes
 

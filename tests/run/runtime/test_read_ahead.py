@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.errors import DiskFailed
+from elixir_compile.base.errors import DiskFailed
 from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore

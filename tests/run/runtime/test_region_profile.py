@@ -10,13 +10,13 @@ from torch import nn
 from training import assert_same, by_elixir, least_bytes
 
 import elixir_compile as elixir
-from elixir_compile import folders
-from elixir_compile.capture.node_facts import reads_seed_on_host
+from elixir_compile.base import folders
+from elixir_compile.graph.capture.node_facts import reads_seed_on_host
 from elixir_compile.ir import Kind, Op, OpId, Phase, Region, RegionId, StepGraph, Storage, StorageId
-from elixir_compile.managed.compilation import Compilation
-from elixir_compile.measure.regions import RegionTime
-from elixir_compile.problem import profile as profiling
-from elixir_compile.problem.profile import made_bytes
+from elixir_compile.runtime.measure.regions import RegionTime
+from elixir_compile.session import profile as profiling
+from elixir_compile.session.compilation import Compilation
+from elixir_compile.session.profile import made_bytes
 
 PLAIN = {"planner": "greedy", "plan_cache": False}
 

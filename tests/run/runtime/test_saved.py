@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 import elixir_compile as elixir
-from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import GIB
 from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, record_to_json
-from elixir_compile.managed.saved import load_plan_for, load_plan_or_record, load_question, question_path
-from elixir_compile.options import Options
+from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import plan
 from elixir_compile.search.question import question_of
-from elixir_compile.units import GIB
+from elixir_compile.session.saved import load_plan_for, load_plan_or_record, load_question, question_path
 from tests.pure.analysis.test_lean_bytes import small_pair
 from tests.pure.search.test_planner import chain_of, problem_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.errors import DiskFailed
+from elixir_compile.base.errors import DiskFailed
 from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 
 PAGE = 4096

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import (
+from elixir_compile.base.errors import (
     IncompleteStep,
     InvalidOption,
     PlanMismatch,
@@ -16,6 +15,7 @@ from elixir_compile.errors import (
     UnsupportedBackward,
     UnsupportedModel,
 )
+from elixir_compile.graph.capture.modules import executor_of
 from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block
 
 OPTIONS = {"inner": "aot_eager", "report": False, "plan_cache": False}

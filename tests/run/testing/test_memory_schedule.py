@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.analysis import plan_timeline
-from elixir_compile.hardware import preset
 from elixir_compile.ir import Kind, Saving, Tier
-from elixir_compile.testing import MemorySchedule, MemorySchedules
-from elixir_compile.testing.schedule import is_named
+from elixir_compile.ir.hardware import preset
+from elixir_compile.step import plan_timeline
+from elixir_compile.tools.testing import MemorySchedule, MemorySchedules
+from elixir_compile.tools.testing.schedule import is_named
 from tests.run.models import Stack, small_gpt2, tokens, vectors
 
 GREEDY: Any = {"planner": "greedy", "inner": "aot_eager", "hardware": "a100-40g", "micro_batches": 1}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.testing.fixture import MemorySchedules
+from elixir_compile.tools.testing.fixture import MemorySchedules
 
 ROOT = Path(__file__).parents[3]
-PLUGIN = "elixir_compile.testing.plugin"
+PLUGIN = "elixir_compile.tools.testing.plugin"
 
 GOLDEN_TEST = """
 import torch

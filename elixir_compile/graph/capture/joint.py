@@ -1,0 +1,345 @@
+"""Hide the reads of parameters from the partitioner of a joint graph, and show them again in the forward and backward.
+
+The partitioner must see the same graph as under `torch.compile`: parameters are inputs, which are free to save, and
+gradients are outputs. So
+
+    before   primal w, v, of one parameter;            ...;  gradients of the primals are outputs
+             gather(handle, ..., key) -> u;            ...;  reduce(g, key) -> gradient of the handle, an output
+    during   one placeholder for each parameter;       ...;  gradients are extra outputs; None for the primals
+    after    parameter(key) in its place;              ...;  gradient(g, key), directly behind g
+
+and the partitioner returns, node for node, the forward and backward of the same model without Elixir. `parameter` and
+`gradient` are markers: the rewriter replaces them by the actions of the schedule. `graph/capture/rewire.py` says
+which inputs are parameters, by their positions.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.base.errors import UnsupportedModel
+from elixir_compile.graph.capture.input_sizes import add_sizes, save_sizes
+from elixir_compile.graph.capture.markers import (
+    TICKET,
+    first_op,
+    gather_keys,
+    gradient,
+    key_of,
+    marker_node,
+    merge_markers,
+    parameter,
+    ticket,
+)
+from elixir_compile.graph.capture.node_facts import (
+    as_node,
+    has_tensor,
+    is_number,
+    is_tangent,
+    outputs_of,
+    set_outputs,
+    source_of,
+    tensor_of,
+    value_of,
+)
+from elixir_compile.graph.capture.views import viewed
+from elixir_compile.graph.ops.gather import GATHER, REDUCE
+from elixir_compile.graph.ops.registry import slot_by_key
+
+_GRADIENT_IN_SUBCLASS = (
+    "its gradient is a tensor subclass: an op of the forward reads it together with one, and plans move plain tensors. "
+    "Let the subclass return a plain tensor from such an op, or take the tensors inside out of it before"
+)
+
+
+@dataclass(slots=True)
+class _Hidden:
+    """The parameters and gradients taken out of a joint graph."""
+
+    keys: dict[str, int] = field(default_factory=dict)
+    """The key of each parameter, by the name of the placeholder in its place."""
+    gradient_keys: list[int] = field(default_factory=list)
+    """The key of the parameter of each extra gradient output, in order."""
+    saved_views: dict[str, list[fx.Node]] = field(default_factory=dict)
+    """For each saved view of a parameter, by its name: the placeholder of the parameter, then the views to it."""
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The strides of each parameter, by key."""
+
+
+def reads_parameters(graph: fx.Graph, keys: Mapping[int, int]) -> bool:
+    """Return whether AOTAutograd's `graph` reads parameters, by gathers or from its inputs at the positions `keys`."""
+    return bool(gather_keys(graph)) or any(node.users for node in compat.inputs_at(graph, keys))
+
+
+def partition_hidden(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], partition: Callable, keys: Mapping[int, int], **options
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition `joint` as if each parameter were one input; forward and backward read the parameters through markers.
+
+    `keys` has the key of each parameter among the inputs, by position. `options` are the partitioner's own:
+    `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
+    """
+    add_sizes(joint.graph)
+    hidden = _hide(joint, options["num_fwd_outputs"], keys)
+    num_primals = sum(not is_tangent(node) for node in joint.graph.find_nodes(op="placeholder"))
+    known = options.pop("static_lifetime_input_indices", None) or []
+    static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
+    forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
+    num_saved_from = options["num_fwd_outputs"]
+    _describe_draws(forward.graph, backward.graph)
+    save_sizes(forward.graph, backward.graph)
+    _show_in_forward(forward, hidden, num_saved_from)
+    _show_in_backward(backward, hidden)
+    for module in (forward, backward):
+        module.graph.lint()
+    return forward, backward
+
+
+def _describe_draws(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Give the draws of random numbers that the backward repeats the values that other nodes have, and name the states.
+
+    The partitioner saves the state of the generator for each random op of a `checkpoint` region. Unlike for other saved
+    values, it names the backward's inputs by a count: `rng_state_output_0`. Both halves have them in the same order.
+    The ops that draw have no values in torch 2.11 to 2.13, so their results would count as made by none of them.
+    """
+    draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
+    drawn: dict[fx.Node, object] = {}
+    for draw in draws:
+        results = {node.args[1]: value_of(node) for node in draw.users}
+        drawn[draw] = results.get(1)
+        draw.meta["val"] = (results[0], drawn[draw])
+    repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
+    again = {source_of(node): node for node in repeated}
+    saved = [node for node in outputs_of(forward) if isinstance(node, fx.Node) and node.args]
+    states = [node for node in saved if node.args[0] in draws and node.args[1] == 0]
+    inputs = [node for node in backward.find_nodes(op="placeholder") if node in again]
+    for state, given in zip(states, inputs, strict=True):
+        with backward.inserting_before(given):
+            named = backward.placeholder(state.name)
+        named.meta = dict(given.meta)
+        again[given].meta["val"] = drawn[source_of(state)]
+        given.replace_all_uses_with(named)
+        backward.erase_node(given)
+
+
+def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
+    """Make an inference graph read each parameter through one marker, instead of by gathers or as an input.
+
+    `keys` has the key of each parameter among the inputs, by position.
+    """
+    add_sizes(module.graph)
+    graph, first = module.graph, first_op(module.graph)
+    for node, position in compat.inputs_at(graph, keys).items():
+        if node.users:
+            with graph.inserting_before(first):
+                node.replace_all_uses_with(marker_node(graph, parameter, (keys[position],), node.meta))
+    for node in graph.find_nodes(op="call_function", target=GATHER):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(marker_node(graph, parameter, (key_of(node),), node.meta))
+        graph.erase_node(node)
+    merge_markers(graph)
+
+
+def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) -> _Hidden:
+    graph, hidden = joint.graph, _Hidden()
+    placeholders = graph.find_nodes(op="placeholder")
+    primals = [node for node in placeholders if not is_tangent(node)]
+    given = compat.inputs_at(graph, keys)
+    gathers = graph.find_nodes(op="call_function", target=GATHER)
+    reads = {node: keys[position] for node, position in given.items() if node.users}
+    reads |= {node: key_of(node) for node in gathers}
+    inputs: dict[int, fx.Node] = {}
+    last = primals[-1]
+    # In the order of the keys, so the step does not depend on the order of the reads.
+    for read, key in sorted({key: (read, key) for read, key in reads.items()}.values(), key=lambda found: found[1]):
+        with graph.inserting_after(last):
+            last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
+        last.meta = {name: read.meta[name] for name in ("val", "tensor_meta") if name in read.meta}
+        hidden.strides[key] = tensor_of(read).stride()
+    for read, key in reads.items():
+        read.replace_all_uses_with(inputs[key])
+    for node in gathers:
+        graph.erase_node(node)
+    hidden.keys = {node.name: key for key, node in inputs.items()}
+    _turn_gradients_into_extra_outputs(graph, hidden, num_fwd_outputs, given, keys)
+    return hidden
+
+
+def _turn_gradients_into_extra_outputs(
+    graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int, given: Mapping[fx.Node, int], keys: Mapping[int, int]
+) -> None:
+    """Move the gradients of all parameters behind the other outputs, in the order in which they are computed.
+
+    The parameters are the inputs `given` and the gathered parameters. Raises UnsupportedModel if the gradient of one is
+    a tensor subclass.
+    """
+    for position in compat.gradients_in_subclasses_at(graph, given.values()):
+        raise UnsupportedModel(slot_by_key(keys[position]).name, _GRADIENT_IN_SUBCLASS)
+    output, outputs = graph.output_node(), list(outputs_of(graph))
+    descriptions = list(output.meta.get("desc", [None] * len(outputs)))
+    reduces = graph.find_nodes(op="call_function", target=REDUCE)
+    reached = _downstream(reduces)
+    found = [(source_of(node), key_of(node)) for node in reduces]
+    for place, position in compat.gradients_at(graph, given.values()).items():
+        found += [(as_node(outputs[place]), keys[position])] if outputs[place] is not None else []
+        outputs[place] = None
+    for index in range(num_fwd_outputs, len(outputs)):
+        if outputs[index] in reached:
+            outputs[index] = None
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for grad, key in sorted(found, key=lambda pair: order[pair[0]]):
+        outputs.append(grad)
+        descriptions.append(None)
+        hidden.gradient_keys.append(key)
+    set_outputs(graph, outputs)
+    if "desc" in output.meta:
+        output.meta["desc"] = descriptions
+    for node in reversed([node for node in graph.nodes if node in reached]):
+        graph.erase_node(node)
+
+
+def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return `roots` and all nodes computed from them, without the output node.
+
+    From the reduces on, these are the sums of the one-element gradients of handles.
+    """
+    reached = dict.fromkeys(roots)
+    pending = list(roots)
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in reached:
+                reached[user] = None
+                pending.append(user)
+    return reached
+
+
+def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
+    """Remove saved parameters and their views from the outputs, add the ticket, and read parameters through markers."""
+    graph = forward.graph
+    outputs, saved = outputs_of(graph)[:num_fwd_outputs], outputs_of(graph)[num_fwd_outputs:]
+    saved_nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
+    for node in saved_nodes:
+        chain = _view_chain(node, hidden.keys, saved_nodes)
+        if chain is not None:
+            hidden.saved_views[node.name] = chain
+    remaining = [node for node in saved if not (isinstance(node, fx.Node) and node.name in hidden.saved_views)]
+    keys = tuple(dict.fromkeys(hidden.keys[chain[0].name] for chain in hidden.saved_views.values()))
+    with graph.inserting_before(graph.output_node()):
+        stamp = marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
+    set_outputs(graph, (*outputs, stamp, *remaining))
+    _replace_inputs(graph, hidden)
+
+
+def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
+    """Do the same as `_show_in_forward` to the inputs, and turn the extra gradient outputs into `gradient` markers."""
+    graph = backward.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    sizes = {str(node.target): node for node in placeholders if is_number(node)}
+    first = first_op(graph)
+    for node in placeholders:
+        if node.name in hidden.saved_views:
+            first = _rebuild_view(graph, node, hidden, first, sizes)
+    first_tensor = next(node for node in placeholders if not isinstance(value_of(node), torch.SymInt))
+    keys = {hidden.keys[chain[0].name] for chain in hidden.saved_views.values()}
+    example = _ticket_example(graph, len(keys))
+    with graph.inserting_before(first_tensor):
+        graph.placeholder(TICKET).meta = {"val": example}
+    for node in placeholders:
+        if node.name in hidden.saved_views:
+            graph.erase_node(node)
+    _replace_inputs(graph, hidden)
+    output, outputs = graph.output_node(), outputs_of(graph)
+    num_results = len(outputs) - len(hidden.gradient_keys)
+    results, gradients = outputs[:num_results], outputs[num_results:]
+    set_outputs(graph, results)
+    if "desc" in output.meta:
+        output.meta["desc"] = list(output.meta["desc"])[: len(results)]
+    _insert_gradients(graph, [None if grad is None else as_node(grad) for grad in gradients], hidden)
+
+
+def _view_chain(saved_value: fx.Node, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
+    """Return a hidden parameter's placeholder and the views that lead from it to `saved_value`.
+
+    Return None if `saved_value` is no such view, or if the views take an unsaved dynamic size, because the backward
+    could not make the views again.
+    """
+    chain: list[fx.Node] = []
+    node = saved_value
+    while node.op != "placeholder":
+        base = viewed(node)
+        is_known = all(source is base or source in saved for source in node.all_input_nodes)
+        if not getattr(node.target, "is_view", False) or base is None or not is_known:
+            return None
+        chain.append(node)
+        node = base
+    return [node, *reversed(chain)] if node.name in names else None
+
+
+def _rebuild_view(
+    graph: fx.Graph, saved: fx.Node, hidden: _Hidden, before: fx.Node, sizes: Mapping[str, fx.Node]
+) -> fx.Node:
+    """Make the saved view again in the backward, in front of the node `before`; return the first new node.
+
+    A saved view would keep the full gathered bucket alive. `sizes` are the sizes among the inputs, by name.
+    """
+    base, *views = hidden.saved_views[saved.name]
+    with graph.inserting_before(before):
+        made = first = marker_node(graph, parameter, (hidden.keys[base.name],), base.meta)
+        for view in views:
+            source = made
+            made = graph.node_copy(view, lambda node, source=source: sizes.get(node.name, source))
+    saved.replace_all_uses_with(made)
+    return first
+
+
+def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
+    """Put a marker behind each gradient.
+
+    The marker gets a contiguous copy if the gradient shares its storage, if its strides are not the parameter's, or if
+    it has a lazy bit, as its bytes go to the host and to other ranks.
+    """
+    given = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    claimed = {compat.storage_key(tensor_of(node)) for node in given if has_tensor(node)}
+    for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
+        if grad is None:
+            continue
+        value = tensor_of(grad)
+        storage = compat.storage_key(value)
+        owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
+        before = first_op(graph) if grad.op == "placeholder" else grad.next
+        with graph.inserting_before(before):
+            if storage in claimed or not owns or compat.is_lazy(value) or value.stride() != hidden.strides[key]:
+                grad = _own_copy(graph, grad)
+            marker_node(graph, gradient, (grad, key), {"val": None})
+        claimed.add(storage)
+
+
+def _own_copy(graph: fx.Graph, grad: fx.Node) -> fx.Node:
+    value = tensor_of(grad)
+    with compat.own_fake_mode(value):
+        example = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    copy = graph.call_function(torch.ops.aten.clone.default, (grad,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**grad.meta, "val": example}
+    return copy
+
+
+def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
+    """Turn the placeholders of hidden parameters into markers."""
+    before = first_op(graph)
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in hidden.keys:
+            continue
+        if node.users:
+            with graph.inserting_before(before):
+                before = marker_node(graph, parameter, (hidden.keys[node.name],), node.meta)
+            node.replace_all_uses_with(before)
+        graph.erase_node(node)
+    merge_markers(graph)
+
+
+def _ticket_example(graph: fx.Graph, num_keys: int) -> torch.Tensor:
+    example = next(tensor_of(node) for node in graph.nodes if has_tensor(node))
+    with compat.own_fake_mode(example):
+        return torch.empty(1 + num_keys, dtype=torch.int64, device="cpu")

@@ -1,0 +1,280 @@
+"""Find the projection and cross-entropy of a Dynamo graph, and replace them by a cross-entropy in chunks.
+
+    before   linear(h, w, b) -> float, slices of tokens, view, ... -> cross_entropy(., targets)
+    after    slices of tokens of h, reshape -> chunked_cross_entropy(h, w, b, targets, form)
+
+The projection is `linear`, or a matrix product with a 2-D right operand. Between projection and loss there may be view,
+reshape, flatten, contiguous, upcasts and slices of tokens. The loss is `cross_entropy` with reduction mean or sum and
+one integer target for each token.
+
+A loss is left alone if the result in chunks would differ or is not known to be equal: if the logits have another user
+or are an output, and for class weights, probabilities as targets, reduction none, classes in another dimension than the
+last of two, scaled or clipped logits, and any write in place between projection and loss.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from elixir_compile import compat
+from elixir_compile.graph.capture.chunked import LossForm, chunked_cross_entropy
+from elixir_compile.graph.capture.node_facts import source_line, source_of
+from elixir_compile.ir.graph import LossRegion
+
+_PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
+_VIEWS = {torch.reshape, "view", "reshape"}
+_FLATTENS = {torch.flatten, "flatten"}
+_COPIES = {"contiguous", "float", "double", "to"}
+_WRITES = {
+    operator.setitem,
+    *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The nodes of a loss region: its inputs, and the nodes from the projection to the loss."""
+
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    is_product: bool
+    """If True, `weight` is [width, classes], the right operand of a matrix product."""
+    projection: fx.Node
+    between: tuple[fx.Node, ...]
+    loss: fx.Node
+    arguments: dict[str, Any]
+    """The arguments of the cross-entropy, by name."""
+
+
+def find_loss(gm: fx.GraphModule) -> LossRegion | None:
+    """Return the loss region of `gm` with the most bytes of logits, None if it has no region; do not change `gm`."""
+    losses = gm.graph.find_nodes(op="call_function", target=functional.cross_entropy)
+    regions = [_region(found) for found in map(_match, losses) if found is not None]
+    return max(regions, key=lambda region: region.logits_bytes, default=None)
+
+
+def chunk_loss(gm: fx.GraphModule, region: LossRegion, num_chunks: int) -> None:
+    """Replace `region` of `gm` in place by a cross-entropy in `num_chunks` chunks.
+
+    `region` was found in `gm` or in the graph of which `gm` is a copy. Loss and gradients are equal up to rounding, see
+    [Note: Tolerance] in `graph.capture.chunked`. A dynamic number of tokens is split when the graph runs. Raises ValueError
+    if `gm` has no such region.
+    """
+    loss = next((node for node in gm.graph.nodes if node.name == region.name), None)
+    found = None if loss is None else _match(loss)
+    if found is None or num_chunks < 1:
+        raise ValueError(f"cannot split {region.name!r} of this graph into {num_chunks} chunks")
+    arguments = found.arguments
+    form = LossForm(
+        num_chunks=num_chunks,
+        is_mean=arguments["reduction"] == "mean",
+        ignore_index=arguments["ignore_index"],
+        label_smoothing=float(arguments["label_smoothing"]),
+        logits_dtype=_value(found.projection).dtype,
+        loss_dtype=_value(found.loss).dtype,
+    )
+    with gm.graph.inserting_before(found.loss):
+        hidden = _tokens_of_hidden(gm.graph, found)
+        weight = gm.graph.call_function(torch.t, (found.weight,)) if found.is_product else found.weight
+        chunked = gm.graph.call_function(chunked_cross_entropy, (hidden, weight, found.bias, arguments["target"], form))
+    chunked.meta = dict(found.loss.meta)
+    found.loss.replace_all_uses_with(chunked)
+    for node in (found.loss, *reversed(found.between), found.projection):
+        gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _region(found: _Found) -> LossRegion:
+    logits = [_value(node) for node in (found.projection, *found.between)]
+    return LossRegion(
+        name=found.loss.name,
+        nodes=tuple(node.name for node in (found.projection, *found.between, found.loss)),
+        num_tokens=compat.evaluate_size(logits[-1].shape[0], {}),
+        num_classes=logits[-1].shape[1],
+        logits_bytes=max(compat.evaluate_size(value.numel(), {}) * value.element_size() for value in logits),
+        source=source_line(found.loss),
+    )
+
+
+def _match(loss: fx.Node) -> _Found | None:
+    """Return the region that ends at `loss`, None if it cannot be split into chunks with the same result."""
+    arguments = _loss_arguments(loss)
+    if arguments is None:
+        return None
+    between: list[fx.Node] = []
+    node, user = arguments["input"], loss
+    while isinstance(node, fx.Node) and set(node.users) == {user} and _value(node) is not None:
+        operands = _operands(node)
+        if operands is not None:
+            hidden, weight, bias, is_product = operands
+            found = _Found(
+                hidden=hidden,
+                weight=weight,
+                bias=bias,
+                is_product=is_product,
+                projection=node,
+                between=tuple(reversed(between)),
+                loss=loss,
+                arguments=arguments,
+            )
+            return found if _is_undisturbed(found) else None
+        if not _keeps_rows(node):
+            return None
+        between.append(node)
+        node, user = node.args[0], node
+    return None
+
+
+def _loss_arguments(loss: fx.Node) -> dict[str, Any] | None:
+    """Return the arguments of the cross-entropy `loss` by name, None if its arguments do not allow chunks."""
+    if loss.target is not functional.cross_entropy or _value(loss) is None:
+        return None
+    bound = inspect.signature(functional.cross_entropy).bind(*loss.args, **loss.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    logits, targets = _value(given["input"]), _value(given["target"])
+    is_plain = (
+        logits is not None
+        and logits.ndim == 2
+        and targets is not None
+        and targets.ndim == 1
+        and not targets.dtype.is_floating_point
+        and given["reduction"] in ("mean", "sum")
+        and all(given[name] is None for name in ("weight", "size_average", "reduce"))
+        and type(given["ignore_index"]) is int
+        and type(given["label_smoothing"]) in (int, float)
+    )
+    return dict(given) if is_plain else None
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """Return hidden, weight, bias and whether the weight is a right operand; None if `node` is no projection."""
+    is_product = node.target in _PRODUCTS
+    if is_product and len(node.args) == 2 and not node.kwargs:
+        hidden, weight, bias = *node.args, None
+    elif node.target is functional.linear:
+        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        hidden, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    else:
+        return None
+    given_hidden, given_weight = _value(hidden), _value(weight)
+    if (
+        isinstance(hidden, fx.Node)
+        and isinstance(weight, fx.Node)
+        and (bias is None or isinstance(bias, fx.Node))
+        and given_hidden is not None
+        and given_weight is not None
+        and given_hidden.ndim >= 2
+        and given_weight.ndim == 2
+        and all(isinstance(size, int) for size in given_weight.shape)
+        and _value(node).dtype.is_floating_point
+    ):
+        return hidden, weight, bias, is_product
+    return None
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Return whether the result of `node` is rows of its first argument, unchanged and in order."""
+    base = _value(node.args[0]) if node.args else None
+    value = _value(node)
+    if base is None or value.ndim < 2 or value.shape[-1] != base.shape[-1] or value.device != base.device:
+        return False
+    if node.target in _COPIES:
+        return torch.promote_types(base.dtype, value.dtype) == value.dtype
+    if value.dtype != base.dtype:
+        return False
+    if node.target in _VIEWS:
+        return not node.kwargs and all(isinstance(size, int | fx.Node) for size in _sizes(node))
+    if node.target is operator.getitem:
+        return _slices_tokens(node.args[1], base.ndim)
+    return node.target in _FLATTENS
+
+
+def _slices_tokens(index: object, ndim: int) -> bool:
+    """Return whether `index` consists of slices with constant bounds and takes all of the last dimension."""
+    entries = index if isinstance(index, tuple) else (index,)
+    is_sliced = all(
+        entry is Ellipsis
+        or (
+            isinstance(entry, slice)
+            and all(type(end) in (int, type(None)) for end in (entry.start, entry.stop, entry.step))
+        )
+        for entry in entries
+    )
+    reaches_last = len(entries) == ndim or Ellipsis in entries
+    return is_sliced and (not reaches_last or entries[-1] in (Ellipsis, slice(None)))
+
+
+def _is_undisturbed(found: _Found) -> bool:
+    """Return whether the projection can be computed at the place of the loss with the same gradient."""
+    inputs = [node for node in (found.hidden, found.weight, found.bias) if node is not None]
+    is_trained = torch.is_grad_enabled() and any(_value(node).requires_grad for node in inputs)
+    if any(_value(node).requires_grad != is_trained for node in (found.projection, found.loss)):
+        return False
+    node = found.projection.next
+    while node is not found.loss:
+        if _writes(node):
+            return False
+        node = node.next
+    return True
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether `node` may write an argument: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    schema = compat.schema_of(node.target)
+    is_mutable = schema is not None and schema.is_mutable
+    return (
+        is_in_place
+        or is_mutable
+        or node.target in _WRITES
+        or node.kwargs.get("out") is not None
+        or _has_inplace_argument(node)
+    )
+
+
+def _has_inplace_argument(node: fx.Node) -> bool:
+    """Return whether an argument `inplace` of `node`, by name or by position, is true."""
+    if isinstance(node.target, str) or node.kwargs.get("inplace", False):
+        return bool(node.kwargs.get("inplace", False))
+    try:
+        names = list(inspect.signature(node.target).parameters)
+    except (TypeError, ValueError):  # a builtin of torch that writes ends in `_`
+        return False
+    return "inplace" in names[: len(node.args)] and bool(node.args[names.index("inplace")])
+
+
+def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
+    """Apply the nodes between projection and loss to the hidden states; return [tokens of the loss, width]."""
+    width = _value(found.weight).shape[0 if found.is_product else 1]
+    hidden = found.hidden
+    for node in found.between:
+        if node.target in _VIEWS:
+            hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
+        elif node.target not in _COPIES:
+            hidden = graph.node_copy(node, _replacing(source_of(node), hidden))
+    return hidden
+
+
+def _replacing(old: fx.Node, new: fx.Node) -> Callable[[fx.Node], fx.Node]:
+    return lambda node: new if node is old else node
+
+
+def _sizes(view: fx.Node) -> tuple[Any, ...]:
+    sizes = view.args[1:]
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)
+
+
+def _value(node: object) -> Any:
+    """Return the example value of `node`, None if it is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

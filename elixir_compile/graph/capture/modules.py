@@ -1,0 +1,316 @@
+"""Make the parameters of modules read as gathers, undo it, and find the models of parameters."""
+
+import copyreg
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from elixir_compile import compat
+from elixir_compile.base.errors import UnsupportedModel
+from elixir_compile.graph.ops.gather import GATHER, Gate
+from elixir_compile.graph.ops.reads import EagerReads, Sites
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import DTensor, is_dtensor, own_part, rehome
+
+
+def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
+    """Return the outermost modules in the process with any of `params`.
+
+    A DistributedDataParallel counts as its module, so that parameters have the same names inside of it.
+    """
+    modules = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module) and compat.undo_compile(thing) is thing
+    ]
+    children = {id(child) for module in modules for child in module.children()}
+    wanted = {id(param) for param in params}
+    outermost = [module for module in modules if id(module) not in children]
+    roots = [module.module if isinstance(module, DistributedDataParallel) else module for module in outermost]
+    return [root for root in roots if wanted & {id(param) for param in root.parameters()}]
+
+
+_HANDLE = "_elixir_handle_"
+_MODEL = "_elixir_model"
+_SLOTS = "_elixir_slots"
+"""The attribute of a swapped module with the slots of its parameters, by name.
+
+The class does not hold the slots, because compiled code keeps the class alive."""
+_SWAPPED = "_elixir_swapped"
+"""The attribute of a class that `swap` made."""
+
+# Modules that read parameters other than by attribute: from a list of flat weights, or by an index of `_parameters`.
+_READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
+
+
+class Owner(Protocol):
+    """The interface of an executor for swapped modules."""
+
+    device: torch.device
+    sites: Sites
+    eager_reads: EagerReads
+
+
+class OwningModel(Protocol):
+    """The interface of a managed model for its swapped modules."""
+
+    @property
+    def executor(self) -> Owner: ...
+
+
+def unmanaged_reason(module: nn.Module, name: str) -> str | None:
+    """Return why parameter `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
+    param = module._parameters[name]
+    if param is None:
+        return "it is None"
+    if isinstance(module, _READS_DIRECTLY):
+        return f"{type(module).__name__} reads its parameters directly"
+    if parametrize.is_parametrized(module):
+        return f"{type(module).__name__} gets another class when its parametrization is removed"
+    if not (param.is_floating_point() or param.is_complex()):
+        return f"{param.dtype} parameters carry no gradient"
+    if type(param.data) is not torch.Tensor and not is_dtensor(param):
+        return f"{type(param.data).__name__} is a tensor subclass"
+    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_part(param)):
+        return "its elements are not dense in memory"
+    if isinstance(getattr(type(module), name, None), property):
+        return f"{type(module).__name__}.{name} is a property already"
+    return None
+
+
+def swap(module: nn.Module, slots: Mapping[str, Slot], model: OwningModel) -> None:
+    """Make the parameters of `module` in `slots`, by name, read as gathers. The module keeps `model` alive."""
+    base = type(module)
+    namespace: dict[str, object] = {name: _gathered(name, slot) for name, slot in slots.items()}
+    namespace["__reduce_ex__"] = _reduce_as(base)
+    namespace["register_parameter"] = _register_as(base)
+    namespace["__delattr__"] = _delete_as(base)
+    if any(slot.is_dtensor for slot in slots.values()):
+        namespace["_apply"] = _move_as(base)
+    namespace["__module__"] = base.__module__
+    namespace["__doc__"] = base.__doc__
+    namespace[_SWAPPED] = True
+    for name, slot in slots.items():
+        module.__dict__[_HANDLE + name] = slot.handle()
+        model.executor.sites.add(module, name, slot)
+    module.__dict__[_MODEL] = model
+    module.__dict__[_SLOTS] = dict(slots)
+    module.__class__ = _subclass((base,), namespace)
+
+
+def read_plainly(module: nn.Module, names: Collection[str]) -> None:
+    """Make the parameters `names` of a swapped module read as plain parameters again.
+
+    The module gets a new class, so Dynamo captures its graphs again.
+    """
+    base = type(module).__bases__[0]
+    namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
+    for name in names:
+        module.__dict__.pop(_HANDLE + name, None)
+        module.__dict__[_SLOTS].pop(name, None)
+    module.__class__ = _subclass((base,), namespace)
+
+
+def _subclass(bases: tuple[type, ...], namespace: dict[str, object]) -> type[nn.Module]:
+    """Return a class with `bases`, of which the first is a class of modules, the name of the first, and `namespace`."""
+    return cast("type[nn.Module]", type(bases[0].__name__, bases, namespace))
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Return whether `swap` was applied to `module`."""
+    return _MODEL in module.__dict__
+
+
+def gathered_names(module: nn.Module) -> Collection[str]:
+    """Return the names of the parameters of `module` itself that read as gathers."""
+    return module.__dict__.get(_SLOTS, {}).keys()
+
+
+def is_swapped_for(module: nn.Module, model: OwningModel) -> bool:
+    """Return whether the parameters of `module` itself read as gathers of `model`."""
+    return module.__dict__.get(_MODEL) is model
+
+
+def model_of(model: nn.Module) -> Any:
+    """Return the managed model of `model` or of a prepared module in it; None if no module of it is prepared."""
+    return next((module.__dict__[_MODEL] for module in model.modules() if is_swapped(module)), None)
+
+
+def executor_of(model: nn.Module) -> Any:
+    """Return the executor of `model` or of a prepared module in it; None if no module of it is prepared."""
+    found = model_of(model)
+    return None if found is None else found.executor
+
+
+def undo_swap(module: nn.Module) -> None:
+    """Give `module` its class from before `swap`. Its parameters stay on their devices."""
+    swapped = _swapped_class(module)
+    (base,) = swapped.__bases__
+    if type(module) is swapped:
+        module.__class__ = base
+    else:  # a later class for this module alone, as the parametrization of a buffer makes
+        child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
+        child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
+    for name in module.__dict__.pop(_SLOTS):
+        del module.__dict__[_HANDLE + name]
+    del module.__dict__[_MODEL]
+
+
+def retire(sites: Sites) -> None:
+    """Mark `sites` outdated: Dynamo captures each graph with them again before its next forward."""
+    if sites.is_outdated:
+        return
+    sites.is_outdated = True
+    for module in sites.modules():
+        if is_swapped(module) and type(module) is _swapped_class(module):
+            kind = type(module)
+            module.__class__ = _subclass(kind.__bases__, dict(vars(kind)))
+
+
+@torch.no_grad()
+def _give_back(module: nn.Module) -> None:
+    """Undo `swap` of `module`, move its parameters to the device, and have its graphs captured again."""
+    executor: Owner = module.__dict__[_MODEL].executor
+    slots: list[Slot] = list(module.__dict__[_SLOTS].values())
+    undo_swap(module)
+    for slot in slots:
+        slot.sink.buckets.await_update(slot)
+        if slot.own.device != executor.device:
+            rehome(slot.param, slot.own.detach().to(executor.device))
+    retire(executor.sites)
+
+
+def _swapped_class(module: nn.Module) -> type:
+    return next(kind for kind in type(module).__mro__ if _SWAPPED in vars(kind))
+
+
+def _gathered(name: str, slot: Slot) -> property:
+    attribute, key = _HANDLE + name, slot.key
+    size, stride = list(slot.shape), list(slot.stride)
+    axis = slot.sink.tensor_axis
+    is_cut = axis is not None and slot.part is not None and not slot.part.is_plain
+    # Dynamo traces `from_local` with these.
+    mesh, placements = (axis.mesh, (slot.part.placement,)) if axis is not None and slot.part is not None else (None, ())
+    whole, whole_stride = slot.param.shape, slot.param.stride()
+
+    def read(module: nn.Module) -> torch.Tensor | None:
+        if not torch.compiler.is_compiling():
+            if name not in module._parameters:
+                raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
+            slot: Slot = module.__dict__[_SLOTS][name]
+            param = module._parameters[name]
+            if param is None:  # set by the user
+                return None
+            if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
+                return param if param.device == slot.device else param.to(slot.device)
+            slot.follow_thaw()
+            if param.device == slot.device and not slot.is_dtensor:
+                return param  # eager code reads the parameter itself, `.grad` included
+            owner: Owner = module.__dict__[_MODEL].executor
+            gathered = _copy_for_eager_code(owner, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
+        else:
+            gathered = GATHER(getattr(module, attribute), size, stride, key)
+        if not is_cut:
+            return gathered
+        return DTensor.from_local(gathered, mesh, placements, run_check=False, shape=whole, stride=whole_stride)
+
+    def write(module: nn.Module, value: object) -> None:
+        _give_back(module)
+        setattr(module, name, value)
+
+    # Called from code outside of Dynamo, `read` would be compiled to a graph of one gather, with a symbol as key.
+    compat.never_compile_alone(read)
+    return property(read, write)
+
+
+@torch.compiler.disable  # between the graphs of a model with graph breaks, Dynamo would compile the gate
+def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
+    """Return a copy of the slot's parameter on the device, of `size` and `stride`.
+
+    If gradients are on, autograd leads the gradient of the copy to the parameter. Within `torch.func.grad` or `vmap`
+    the copy is what the parameter would be: a tensor from outside. Raises UnsupportedModel if eager code wrote to an
+    earlier copy.
+    """
+    with compat.outside_transforms():
+        if torch.is_grad_enabled() and slot.param.requires_grad:
+            copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
+        else:
+            with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
+                copy = GATHER(slot.handles[0], size, stride, slot.key)
+        executor.eager_reads.note(slot, copy)
+    return copy
+
+
+def _register_as(base: type[nn.Module]):
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register `param` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
+        if is_swapped(module):
+            slot = module.__dict__[_SLOTS].get(name)
+            if slot is None or not module.__dict__[_MODEL].executor.sites.may_take(slot, param):
+                _give_back(module)
+        base.register_parameter(module, name, param)
+
+    return register_parameter
+
+
+def _move_as(base: type[nn.Module]):
+    def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a part of a parameter whose dtype it
+        keeps.
+
+        The part has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
+        """
+        kept: dict[str, nn.Parameter] = {}
+        slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
+        for name, slot in slots.items():
+            is_own = slot.is_dtensor and module._parameters.get(name) is slot.param
+            if is_own and fn(slot.own.new_empty(0)).dtype == slot.param.dtype:
+                kept[name], module._parameters[name] = slot.param, None
+        try:
+            return compat.apply_to_tensors(base, module, fn, recurse)
+        finally:
+            module._parameters.update(kept)
+
+    return move
+
+
+def _delete_as(base: type[nn.Module]):
+    def delete(module: nn.Module, name: str) -> None:
+        if is_swapped(module) and name in module.__dict__[_SLOTS]:
+            _give_back(module)
+        base.__delattr__(module, name)
+
+    return delete
+
+
+def _refuse_values(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    """Raise UnsupportedModel if `buffer` is a gathered copy of a parameter whose home is the host.
+
+    Called when a module registers a buffer. `torch.nn.utils.parametrize` registers the value of `module.weight` as a
+    buffer if it is no `Parameter`, and the parameter would not be trained any more.
+    """
+    if buffer is not None and buffer.grad_fn is not None and "elixir_gather" in buffer.grad_fn.name():
+        because = "it would hold the values of a parameter that lives on the host, and the parameter would not be "
+        raise UnsupportedModel(
+            f"buffer {name} of {type(module).__name__}",
+            because + "trained. Parametrize the model, or undo that, before it is prepared or compiled",
+        )
+
+
+register_module_buffer_registration_hook(_refuse_values)
+
+
+def _reduce_as(base: type[nn.Module]):
+    def reduce_ex(module: nn.Module, protocol: int):
+        own = (_MODEL, _SLOTS)
+        state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
+        # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
+        return copyreg._reconstructor, (base, object, None), state  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
+
+    return reduce_ex

@@ -1,0 +1,195 @@
+"""Connect optimizers with the slots of the parameters that they update.
+
+A hybrid optimizer claims its parameters, so that a plan may place their state. Hooks around the steps of any optimizer
+count the versions of the updated parameters, and refuse an optimizer made before `prepare` sharded its parameters.
+"""
+
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from elixir_compile.base.errors import IncompleteStep, OptimizerTooEarly
+from elixir_compile.graph.ops.registry import slot_of
+
+_HYBRID = WeakTensorKeyDictionary()
+_REPLACED = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class ParamState:
+    """The optimizer state of a parameter."""
+
+    group: int
+    """The index of the parameter group, counted over all optimizers."""
+    nbytes: int
+    dtype: str | None = None
+    """The dtype of the moments if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
+    narrower_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by the dtype of narrower moments, if a plan may choose them."""
+
+
+class StateOwner(Protocol):
+    """The interface of a hybrid optimizer for the planner and the executor."""
+
+    @property
+    def places_state(self) -> bool:
+        """Whether the plan may give the state another home than the parameters."""
+        ...
+
+    def states_of(self, params: Sequence[torch.Tensor]) -> Sequence[ParamState]:
+        """Return the state, present or future, of each of `params`, with the optimizer's own indices of groups."""
+        ...
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Move the state of `params` to the homes in the placements of their buckets."""
+        ...
+
+    def landed(self, params: Sequence[torch.Tensor], arrived: Any) -> None:
+        """Note that this backward, which also updates the bucket of `params`, published their gradients.
+
+        The gradients are in memory after `arrived`, an event of `runtime.lanes`, or now if it is None.
+        """
+        ...
+
+
+def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
+    """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan may place the state."""
+    _HYBRID[param] = weakref.ref(owner)
+
+
+class PlainState:
+    """The bytes of state that plain optimizers keep beside parameters of a model, where no plan places it."""
+
+    def __init__(self) -> None:
+        self.is_counted = False
+        """Whether plans count it: a step exceeded its budget with it."""
+        self._found: weakref.WeakKeyDictionary[Optimizer, Mapping[str, int]] = weakref.WeakKeyDictionary()
+
+    def note(self, optimizer: Optimizer, nbytes: Mapping[str, int]) -> None:
+        """Note that `optimizer` keeps `nbytes` of state, by the name of the parameter, in place of what it kept."""
+        self._found[optimizer] = nbytes
+
+    def all_by_name(self) -> dict[str, int]:
+        """Return the bytes that all live optimizers keep, by the name of the parameter."""
+        found: dict[str, int] = {}
+        for nbytes in list(self._found.values()):
+            for name, own in nbytes.items():
+                found[name] = found.get(name, 0) + own
+        return {name: own for name, own in found.items() if own}
+
+    def by_name(self) -> dict[str, int]:
+        """Return `all_by_name()` if plans count it, else nothing."""
+        return self.all_by_name() if self.is_counted else {}
+
+
+def has_state(param: torch.Tensor) -> bool:
+    """Return whether a hybrid optimizer keeps state for `param` already."""
+    reference = _HYBRID.get(param)
+    owner = None if reference is None else reference()
+    return owner is not None and param in vars(owner)["state"]  # the attribute waits for queued updates
+
+
+def are_optimized(params: Sequence[torch.Tensor]) -> bool:
+    """Return whether any optimizer in the process has one of `params`; walks through all objects of the process."""
+    wanted = set(map(id, params))
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    owned = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+    return any(id(param) in wanted for param in owned)
+
+
+def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
+    """Return the state of `params` in hybrid optimizers, by the id of the parameter.
+
+    A parameter of another optimizer is left out.
+    """
+    found: dict[int, ParamState] = {}
+    first_group = 0
+    for owner, own in _owned(params).items():
+        states = [replace(state, group=first_group + state.group) for state in owner.states_of(own)]
+        found.update(zip(map(id, own), states, strict=True))
+        first_group = 1 + max(state.group for state in states)
+    return found
+
+
+def let_state_follow(params: Sequence[torch.Tensor]) -> None:
+    """Make the hybrid optimizers move the state of `params` to the homes in the present plan.
+
+    Runs before the first step under a new plan: the state is twice as large as the parameters, so in its old home it
+    could exceed a budget.
+    """
+    for owner, own in _owned(params).items():
+        owner.follow(own)
+
+
+def let_update(params: Sequence[torch.Tensor], arrived: Any) -> None:
+    """Tell the hybrid optimizers that the gradients of `params` were published; see `StateOwner.landed`."""
+    for owner, own in _owned(params).items():
+        owner.landed(own, arrived)
+
+
+def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor]]:
+    owned: dict[StateOwner, list[torch.Tensor]] = {}
+    for param in params:
+        reference = _HYBRID.get(param)
+        owner = None if reference is None else reference()
+        if owner is not None:
+            owned.setdefault(owner, []).append(param)
+    return {owner: own for owner, own in owned.items() if owner.places_state}
+
+
+def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Increment the versions of the updated parameters, because fused kernels do not.
+
+    Runs after each step of any optimizer. Versions tell stale copies of parameters.
+    """
+    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
+
+
+def note_replaced(param: torch.Tensor) -> None:
+    """Record that `prepare` replaced `param` in its model by a sharded parameter."""
+    _REPLACED[param] = True
+
+
+def _require_present(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise OptimizerTooEarly if `optimizer` has parameters that `prepare` replaced by sharded parameters.
+
+    Such an optimizer was made before `prepare`, and would never update the model. Runs before each step of any
+    optimizer.
+    """
+    if len(_REPLACED):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        with torch.DisableTorchFunctionSubclass():  # a queued update does not change `.grad`, so nothing waits for it
+            # A replaced parameter with a gradient is still in use, for example tied into a module beside the model.
+            is_early = any(param in _REPLACED and param.grad is None for param in params)
+        if is_early:
+            raise OptimizerTooEarly(type(optimizer).__name__)
+
+
+def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise IncompleteStep if a model with parameters of `optimizer` has gradients of some calls of a step only.
+
+    Runs before each step of any optimizer.
+    """
+    found = (slot_of(param) for group in optimizer.param_groups for param in group["params"])
+    incomplete: list[IncompleteStep] = []
+    for owner in {id(slot.sink): slot.sink for slot in found if slot is not None}.values():
+        try:
+            owner.require_whole_step()
+        except IncompleteStep as error:  # every model must begin a new step
+            incomplete.append(error.renewed())
+    for error in incomplete:
+        raise error.renewed()
+
+
+register_optimizer_step_pre_hook(_require_present)
+register_optimizer_step_pre_hook(_require_whole_step)
+register_optimizer_step_post_hook(_note_update)

@@ -1,0 +1,256 @@
+"""Seconds of ops, transfers and updates on a machine, in closed forms. More bytes never take fewer seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.ir.bucket import Activations, Bucket, streamed_bytes
+from elixir_compile.ir.graph import Op
+from elixir_compile.ir.hardware import Cluster, DeviceProfile, Link, TensorRing
+from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
+from elixir_compile.ir.kinds import OpId, Tier
+from elixir_compile.ir.staging import LEAST_STREAMED_ROOM_BYTES, MOST_STREAMED_ROOM_BYTES, MOST_STREAMED_ROOMS
+
+
+def is_free(op: Op) -> bool:
+    """Return whether `op` launches no kernel: a view, or a result computed inside its readers."""
+    return op.flops == 0 and op.moved_bytes == 0
+
+
+def op_s(op: Op, device: DeviceProfile, dtype: str = "float32", tensor: TensorRing | None = None) -> float:
+    """Return the seconds of all runs of `op` in a step on `device` by the roofline model, or 0 if it launches no
+    kernel. A collective in the graph takes the seconds of its messages along the `tensor` axis too."""
+    if is_free(op):
+        return 0.0
+    flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
+    own_s = op.times * op.launches * device.launch_s + max(
+        op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s
+    )
+    return own_s if op.ring is None else own_s + ring_s(op, tensor)
+
+
+def ring_s(op: Op, tensor: TensorRing | None) -> float:
+    """Return the seconds of the messages of all runs of `op`, a collective over the `tensor` axis; 0 for another op, or
+    if no such axis is known."""
+    if op.ring is None or tensor is None or op.ring.num_ranks == 1:
+        return 0.0
+    link, num_ranks = tensor.link, op.ring.num_ranks
+    message_s = op.times * link.latency_s + op.ring.nbytes / num_ranks / link.bytes_per_s
+    return op.ring.passes * (num_ranks - 1) * message_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive ops, from `first` to `last` (included), with their measured seconds together."""
+
+    first: OpId
+    last: OpId
+    run_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.run_s < float("inf"):
+            raise InvalidPlan(f"the ops from {self.first} to {self.last} took {self.run_s} s; expected 0 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Measured stretches, which do not overlap, with the activations that were recomputed or offloaded in that step,
+    and the micro-batches in which its laps ran."""
+
+    stretches: tuple[Stretch, ...] = ()
+    activations: tuple[Activations, ...] = ()
+    micro_batches: int = 1
+
+
+def corrected_s(seconds: Sequence[float], index: Mapping[OpId, int], stretches: Sequence[Stretch]) -> list[float]:
+    """Return the seconds of every op, with the ops of each stretch scaled to its measured seconds.
+
+    `index` is the place of each op in `seconds`. Raises InvalidPlan if a stretch names an op without a place.
+    """
+    found = list(seconds)
+    for stretch in stretches:
+        if stretch.first not in index or stretch.last not in index:
+            raise InvalidPlan(f"measured ops {stretch.first} to {stretch.last} are not all in this graph.")
+        first, end = index[stretch.first], index[stretch.last] + 1
+        priced_s = sum(seconds[first:end])
+        for i in range(first, end):
+            share = seconds[i] / priced_s if priced_s > 0 else 1 / (end - first)
+            found[i] = stretch.run_s * share
+    return found
+
+
+def copy_s(nbytes: int, link: Link, num_copies: int = 1) -> float:
+    """Return the seconds to copy `nbytes` between host and device in `num_copies` consecutive copies."""
+    return num_copies * link.latency_s + nbytes / link.bytes_per_s
+
+
+def collective_s(nbytes: int, cluster: Cluster, num_copies: int = 1) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all over the ranks of a copy; 0 for a
+    single rank."""
+    num_parts = cluster.num_ranks // num_copies
+    is_within_a_node = cluster.num_local_ranks % num_parts == 0
+    return _ring_s(nbytes, num_parts, cluster.nodes[0].peer if is_within_a_node else cluster.collective)
+
+
+def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
+    """Return the seconds of the all-reduces over copies, of `nbytes` on each rank; 0 for a single copy.
+
+    All parts of a bucket are averaged at the same time. Between nodes they share the network of a node; within a node
+    each device has its own link.
+    """
+    num_at_once = min(cluster.num_ranks // num_copies, cluster.num_local_ranks) if cluster.is_over_nodes else 1
+    return 2 * _ring_s(nbytes * num_at_once, num_copies, cluster.collective)
+
+
+def _ring_s(nbytes: int, num_ranks: int, link: Link | None) -> float:
+    if link is None or num_ranks == 1:
+        return 0.0
+    return (num_ranks - 1) * (link.latency_s + nbytes / num_ranks / link.bytes_per_s)
+
+
+ROUGH_DISK_BYTES_PER_S = 1e9
+"""Order of magnitude of a shared NVMe drive: good enough to compare placements, not to predict seconds."""
+
+
+def disk_s(bucket: Bucket, cluster: Cluster) -> float:
+    """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
+    disk."""
+    nbytes = bucket.shard_state_nbytes() * cluster.num_local_ranks
+    read_per_s = cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S
+    write_per_s = cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S
+    return nbytes / read_per_s + nbytes / write_per_s
+
+
+def host_memory_bytes_per_s(cluster: Cluster) -> float:
+    """Return the bytes per second that host memory can read and write in all."""
+    host, h2d, d2h, num_devices = cluster.host, cluster.h2d, cluster.d2h, cluster.num_local_ranks
+    alone = (ADAM_BYTES_PER_ELEMENT * host.update_elements_per_s, num_devices * max(h2d.bytes_per_s, d2h.bytes_per_s))
+    if host.busy_update_elements_per_s is None:
+        return max(host.memory_bytes_per_s, *alone)
+    copies = (h2d.busy_bytes_per_s or h2d.bytes_per_s) + (d2h.busy_bytes_per_s or d2h.bytes_per_s)
+    return max(ADAM_BYTES_PER_ELEMENT * host.busy_update_elements_per_s + num_devices * copies, *alone)
+
+
+def host_memory_s(nbytes: int, cluster: Cluster) -> float:
+    """Return the seconds for every rank of a node to read or write `nbytes` of host memory."""
+    return cluster.num_local_ranks * nbytes / host_memory_bytes_per_s(cluster)
+
+
+def update_bytes(bucket: Bucket) -> int:
+    """Return the bytes of host memory that an update of `bucket` reads and writes on a rank.
+
+    State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32.
+    """
+    nbytes = 2 * bucket.shard_state_nbytes() + 3 * bucket.shard_nbytes()
+    return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.own_numel) if bucket.trainable else 0
+
+
+_MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
+"""Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
+fused kernel: see `optim.adamw_rule`. On the host one pass does it all."""
+_NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "int8": 500}
+"""Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
+torch's ops that decode, round and encode them, not measured on a device."""
+_NARROW_HOST_SECONDS = {"bfloat16": 0.82, "int8": 1.2}
+"""Seconds of the host pass with narrower moments over those of the pass with exact ones, on one thread: the codes of
+8 bits take more arithmetic than memory saves there. See `benchmarks/state_precision_rates.py`."""
+_LEAST_STATE_WITH_MASTER_BYTES = 10
+"""Of an element: two fp32 moments and an int16 low half."""
+
+
+def _device_traffic(bucket: Bucket) -> float:
+    """Return the bytes that an update of `bucket` on the device moves, over those of the fused kernel for fp32."""
+    if bucket.state_dtype is not None:
+        return _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype] / ADAM_BYTES_PER_ELEMENT
+    has_master = bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
+    nbytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype) if has_master else None
+    return 1.0 if nbytes is None else nbytes / ADAM_BYTES_PER_ELEMENT
+
+
+def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
+
+    Raises InvalidPlan if `tier` is the disk.
+    """
+    if not bucket.trainable:
+        return 0.0
+    numel = bucket.own_numel
+    if tier is Tier.DEVICE:
+        return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
+    if tier is Tier.HOST:
+        share = 1.0 if bucket.state_dtype is None else _NARROW_HOST_SECONDS[bucket.state_dtype]
+        return share * numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
+    raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
+
+
+def add_bytes(bucket: Bucket) -> int:
+    """Return the bytes of memory read and written to add the gradients of `bucket` to their sums on a rank; 0 if there
+    are no sums."""
+    return bucket.shard_grad_nbytes() + 2 * bucket.own_sum_nbytes if bucket.sum_nbytes else 0
+
+
+def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds to add the gradients of `bucket` to their sums in the memory `tier`."""
+    nbytes = add_bytes(bucket)
+    if not nbytes or tier is not Tier.DEVICE:
+        return host_memory_s(nbytes, cluster)
+    return len(bucket.params) * cluster.device.launch_s + nbytes / cluster.device.memory_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedCopies:
+    """Seconds of the copies of a streamed update, of which no other lane is in the way.
+
+    ```text
+      h2d   |-0-|-1-|-2-|-3-|             there_s: from the first copy there to the last
+      d2h       |-0--|-1--|-2--|-3--|     back_s: the copies back; first_s after `there_s` began, last_s of the last
+    ```
+    """
+
+    there_s: float
+    """The copies to the device. If those back are slower, a piece waits for a room on the device, and its lane too."""
+    first_s: float
+    """The copies to the device of the first piece."""
+    back_s: float
+    """The copies back."""
+    num_pieces: float
+    """1 if the copies back begin behind the update of the last element."""
+
+    @property
+    def last_s(self) -> float:
+        """The seconds of the last piece's way back, beside which there is no other copy of the update."""
+        return self.back_s / self.num_pieces
+
+    @property
+    def alone_s(self) -> float:
+        """The seconds of all copies, both ways at once where they can be."""
+        return self.there_s + self.last_s
+
+
+def streamed_copies(bucket: Bucket, param: Tier, cluster: Cluster) -> StreamedCopies:
+    """Return the seconds of the copies of a streamed update; `param` is the parameters' home.
+
+    Each moment (two, as of Adam), parameter and gradient is a copy of its own. A bucket of several pieces passes both
+    links at once.
+    """
+    there_bytes, back_bytes = stream_bytes(bucket, param)
+    num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
+    there_s = copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params)
+    back_s = copy_s(back_bytes, cluster.d2h, num_states + num_params)
+    if not (cluster.h2d.overlaps_compute and cluster.d2h.overlaps_compute):
+        return StreamedCopies(there_s=there_s, first_s=there_s, back_s=back_s, num_pieces=1.0)
+    # Not the whole number of pieces that `streamed_rooms` gives: more bytes would take fewer seconds at some sizes.
+    room_bytes = max(there_bytes / MOST_STREAMED_ROOMS, LEAST_STREAMED_ROOM_BYTES)
+    num_pieces = max(there_bytes / min(room_bytes, MOST_STREAMED_ROOM_BYTES), 1.0)
+    first_s, last_s = there_s / num_pieces, back_s / num_pieces
+    blocked_s = first_s + back_s - last_s
+    return StreamedCopies(there_s=max(there_s, blocked_s), first_s=first_s, back_s=back_s, num_pieces=num_pieces)
+
+
+def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
+    """Return the bytes that a streamed update copies to the device, which it holds there, and the bytes it copies back.
+
+    Both are the bytes of this rank.
+    """
+    back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
+    return streamed_bytes(bucket, param), back_bytes

@@ -1,0 +1,259 @@
+"""Machines: devices, hosts, links, nodes of equal devices and clusters of equal nodes, and their JSON."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
+from elixir_compile.base.errors import InvalidPlan, InvalidProfile, ProfileFileError
+
+_LEAST_RATE, _MOST_RATE = 1e-9, 1e30
+"""Limits of rates per second. Between them, seconds of at most 2**63 bytes are finite numbers."""
+_MOST_LATENCY_S = 1e9
+
+
+def require_positive(what: str, **numbers: float | None) -> None:
+    """Raise InvalidProfile for the first number that is not positive and finite; None is allowed.
+
+    A rate of zero would make seconds infinite.
+    """
+    for name, number in numbers.items():
+        if number is None:
+            continue
+        if not 0 < number < math.inf:
+            raise InvalidProfile(what, name, "a positive finite number", number)
+        if not _LEAST_RATE <= number <= _MOST_RATE:
+            raise InvalidProfile(what, name, f"a number from {_LEAST_RATE} to {_MOST_RATE}", number)
+
+
+def require_not_negative(what: str, **numbers: float) -> None:
+    """Raise InvalidProfile for the first number that is negative or not finite."""
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise InvalidProfile(what, name, "a finite number of 0 or more", number)
+        if number > _MOST_LATENCY_S and name.endswith("_s"):
+            raise InvalidProfile(what, name, f"at most {_MOST_LATENCY_S} seconds", number)
+
+
+def require_part(what: str, name: str, part_bytes: int, of_bytes: int) -> None:
+    """Raise InvalidProfile if `part_bytes`, called `name`, is negative or takes all of the memory of `of_bytes`."""
+    if not 0 <= part_bytes < of_bytes:
+        raise InvalidProfile(what, name, f"0 or more and less than memory_bytes = {of_bytes}", part_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """A device as the planner sees it: its memory and its rates."""
+
+    name: str
+    memory_bytes: int
+    reserve_bytes: int
+    """Bytes that no plan may use: for the context, libraries and fragmentation."""
+    flops_per_s: Mapping[str, float]
+    """Rates by dtype as torch prints it. Must hold `float32`, which is used for every missing dtype."""
+    memory_bytes_per_s: float
+    launch_s: float
+    """Fixed seconds of each op."""
+    update_elements_per_s: float
+    """Elements that the optimizer updates per second with parameter, gradient and state on the device."""
+    source: str
+    """The origin of the numbers: a data sheet, a paper, a measurement."""
+
+    def __post_init__(self) -> None:
+        what = f"device {self.name}"
+        if "float32" not in self.flops_per_s:
+            raise InvalidProfile(what, "flops_per_s", "an entry for float32", dict(self.flops_per_s))
+        require_positive(
+            what,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            update_elements_per_s=self.update_elements_per_s,
+            **{f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()},
+        )
+        require_not_negative(what, launch_s=self.launch_s)
+        require_part(what, "reserve_bytes", self.reserve_bytes, self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostProfile:
+    """The host, which can hold training state and update it."""
+
+    memory_bytes: int
+    pinned_bytes: int
+    """The most bytes that may be page-locked."""
+    reserve_bytes: int
+    cores: int
+    memory_bytes_per_s: float
+    update_elements_per_s: float
+    """Elements that the optimizer updates per second with parameter, gradient and state on the host."""
+    source: str
+    busy_update_elements_per_s: float | None = None
+    """Elements updated per second while copies use the host's memory too; None if not measured."""
+    disk_read_bytes_per_s: float | None = None
+    """Rate of reads of large blocks from the disk for optimizer state; None if not measured."""
+    disk_write_bytes_per_s: float | None = None
+    """Rate of writes of large blocks; None if not measured."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "host",
+            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
+            memory_bytes=self.memory_bytes,
+            cores=self.cores,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            update_elements_per_s=self.update_elements_per_s,
+            busy_update_elements_per_s=self.busy_update_elements_per_s,
+        )
+        require_not_negative("host", pinned_bytes=self.pinned_bytes)
+        require_part("host", "reserve_bytes", self.reserve_bytes, self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection in a single direction: seconds = latency_s + bytes / bytes_per_s."""
+
+    bytes_per_s: float
+    latency_s: float
+    overlaps_compute: bool
+    """True if the device computes while the link copies; False if the same cores do both."""
+    source: str
+    busy_bytes_per_s: float | None = None
+    """Rate while the other direction copies too; None if not measured."""
+
+    def __post_init__(self) -> None:
+        require_positive("link", bytes_per_s=self.bytes_per_s, busy_bytes_per_s=self.busy_bytes_per_s)
+        require_not_negative("link", latency_s=self.latency_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A host with `num_devices` equal devices."""
+
+    device: DeviceProfile
+    host: HostProfile
+    """The host, shared by all devices of the node."""
+    h2d: Link
+    """From host memory to each device, while all devices of the node copy."""
+    d2h: Link
+    peer: Link | None = None
+    """From each device to the next, in a ring of all devices of the node; None for a single device."""
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        what = f"node of {self.device.name}"
+        require_positive(what, num_devices=self.num_devices)
+        if self.num_devices > 1 and self.peer is None:
+            raise InvalidProfile(what, "peer", f"a link, as there are {self.num_devices} devices", None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRing:
+    """The ranks with the other parts of a tensor-parallel model, for each rank of a cluster, and the link to them."""
+
+    num_ranks: int
+    link: Link
+    """From each rank to the next, in a ring of the ranks along the tensor axis."""
+
+    def __post_init__(self) -> None:
+        require_positive("tensor axis", num_ranks=self.num_ranks)
+
+
+MOST_RANKS = 1 << 20
+"""The most ranks of a plan or a machine. Shards are listed by rank, so a typing error must not fill the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes, with a rank for each device."""
+
+    nodes: tuple[Node, ...]
+    network: Link | None = None
+    """From each node to the next, in a ring of all devices; None for a single node."""
+    num_elsewhere: int = field(default=0, metadata=LEFT_OUT)
+    """Ranks on other hosts, whatever their devices are, beside those of a single node: see `fleet.Fleet.seen_by`."""
+    tensor: TensorRing | None = field(default=None, metadata=LEFT_OUT)
+    """The tensor axis, whose ranks are no ranks of this cluster: see `along_data`. None if there is none."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise InvalidPlan("a cluster needs at least one node.")
+        if self.num_ranks > MOST_RANKS:
+            raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
+        if any(node != self.nodes[0] for node in self.nodes):
+            raise InvalidPlan("the nodes of a cluster must be equal; clusters of unequal nodes are not supported.")
+        require_not_negative("cluster", num_elsewhere=self.num_elsewhere)
+        if len(self.nodes) > 1 and self.num_elsewhere:
+            raise InvalidProfile("cluster", "num_elsewhere", f"0 beside {len(self.nodes)} nodes", self.num_elsewhere)
+        if self.is_over_nodes and self.network is None:
+            others = f"{self.num_elsewhere} ranks elsewhere" if self.num_elsewhere else f"{len(self.nodes)} nodes"
+            raise InvalidProfile("cluster", "network", f"a link, as there are {others}", None)
+
+    @property
+    def name(self) -> str:
+        """The name in plans: `4 x a100-40g`, or `2 x 4 x a100-40g` for two nodes of four devices."""
+        nodes = f"{len(self.nodes)} x " if len(self.nodes) > 1 else ""
+        elsewhere = f" and {self.num_elsewhere} elsewhere" if self.num_elsewhere else ""
+        tensor = "" if self.tensor is None else f", each x {self.tensor.num_ranks} along the tensor axis"
+        return f"{nodes}{self.num_local_ranks} x {self.device.name}{elsewhere}{tensor}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of devices of all nodes, and of ranks elsewhere."""
+        return sum(node.num_devices for node in self.nodes) + self.num_elsewhere
+
+    @property
+    def is_over_nodes(self) -> bool:
+        """Whether collectives of all ranks pass the network."""
+        return len(self.nodes) > 1 or self.num_elsewhere > 0
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Number of devices of each node."""
+        return self.nodes[0].num_devices
+
+    def alone(self) -> "Cluster":
+        """Return a cluster of a single device, with a host of its own."""
+        return Cluster(nodes=(replace(self.nodes[0], num_devices=1, peer=None),))
+
+    @property
+    def device(self) -> DeviceProfile:
+        return self.nodes[0].device
+
+    @property
+    def host(self) -> HostProfile:
+        return self.nodes[0].host
+
+    @property
+    def h2d(self) -> Link:
+        return self.nodes[0].h2d
+
+    @property
+    def d2h(self) -> Link:
+        return self.nodes[0].d2h
+
+    @property
+    def collective(self) -> Link | None:
+        """The slowest link of a ring over all ranks: the network, else the peer link; None for a single rank."""
+        return self.network if self.is_over_nodes else self.nodes[0].peer
+
+
+MACHINE_FORMAT = 1
+
+_MACHINE = Form(what="machine", version=MACHINE_FORMAT, error=ProfileFileError)
+
+
+def cluster_to_json(cluster: Cluster) -> str:
+    """Return `cluster` as JSON; equal clusters have equal text."""
+    return to_json(_MACHINE, cluster)
+
+
+def cluster_from_json(text: str) -> Cluster:
+    """Return the cluster in `text`. Raises ProfileFileError with the wrong field, as `nodes[0].h2d.bytes_per_s`."""
+    return from_json(_MACHINE, Cluster, text)
+
+
+def hardware_fingerprint(cluster: Cluster) -> str:
+    """Return 12 hex digits of the SHA-256 of the JSON of `cluster`, which holds all of its numbers."""
+    return hashlib.sha256(cluster_to_json(cluster).encode()).hexdigest()[:12]

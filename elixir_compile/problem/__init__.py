@@ -1,1 +1,0 @@
-"""From a captured graph, the budgets and the machine to the problem for the planner."""

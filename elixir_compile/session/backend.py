@@ -1,0 +1,360 @@
+"""`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
+
+prepared model   the graph gathers its parameters: compile it
+plain model      the parameters are inputs of the graph: find their models, rewire the graph to gathers, compile it, and
+                 prepare the models; later captures of these models have gathers
+no parameters    compile the graph as torch does, with a warning
+"""
+
+import logging
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+
+from elixir_compile import compat
+from elixir_compile.base.collector import collector_off
+from elixir_compile.base.errors import (
+    ElixirError,
+    ElixirWarning,
+    InvalidOption,
+    NoFeasiblePlan,
+    NotPrepared,
+    ParameterReplaced,
+    UnsupportedWrapper,
+)
+from elixir_compile.base.options import Options, parse_options
+from elixir_compile.graph.capture.loss import chunk_loss, find_loss
+from elixir_compile.graph.capture.markers import gather_keys
+from elixir_compile.graph.capture.modules import find_roots, is_swapped_for
+from elixir_compile.graph.capture.nested import inline_regions
+from elixir_compile.graph.capture.rewire import (
+    gathers_to_inputs,
+    handle_inputs,
+    read_functionally,
+    rewire,
+    split_gathers,
+)
+from elixir_compile.graph.capture.tracing import with_deep_calls
+from elixir_compile.graph.capture.written import gathered_among, written_parameters
+from elixir_compile.graph.ops.gather import Gate
+from elixir_compile.graph.ops.registry import follow_all_thaws, slot_by_key
+from elixir_compile.graph.ops.shards import is_dtensor
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.unplanned import note_captured, watch_plain_optimizers
+from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
+from elixir_compile.session.compiled_code import for_compiled_code
+from elixir_compile.session.front_end import FrontEnd
+from elixir_compile.session.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
+from elixir_compile.session.plain_state import count_plain_state
+from elixir_compile.session.saved import load_plan
+from elixir_compile.session.unmanaged import compile_unmanaged, stop_managing
+from elixir_compile.session.wrappers import refuse_wrappers
+
+log = logging.getLogger("elixir_compile")
+
+# This must run before Dynamo traces the first frame, so that a model of Hugging Face and its loss are one graph. The
+# module is imported when a user names the backend.
+compat.trace_past_logging()
+compat.check_requires_grad()
+
+
+def elixir(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one captured graph for the memory budget in `options` (see `elixir_compile.base.options.Options`).
+
+    An error of the plan or of the options is raised when the compiled function is called, so that Dynamo does not wrap
+    it.
+    """
+
+    def compile_it() -> Callable[..., Any]:
+        if mode is not None:
+            raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
+        note_captured(example_inputs)
+        with collector_off():
+            return with_deep_calls(lambda: _compile(gm, example_inputs, with_compiler(parse_options(options))))
+
+    return _or_raiser(compile_it)
+
+
+watch_plain_optimizers(elixir, Hybrid)
+
+
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if compat.is_cut_by_ddp(gm):
+        _capture_whole()
+    _log_graph_break(gm)
+    inline_regions(gm)
+    functional = read_functionally(gm)
+    if functional is not None:
+        raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
+    _follow_changes(_models_of(gather_keys(gm.graph)), inputs)
+    written = written_parameters(gm, inputs)
+    unmanaged = gathered_among(gm, written)
+    if unmanaged:
+
+        def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return _or_raiser(lambda: _compile_graph(gm, inputs, options))
+
+        return compile_unmanaged(gm, inputs, unmanaged, compile_graph)
+    return _compile_graph(gm, inputs, options, written)
+
+
+def _capture_whole() -> NoReturn:
+    """Have Dynamo capture its graph again in one piece, which it has cut at the buckets of a DistributedDataParallel.
+
+    A plan is made for the whole step, and the inputs of a part are fake. Dynamo counts the bytes of the parameters that
+    the graph reads to find the places, so the models of the parameters are prepared: handles have few bytes.
+
+    Raises UnsupportedWrapper if the models are prepared already, as parameters that no gather reads are too large.
+    """
+    ddp = compat.active_ddp()
+    roots = [] if ddp is None else find_roots(compat.reduced_by(ddp))
+    params = [param for root in roots for param in root.parameters()]
+    if not roots or any(managed_model(root) is not None for root in roots):
+        because = "Dynamo cuts the captured graph at the buckets of gradients, where no plan can see the whole step"
+        instead = "Set `torch._dynamo.config.optimize_ddp = False` before the first step"
+        raise UnsupportedWrapper("the model", "DistributedDataParallel", because, instead)
+    ManagedModel(roots, params[0].device).swap_modules()
+    compat.before_each_capture(follow_all_thaws)
+    compat.trace_again("the graph was cut at the buckets of a DistributedDataParallel, and is planned as a whole")
+
+
+def _compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, unmanaged: Sequence[tuple[nn.Parameter, str]] = ()
+) -> Callable[..., Any]:
+    """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
+    keys = split_gathers(gm)
+    if keys:
+        model = _models_of(keys[:1])[0]
+        refuse_wrappers(gm, model.roots)
+        return _compile_rewired(gm, inputs, options, model)
+    params = _parameters(inputs)
+    if any(map(is_dtensor, params)):
+        raise NotPrepared(
+            "parameters of the model are DTensors, as `parallelize_module` makes them: call "
+            "`elixir_compile.prepare(model)`, or `elixir_compile.prepare(model, mesh=mesh['data'])`, before the model "
+            "is compiled."
+        )
+    roots = find_roots(params)
+    refuse_wrappers(gm, roots)
+    prepared = [model for root in roots if (model := managed_model(root)) is not None]
+    if prepared:
+        _follow_changes(prepared, inputs)
+        # All of these are unmanaged parameters of prepared models.
+        return compat.compile_plainly(gm, inputs, options.inner)
+    model = ManagedModel(roots, params[0].device) if roots else None
+    if model is not None:
+        slot_for = model.executor.slot_for
+        stop_managing(model, ((slot, reason) for param, reason in unmanaged if (slot := slot_for(param)) is not None))
+    if model is None or not any(model.executor.slot_for(param) for param in params):
+        _warn_nothing_to_place(inputs, options)
+        return compat.compile_plainly(gm, inputs, options.inner)
+    return _compile_first(gm, inputs, options, model)
+
+
+def _models_of(keys: Iterable[int]) -> list[ManagedModel]:
+    """Return the models of the slots with `keys`, each once."""
+    slots = {slot.sink: slot for slot in map(slot_by_key, keys)}
+    return [managed_model_of_slot(slot) for slot in slots.values()]
+
+
+def _follow_changes(models: Iterable[ManagedModel], inputs: Sequence[Any]) -> None:
+    """If parameters of any of `models` were replaced or added, prepare it again and let Dynamo trace the frame
+    again."""
+    for model in dict.fromkeys(models):
+        if model.is_outdated(_parameters(inputs)):
+            prepare_again(model)
+            compat.trace_again("parameters of the model were replaced, or came to it")
+
+
+def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
+    return [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+
+
+def _compile_gathers(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
+) -> Callable[..., Any]:
+    """Compile a graph with gathers, and its loss in chunks if their plan is better."""
+    model.use(options)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.peers is not None)
+
+    def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
+        return _compile_attempt(gm, inputs, options, model, attempt)
+
+    decided = None if chunks is None else _decided_chunks(options, model)
+    try:
+        return with_chosen_loss(
+            chunks,
+            compile_with,
+            decided=decided,
+            is_training=torch.is_grad_enabled(),
+            is_whole_first=options.micro_batches == "fit",
+        )
+    except NoFeasiblePlan as error:
+        if chunks is None or decided is not None or options.device_memory is None or not error.uncounted:
+            raise
+        with suppress(NoFeasiblePlan):  # the last attempt, of which the refusal may be put off
+            return with_chosen_loss(chunks, compile_with, decided=chunks.num_chunks)
+        raise
+
+
+def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
+    """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
+    is_inference = not torch.is_grad_enabled()
+    others = model.compilations if model.executor.peers is not None else ()
+    alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
+    return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
+
+
+def _compile_attempt(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel, attempt: LossAttempt
+) -> Callable[..., Any]:
+    """Compile the graph with the loss of `attempt`; `gm` is changed only if no other attempt follows."""
+    own = gm if attempt.is_last else compat.copy_of(gm)
+    if attempt.cut is not None:
+        chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
+    compiled = _compile_as(own, inputs, options, model, attempt)
+    if attempt.instead_of is not None:
+        for other in model.graphs:
+            # The chunked step replaces an earlier capture of the step with its unchunked loss.
+            other.is_superseded |= other.is_planned and other.active.plan is attempt.instead_of
+    return compiled
+
+
+def _compile_as(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    model: ManagedModel,
+    attempt: LossAttempt,
+) -> Callable[..., Any]:
+    """Compile the graph, whose loss has the form of `attempt`, without further changes."""
+    positions = handle_inputs(gm)
+    slots = {position: slot_by_key(key) for position, key in positions.items()}
+    untracked = [slot for position, slot in slots.items() if not inputs[position].requires_grad]
+    gate = Gate(tuple(slots.values()), untracked)
+    op_by_op = compat.copy_of(gm) if untracked else None
+    graph = model.new_graph(options, compat.graph_break_of(gm))
+    if model.executor.device.type == "cpu":
+        count_plain_state(model)
+    front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
+    given = gathers_to_inputs(gm, inputs)
+    repeated = given.repeated  # `run` must not keep `given`, which holds the first batch
+    calls = FrontEnd(model, graph, gate, given, options, attempt)
+    compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
+    model.add(graph, gate, attempt.num_chunks)
+    if options.trace is not None:
+        # By name: of the tools, which stand above the engine, this one alone is asked for by an option.
+        pkgutil.resolve_name("elixir_compile.tools.observe:observe_for_option")(model.roots[0], options.trace)
+    call = for_compiled_code(gate.call)
+
+    def run_with_repeated(*args: Any) -> Any:
+        return compiled(*args, *(args[position] for position in repeated))
+
+    def run(*args: Any) -> Any:
+        return call(run_with_repeated if repeated else compiled, op_by_op, tuple(positions), args)
+
+    return run
+
+
+def _compile_first(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
+) -> Callable[..., Any]:
+    """Compile the graph of a plain model as if the model were prepared, and prepare it.
+
+    Dynamo builds its guards after this has returned, so they are guards of prepared modules. The graph need not be
+    captured again unless it reads attributes of the classes that change. If no plan fits, the model stays plain.
+    """
+    try:
+        compiled = _compile_rewired(gm, inputs, options, model)
+    except NoFeasiblePlan as error:
+        through = "a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
+        raise NoFeasiblePlan(*error.args[:-1], beyond=error.beyond or through) from None
+    model.swap_modules()
+    if compat.checks_class_of(lambda found: isinstance(found, nn.Module) and is_swapped_for(found, model)):
+        # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new. So is
+        # the class of a module whose parameters the graph does not read.
+        model.forget_graphs()
+        compat.trace_again("modules got classes that read parameters as gathers")
+    compat.before_each_capture(follow_all_thaws)
+    return compiled
+
+
+def _compile_rewired(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
+) -> Callable[..., Any]:
+    """Compile a graph whose `inputs` may be parameters of `model`: they become handles and gathers."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    rewired = rewire(gm, inputs, model.executor)
+    handles = rewired.handles  # `run` must not keep `rewired`, which holds the first batch
+    compiled = _compile_gathers(gm, rewired.example_inputs, options, model)
+    if not handles:
+        return compiled
+    compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for index, handle in handles.items():
+            values[index] = handle
+        return compiled(*values)
+
+    return run
+
+
+def _log_graph_break(gm: fx.GraphModule) -> None:
+    found = compat.graph_break_of(gm)
+    if found is not None:
+        log.info(
+            "graph break at %s:%d: the code behind it runs op by op up to the next graph; under the option "
+            "`device_memory` its memory is measured in the first steps. %s",
+            *found,
+        )
+
+
+def _warn_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
+    message = (
+        "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
+        f"it runs as with backend={options.inner!r}, without a memory budget."
+    )
+    takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+    if takes_activations or not torch.is_grad_enabled():  # a part of a model after a graph break, such as a loss
+        log.debug("%s", message)
+    else:
+        warnings.warn(message, ElixirWarning, stacklevel=4)
+
+
+def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the result of `compile_it`, or if it raises an ElixirError, a function that raises this error."""
+    try:
+        return compile_it()
+    except ElixirError as error:
+        fresh = error.renewed()  # without the traceback, whose frames hold the model
+
+    def run(*args: Any) -> Any:
+        raise fresh.renewed()
+
+    return run
+
+
+def with_compiler(options: Options) -> Options:
+    """Return `options`; if there is no C++ compiler, with `inner="aot_eager"` and a warning."""
+    if options.inner == "inductor" and not compat.has_cpp_compiler():
+        warnings.warn(
+            "no C++ compiler was found, so regions run op by op (inner='aot_eager'). "
+            "Install g++ or clang++ for compiled regions.",
+            ElixirWarning,
+            stacklevel=2,
+        )
+        return replace(options, inner="aot_eager")
+    return options

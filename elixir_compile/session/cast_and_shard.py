@@ -1,0 +1,350 @@
+"""Cast the parameters of a model to 16 bits, shard them over several ranks, and create those on `meta`.
+
+**Cast** without losing a bit: the other bits are kept for the optimizer.
+
+    fp32 weight -> bfloat16 parameter + int16 low half      4 bytes as before
+                -> float16 parameter  + fp32 master         6 bytes
+
+The low half and the master are in host memory. For a frozen parameter neither is kept: if it is thawed later, its
+master starts from the 16-bit value.
+
+**Shard**, parameter by parameter:
+
+    nn.Linear.weight, complete on each rank -> nn.Parameter(DTensor), of which each rank keeps some rows
+
+Every rank gets the values of the mesh's first rank, so a model built without a seed is the same on all ranks. A module
+on `meta` is created on the host, sharded and dropped before the next module. So a rank never holds more than its shards
+and a single module.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from elixir_compile import compat
+from elixir_compile.base.errors import PlanMismatch, UnsupportedModel, WrongDtype
+from elixir_compile.base.options import ParamDtype
+from elixir_compile.graph.capture.modules import unmanaged_reason
+from elixir_compile.graph.ops.aliases import aliases
+from elixir_compile.graph.ops.masters import REST_DTYPES, add_master, has_master
+from elixir_compile.graph.ops.optimizers import note_replaced
+from elixir_compile.graph.ops.portion import Portion, new_portion
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.graph.ops.tensor_axis import TensorAxis
+from elixir_compile.ir import Plan
+from elixir_compile.ir.share import largest_remainder
+from elixir_compile.optim.host.flat_step import split
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.slab import Slab, flat, is_slab_memory
+from elixir_compile.search.space.buckets import is_worth_sharding
+from elixir_compile.session.tensor_axis import part_along
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_BLOCK = 1 << 22
+"""Elements that are split at once; the temporaries take 20 bytes each."""
+
+
+def torch_dtype(name: ParamDtype) -> torch.dtype:
+    """Return torch's dtype called `name`."""
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def gets_master(param: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a cast to `dtype` gives `param` a master: it is in fp32 or in `dtype`, and no tensor subclass."""
+    return type(own_part(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
+
+
+@torch.no_grad()
+def cast(model: nn.Module, name: ParamDtype) -> None:
+    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master.
+
+    DTensors are left alone: `shard_parameters` has cast them.
+    """
+    dtype = torch_dtype(name)
+    for param in model.parameters():
+        if not gets_master(param, dtype) or has_master(param) or is_dtensor(param):
+            continue
+        if param.dtype == dtype or param.numel() == 0:
+            param.data = param.data.to(dtype)
+            add_master(param, None)
+        else:
+            _cast(param, dtype)
+
+
+def check_masters(slots: Iterable[Slot], name: ParamDtype) -> None:
+    """Raise WrongDtype if a parameter of `slots` has no master, although `cast` to the dtype `name` would add one."""
+    for slot in slots:
+        if gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
+            raise WrongDtype(slot.name, str(slot.param.dtype), name)
+
+
+def check_reduces(plan: Plan, slots: Mapping[str, Slot], ranks: Ranks) -> None:
+    """Raise PlanMismatch if `plan` reduces gradients in a dtype other than the dtype in which `ranks` reduce them."""
+    for bucket in plan.buckets:
+        params = (slots[name].param for name in bucket.params if name in slots)
+        for param in params if bucket.trainable else ():
+            here = ranks.reduced_dtype(param)
+            planned = param.dtype if bucket.reduce_dtype is None else getattr(torch, bucket.reduce_dtype)
+            if planned != here:
+                raise PlanMismatch("reduce dtype", *(str(dtype).removeprefix("torch.") for dtype in (planned, here)))
+
+
+def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad = param.grad
+    high, rest = narrowed(param.detach(), dtype, keeps_rest=param.requires_grad)
+    param.grad = None
+    param.data = high
+    param.grad = None if grad is None else grad.to(dtype)
+    add_master(param, rest)
+
+
+def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the fp32 tensor `master` rounded to `dtype`, and the rest from which the optimizer restores `master`.
+
+    The rest is the low half for bfloat16 and `master` itself for float16; None unless `keeps_rest`.
+    """
+    master = compat.settled(master)
+    if not torch.ops.aten.is_non_overlapping_and_dense(master):
+        master = master.contiguous()
+    is_in_slab = master.device.type == "cpu" and is_slab_memory(master.data_ptr())
+    high = _on_host(master, dtype) if is_in_slab else torch.empty_like(master, dtype=dtype)
+    rest = _on_host(master, REST_DTYPES[dtype]) if keeps_rest else None
+    for block in range(0, master.numel(), _BLOCK):
+        piece = slice(block, block + _BLOCK)
+        whole, part = flat(master)[piece], flat(high)[piece]
+        if dtype == torch.bfloat16:
+            low = torch.empty_like(whole, dtype=torch.int16)
+            split(whole, part, low)
+        else:
+            low = whole
+            part.copy_(whole)
+        if rest is not None:
+            flat(rest)[piece].copy_(low)
+    return high, rest
+
+
+def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor in a slab of the host, with the shape and the strides of `like`.
+
+    On a CPU-only machine only slabs count as host memory; memory that torch allocates counts for the device.
+    """
+    elements = Slab(like.numel() * dtype.itemsize, pin=False).tensor(dtype, (like.numel(),), 0)
+    return elements.as_strided(like.shape, like.stride())
+
+
+def ranks_of(mesh: "DeviceMesh | None", tensor_axis: TensorAxis | None = None) -> Ranks | None:
+    """Return the ranks of `mesh`, beside the `tensor_axis`; None if there is no mesh or it has one rank.
+
+    Raises UnsupportedModel for a mesh of more than two axes.
+    """
+    if mesh is None or mesh.size() == 1:
+        return None
+    if mesh.ndim > 2:
+        raise UnsupportedModel("the mesh", f"it has {mesh.ndim} axes; one cuts parameters and one more copies them")
+    return Ranks(mesh, tensor_axis)
+
+
+@torch.no_grad()
+def shard_parameters(
+    model: nn.Module, ranks: Ranks | None, dtype: torch.dtype | None, axis: TensorAxis | None = None
+) -> None:
+    """Make the parameters of `model` DTensors over `ranks`, and over the tensor `axis` if there is one. Every rank must
+    call this together.
+
+    If `dtype` is given, parameters are cast to it and get masters. A parameter that cannot become a gather stays
+    complete on each rank, and its gradient is averaged over the ranks. Without `ranks`, only parameters along the
+    `axis` are replaced, if they were on `meta` or are cast.
+
+    Raises UnsupportedModel if parameters share memory, or if a module on `meta` cannot initialise itself.
+    """
+    for name, other in aliases(model.named_parameters() if ranks is not None else ()).items():
+        because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
+        raise UnsupportedModel(name, because)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, name))
+    initialize = getattr(model, "_init_weights", None)
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        before = {name: param for name, param in own.items() if id(param) in owners}
+        finished = {name: param for name, param in own.items() if id(param) in done}
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            # The module initialises all of its parameters. Tied parameters with values must be out of its reach.
+            module._parameters.update({name: _stand_in(param) for name, param in finished.items()})
+        _materialize_module(module, path, initialize, {})
+        module._parameters.update(finished)
+        for name, param in before.items():
+            if id(param) not in done:
+                now = _sharded(module, name, f"{path}.{name}" if path else name, ranks, dtype, axis, param)
+                if now is not param:
+                    note_replaced(param)
+                for owner, local in owners[id(param)]:
+                    owner._parameters[local] = now
+                done.add(id(param))
+                done.add(id(now))
+        for buffer in module.buffers(recurse=False):
+            _from_first(buffer, ranks, axis)
+
+
+def _stand_in(param: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="cpu"), requires_grad=param.requires_grad)
+
+
+def _sharded(
+    module: nn.Module,
+    local: str,
+    name: str,
+    ranks: Ranks | None,
+    dtype: torch.dtype | None,
+    axis: TensorAxis | None,
+    original: nn.Parameter,
+) -> nn.Parameter:
+    """Return the parameter called `local` in `module`, and `name` in the model, as a DTensor over `ranks` and `axis`.
+
+    `original` is the parameter before its module had values. Returns the parameter itself, with the values of the first
+    rank, if it cannot become a gather, or if nothing is to be changed.
+    """
+    param = module._parameters[local]
+    assert param is not None
+    if unmanaged_reason(module, local) is not None:
+        if is_dtensor(original):
+            assert axis is not None
+            because = f"{unmanaged_reason(module, local)}, and it is cut along a tensor axis of {axis.num_ranks} ranks"
+            raise UnsupportedModel(name, f"{because}. Leave its module out of the plan of `parallelize_module`")
+        _from_first(param.data, ranks, axis)
+        if param.requires_grad and ranks is not None:
+            param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
+        return param
+    is_cast = dtype is not None and gets_master(param, dtype)
+    if ranks is None and not is_dtensor(original):  # `cast` casts it
+        _from_first(param.data, ranks, axis)
+        return param
+    if ranks is None and param is original and not is_cast:
+        return param
+    cut = _cut(param, original, ranks, axis)
+    if dtype is None or not is_cast:
+        now = nn.Parameter(cut, requires_grad=param.requires_grad)
+        return _noted(now, original, axis)
+    if param.dtype == dtype:
+        high, rest = cut, None
+    else:
+        own, rest = narrowed(own_part(cut), dtype, keeps_rest=param.requires_grad)
+        high = as_dtensor(own, cut)
+    now = nn.Parameter(high, requires_grad=param.requires_grad)
+    add_master(now, rest)
+    return _noted(now, original, axis)
+
+
+def _noted(now: nn.Parameter, original: nn.Parameter, axis: TensorAxis | None) -> nn.Parameter:
+    """Return `now`, after a note for its module that the parameter `original` was a plain tensor, if it was."""
+    if axis is not None and not is_dtensor(original):
+        axis.note_plain(now)
+    return now
+
+
+def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None) -> torch.Tensor:
+    """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
+    whole = compat.settled(param.detach().contiguous()) if axis is None else part_along(axis, param, original)
+    if ranks is None:
+        assert axis is not None
+        assert isinstance(original, DTensor)
+        return axis.with_axis(whole, (), original.placements[0], original)
+    is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
+    over_data = ranks.placements(is_sharded=is_sharded)
+    cut = _portion(whole, ranks) if is_sharded and ranks.state else distribute_tensor(whole, ranks.mesh, over_data)
+    if axis is not None:
+        placement = original.placements[0] if isinstance(original, DTensor) else Replicate()
+        return axis.with_axis(own_part(cut).to(whole.device), over_data, placement, original)
+    if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
+        cut = as_dtensor(own_part(cut).to(whole.device), cut)
+    return cut
+
+
+def _portion(whole: torch.Tensor, ranks: Ranks) -> Portion:
+    """Return the values of `whole` on the first rank as a Portion over `ranks`, in parts as large as their `state`."""
+    rows = largest_remainder(whole.shape[0], ranks.state)
+    values = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=False)).to_local()
+    own = values.split(rows)[ranks.mesh.get_local_rank(ranks.mesh.ndim - 1)].clone()
+    return new_portion(own, rows, ranks.mesh, whole.shape)
+
+
+def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
+    """Replace the gradient of `param`, called `name`, by its mean over all ranks.
+
+    Raises RanksDiffer if another rank averages the gradient of another parameter at this moment.
+    """
+    ranks.control.check_same_op(name, "a gradient")
+    grad = param.grad
+    assert grad is not None
+    (mean,) = ranks.means([grad], grad.dtype)
+    grad.copy_(mean)
+
+
+def _from_first(tensor: torch.Tensor, ranks: Ranks | None, axis: TensorAxis | None) -> None:
+    """Fill `tensor` with the values of the first rank."""
+    for mesh in (None if axis is None else axis.mesh, None if ranks is None else ranks.mesh):
+        if mesh is not None:
+            tensor.copy_(distribute_tensor(compat.settled(tensor), mesh, [Replicate()] * mesh.ndim).to_local())
+
+
+def materialize(model: nn.Module) -> None:
+    """Allocate every parameter and buffer of `model` that is on `meta` on the host, and let its module initialise it.
+
+    A module initialises itself by `reset_parameters()`, or by the `_init_weights` of a Hugging Face model. Raises
+    UnsupportedModel for a module with neither; use `torch.nn.Module.to_empty` and `load_state_dict` for such a model.
+    """
+    initialize = getattr(model, "_init_weights", None)
+    tied: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        _materialize_module(module, path, initialize, tied)
+
+
+def _materialize_module(
+    module: nn.Module, path: str, initialize: Callable[[nn.Module], None] | None, tied: dict[int, nn.Parameter]
+) -> None:
+    """Allocate and initialise the parameters and buffers of `module` itself, without its children; see `materialize`.
+
+    `path` is its name in the model, for errors. `initialize` is the model's `_init_weights`. `tied` has the parameters
+    created so far, by the id of their parameter on `meta`; it is updated.
+    """
+    local = [*module._parameters.values(), *module._buffers.values()]
+    if not any(tensor is not None and tensor.is_meta for tensor in local):
+        return
+    is_known = all(param is None or id(param) in tied for param in module._parameters.values()) and not module._buffers
+    _allocate(module, tied)
+    if is_known:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None and initialize is None:
+        raise UnsupportedModel(
+            path or type(module).__name__, "it is on `meta` and has no `reset_parameters()` to start from"
+        )
+    with torch.no_grad():
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(module)
+
+
+def _allocate(module: nn.Module, tied: dict[int, nn.Parameter]) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            if id(param) not in tied:
+                # In a slab, because on a CPU-only machine only slabs count as host memory.
+                slab = Slab(param.numel() * param.element_size(), pin=False)
+                on_host = slab.tensor(param.dtype, param.shape, 0)
+                tied[id(param)] = nn.Parameter(on_host, requires_grad=param.requires_grad)
+            module._parameters[name] = tied[id(param)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")

@@ -1,0 +1,422 @@
+"""Measure the bytes of a model's first steps, and find what took more than its plan says.
+
+```text
+  step 0    compiles                                             no figure
+  step 1    A.fwd  eager code  B.fwd  B.bwd  eager code  A.bwd   the peak of A, of B, and of the code after A
+  step 2    more than the budget: the graphs are planned again, with room for what was seen, and measured again
+```
+
+The bytes that a graph took beyond its plan are added to its `base_bytes`. Code between graphs counts as a graph whose
+bytes no plan changes (see `joint_budget.GraphRequest`): other graphs leave room for it.
+
+A graph takes more than its plan if a kernel takes other bytes than its meta kernel says, or if code that no plan
+counts holds memory while the graph runs. Code between graphs, which runs op by op, has no plan at all. Only a budget
+that the user chose is watched: one that is measured is all free memory, and a step that exceeds it runs out of it.
+"""
+
+import functools
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from elixir_compile import compat
+from elixir_compile.base.living import Living
+from elixir_compile.base.units import format_bytes
+from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.measure.step_bytes import StepBytes, end_idle_profiler, start_step_bytes
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
+from elixir_compile.session.graph_planner import GraphPlanner
+from elixir_compile.session.machine import library_bytes
+from elixir_compile.session.outside import state_bytes
+from elixir_compile.session.variants import ActivePlan
+
+TOLERATED_BYTES = 16384
+"""Bytes by which a step may exceed its budget: losses, tickets and counters of steps, and workspaces of kernels, which
+are too small to be counted up to 4 KiB each (see `runtime.measure.kernel_bytes`)."""
+_NUM_NAMED = 4
+"""So many causes are named."""
+_MOST_PASSES = 4
+"""A step has at most so many backward passes that no update of an optimizer follows, as far as it is measured. If no
+update comes after so many passes of a model, its user updates it in another way, and each pass ends a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A graph, or the code that runs op by op before or after it."""
+
+    graph: object | None
+    """The graph; for code between graphs, the graph whose forward was the last before it; None if none was."""
+    beside: tuple[object, ...] = ()
+    """The graphs of the outstanding forwards, once per forward; empty for a graph, which knows its own."""
+    is_outside: bool = False
+    """Whether it is code between graphs."""
+    site: str = ""
+    """File and line before that code; empty before the first graph."""
+
+
+class WatchedGraph(Protocol):
+    """A graph whose runs are measured: a `PlannedGraph`."""
+
+    name: str
+    planner: GraphPlanner
+    graph_break: tuple[str, int, str] | None
+
+    @property
+    def active(self) -> ActivePlan: ...
+
+    @property
+    def is_inference(self) -> bool: ...
+
+
+class Outside:
+    """The bytes of code between graphs, by the graph after whose forward it runs; None before the first."""
+
+    def __init__(self) -> None:
+        self._found: dict[object | None, tuple[tuple[object, ...], int]] = {}
+        """The graphs of the forwards outstanding beside the code, and its bytes."""
+
+    def note(self, place: Place, nbytes: int) -> None:
+        """Note that the code at `place` held `nbytes` beside the graphs."""
+        beside, most = self._found.get(place.graph, ((), 0))
+        if nbytes > most:
+            self._found[place.graph] = (place.beside, nbytes)
+        elif beside:
+            self._found[place.graph] = (beside, most)
+
+    def requests(self, graphs: Sequence[object], problem: Problem) -> list[GraphRequest]:
+        """Return the code between `graphs` as requests beside them, each with `problem`, the problem of some graph."""
+        return [
+            GraphRequest(
+                problem=problem,
+                beside=tuple(graphs.index(other) for other in beside if other in graphs),
+                outside_bytes=nbytes,
+            )
+            for beside, nbytes in self._found.values()
+        ]
+
+    def replace(self, before: object, after: object) -> None:
+        """Let `after`, a later capture of the same step, take the place of the graph `before`."""
+        self._found = {
+            after if graph is before else graph: (tuple(after if each is before else each for each in beside), nbytes)
+            for graph, (beside, nbytes) in self._found.items()
+        }
+
+
+def note_overrun(
+    peaks: Mapping[Place, int],
+    graphs: Sequence[WatchedGraph],
+    requests: Sequence[GraphRequest],
+    base_bytes: int,
+    outside: Outside,
+) -> tuple[str, ...]:
+    """Note what the places of a step took beyond their plans: in the planners of `graphs` and in `outside`.
+
+    `peaks` are the measured bytes, `requests` those of `graphs` without code between them, and `base_bytes` what is
+    held outside of both. Returns each cause in words.
+    """
+    plans = [graph.active.plan for graph in graphs]
+    causes: list[tuple[int, str]] = []
+    for place, peak_bytes in peaks.items():
+        if place.is_outside:
+            beside = tuple(graphs.index(other) for other in place.beside if other in graphs)
+            problem = replace(requests[0].problem, base_bytes=base_bytes)
+            code = GraphRequest(problem=problem, beside=beside, outside_bytes=0)
+            *_, held_bytes = needed_bytes_of([*requests, code], [*plans, None])
+            outside.note(place, peak_bytes - held_bytes)
+            words = _where(place.site)
+        elif place.graph in graphs:
+            number = graphs.index(place.graph)
+            held_bytes = needed_bytes_of(requests, plans)[number]
+            graphs[number].planner.excess_bytes += max(0, peak_bytes - held_bytes)
+            words = f"{graphs[number].name} beyond its plan"
+        else:  # a graph without a backward
+            graph: Any = place.graph
+            held_bytes = graph.active.plan.prediction.device_peak_bytes
+            graph.planner.excess_bytes += max(0, peak_bytes - held_bytes)
+            words = f"{graph.name} beyond its plan"
+        if peak_bytes - held_bytes > TOLERATED_BYTES:
+            causes.append((peak_bytes - held_bytes, words))
+    return tuple(f"{format_bytes(nbytes)} in {words}" for nbytes, words in sorted(causes, reverse=True)[:_NUM_NAMED])
+
+
+def _where(site: str) -> str:
+    """Return in words the code that runs after `site`, or before the first graph if it is empty."""
+    return f"code that runs op by op after {site}" if site else "code that runs op by op before the first graph"
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders of files that are not the user's."""
+
+
+def call_site(graph: WatchedGraph) -> str:
+    """Return file and line behind the program of `graph`, which has just ended on this thread: the graph break at which
+    it ends, or the call of its function."""
+    if graph.graph_break is not None:
+        return "{}:{}".format(*graph.graph_break)
+    users = (
+        f"{frame.f_code.co_filename}:{line}"
+        for frame, line in traceback.walk_stack(None)
+        if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
+    )
+    found = list(islice(users, 2))
+    return found[-1] if found else graph.name  # the first of two is the function that runs as the graph
+
+
+class _Steps:
+    """Where the steps of a model begin, as its forwards and the updates of optimizers tell."""
+
+    def __init__(self) -> None:
+        self.has_backward = False
+        """Whether a backward has begun since the last forward that trains."""
+        self._num_updates: int | None = None
+        """The updates of optimizers before the last forward that trains; None before the first."""
+        self._sees_updates = False
+        """Whether an update has come between two forwards that train."""
+        self._num_open = 0
+        """Forwards that train behind a backward, before any update."""
+        self._num_leading = 0
+        """Forwards without gradients in turn, before the last that trains behind any."""
+        self._num_without = 0
+        """Forwards without gradients since the last that trains."""
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next forward may begin a step: an update has ended the last. The first step is none, as it
+        compiles, and optimizers have no state in it."""
+        if self._num_updates is None or self._sees_updates or self._num_open < _MOST_PASSES:
+            return self._num_updates not in (None, _updates.num)
+        return self.has_backward
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether more forwards without gradients came in turn than before any that trains, as those of a reference."""
+        return self._num_without > self._num_leading
+
+    def note_forward(self, *, is_training: bool) -> bool:
+        """Note a forward; return whether it is the first of a step that trains, as far as the last steps tell."""
+        num_before, self._num_without = self._num_without, 0 if is_training else self._num_without + 1
+        is_first = self.may_begin and not num_before and (is_training or self._num_leading > 0)
+        if is_training:
+            self._num_leading = num_before or self._num_leading
+            self._sees_updates |= self._num_updates not in (None, _updates.num)
+            self._num_updates = _updates.num
+            self._num_open += self.has_backward and not self._sees_updates
+            self.has_backward = False
+        return is_first
+
+
+class StepWatch:
+    """Measures the peaks of the first steps under each set of plans of a model whose user chose a budget."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.tensors: Callable[[], Iterable[torch.Tensor]] = tuple
+        """Returns the parameters and the buffers of the model."""
+        self.peaks: dict[Place, int] = {}
+        """The peaks of the last measured step in bytes, without memory of others; empty if they were taken."""
+        self._is_on = False
+        self._steps = _Steps()
+        self._bytes: StepBytes | None = None
+        self._at_death: weakref.finalize[..., Any] | None = None
+        """Ends the measurement with this object."""
+        self._has_ended = False
+        """Whether the backward of the measured step has ended."""
+        self._num_passes = 0
+        """Backward passes of the measured step that a forward has followed."""
+        self._has_forward = False
+        """Whether a forward that trains has run in the measured step."""
+        self._has_stopped = False
+        """Whether a measurement has ended in this forward: torch 2.13 writes to freed memory if its profiler stops and
+        starts again below one op (see `tools.measure.full_steps`)."""
+        self._places: dict[Place, int] = {}
+        self._sites: dict[object, str] = {}
+        """File and line behind each graph."""
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the running step is measured."""
+        return self._bytes is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step under the plans in force is still to be measured."""
+        return self._is_on or self.is_measuring
+
+    def rearm(self, *, is_given: bool) -> None:
+        """Measure the next step, because a plan is new; `is_given` says whether the user chose its budget.
+
+        A step of several calls is not measured: stages of a pipeline run in turn, and torch 2.13 crashes if its
+        profiler ends below the forward of another model.
+        """
+        if is_given and self._executor.calls.spec.num == 1:
+            self._is_on = True
+            _follow_updates()
+        self._has_stopped |= self.is_measuring
+        self.drop()
+        self.peaks = {}
+
+    def measure_next(self, *, is_on: bool) -> None:
+        """Measure the next step under the plans in force if `is_on`, else none."""
+        self._is_on = is_on
+
+    def step_may_begin(self) -> None:
+        """Note a forward, of which kind ever: the measurement of the step before ends.
+
+        If no optimizer has ended the step, gradients add up over backward passes: a few are measured together.
+        """
+        end_idle_profiler()
+        for other in _measuring:
+            if other is not self:
+                other.end()
+                other.drop_if_left()
+        was_measuring = self.is_measuring
+        if self._has_ended and not self._steps.may_begin and self._num_passes < _MOST_PASSES:
+            self._num_passes += 1
+            self._has_ended = self._has_forward = False
+        self.end()
+        if self._has_forward:
+            self.drop_if_left()  # a forward without a backward, as of an evaluation
+        self._has_stopped = was_measuring and not self.is_measuring
+
+    def forward_begins(self, args: Sequence[Any], *, is_training: bool) -> None:
+        """Note a forward with the inputs `args`, after plans were made: begin to measure if it begins a step."""
+        is_first = self._steps.note_forward(is_training=is_training)
+        if not self._is_on and self._bytes is None:
+            return
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if self._bytes is not None and (is_training or self._has_forward or not self._steps.is_evaluation):
+            self._bytes.adopt(inputs)
+        elif self._bytes is not None:
+            self.drop()
+        elif is_first and not (self._has_stopped or self._executor.saved.outstanding_owners()):
+            self._start(inputs)
+        if is_training:
+            self._has_forward = self.is_measuring
+
+    def _start(self, inputs: Sequence[torch.Tensor]) -> None:
+        # Code that ran op by op before the first graph has left tensors for its backward.
+        own = [*self._own_tensors(), *inputs, *compat.saved_behind(inputs)]
+        params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
+        self._places, self._sites = {}, {}
+        self._has_ended = self._has_forward = False
+        self._num_passes = 0
+        device = self._executor.device
+        # Every plan counts the workspaces of libraries, which are there before the step.
+        more_bytes = state_bytes(self._executor, params) + library_bytes(device)
+        self._bytes = start_step_bytes(device, own, more_bytes)
+        if self._bytes is not None:
+            # A model may go in the middle of a step, and its measurement holds torch.profiler.
+            self._at_death = weakref.finalize(self, self._bytes.drop)
+            self._at_death.atexit = False
+            _measuring.add(self)
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
+            for tensor in self.tensors():
+                yield own_part(tensor)
+                if tensor.is_leaf and tensor.grad is not None:
+                    yield own_part(tensor.grad)
+
+    def runs(self, graph: object) -> None:
+        """Note that a program of `graph` begins."""
+        if self._bytes is not None:
+            self._mark(Place(graph=graph))
+
+    def ran(self, graph: WatchedGraph, *, is_backward: bool) -> None:
+        """Note that a program of `graph` has ended: what follows runs op by op."""
+        if is_backward:
+            self._steps.has_backward = True
+            if self._is_on or self._bytes is not None:
+                compat.after_backward(self.backward_ended)
+        if self._bytes is not None:
+            owners = self._executor.saved.outstanding_owners()
+            last = owners[-1] if owners else None
+            if not is_backward:
+                self._sites[graph] = call_site(graph)
+            site = "" if last is None else self._sites.get(last, "")
+            self._mark(Place(graph=last, beside=tuple(owners), is_outside=True, site=site))
+
+    def backward_ended(self) -> None:
+        """Note the end of a backward pass: what follows is the user's."""
+        executor = self._executor
+        unread = [slot for slot in executor.slots.values() if executor.buckets.of(slot) is None]
+        with torch.DisableTorchFunctionSubclass():  # a parameter may be in update
+            # Eager code has read the parameter itself, and autograd has accumulated the gradient.
+            executor.gradients.trained_eagerly.update(slot.key for slot in unread if slot.param.grad is not None)
+        if self._bytes is not None and not self._executor.saved.outstanding_owners():
+            self._has_ended = True
+            self._bytes.mark(None)
+
+    def _mark(self, place: Place) -> None:
+        assert self._bytes is not None
+        self._bytes.mark(self._places.setdefault(place, len(self._places)))
+
+    def end(self) -> None:
+        """End the measurement of a step, if one runs and its backward has ended; keep the figures."""
+        if self._bytes is None or not self._has_ended:
+            return
+        found = self._taken(self._bytes).stop()
+        self._is_on = not found  # somebody else may have taken torch.profiler
+        self.peaks = {place: found[number] for place, number in self._places.items() if number in found}
+
+    def drop_if_left(self) -> None:
+        """End the measurement of a step that has no outstanding forward: nobody will run its backward."""
+        if self._bytes is not None and not self._executor.saved.outstanding_owners():
+            self.drop()
+
+    def drop(self) -> None:
+        """End the measurement of a step without a result."""
+        if self._bytes is not None:
+            self._taken(self._bytes).drop()
+        self._has_forward = False
+
+    def _taken(self, measured: StepBytes) -> StepBytes:
+        """Return the running measurement, which is not kept: it holds all events of the step."""
+        if self._at_death is not None:
+            self._at_death.detach()
+        self._bytes = self._at_death = None
+        _measuring.discard(self)
+        return measured
+
+
+_measuring: "Living[StepWatch]" = Living()
+"""The watches of running measurements."""
+
+
+class _Updates:
+    """The updates of all optimizers of the process, from the first plan under a budget of a user on."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+
+_updates = _Updates()
+
+
+@functools.cache
+def _follow_updates() -> None:
+    """Have all updates of optimizers counted, and end the measurements whose backward has ended before; the first call
+    does it."""
+
+    def end(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for watch in _measuring:
+            watch.end()
+        end_idle_profiler()
+
+    def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        _updates.num += 1
+
+    before: Any = torch.compiler.disable(end)
+    after: Any = torch.compiler.disable(count)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)

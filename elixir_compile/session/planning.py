@@ -1,0 +1,362 @@
+"""From a captured step, its machine and its options to a problem for the planner.
+
+`build_problem` makes every problem: of the step of a model that trains, by `problem_of`, and of a step captured without
+training, by `tools.preview`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.base.options import Options
+from elixir_compile.graph.capture.convert import Captured, step_graph, with_siblings
+from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.optimizers import ParamState, planned_states
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.ir import ONCE, Bucket, Calls, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir.hardware import Cluster, along_data, with_devices
+from elixir_compile.ir.share import Share
+from elixir_compile.runtime.distributed.peers import Peers
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import NarrowerState, Problem
+from elixir_compile.session.machine import (
+    device_budget_bytes,
+    host_budget_bytes,
+    library_bytes,
+    machine,
+    num_sharing_host,
+    scalar_bytes,
+)
+from elixir_compile.session.micro_batches import micro_batches_asked
+from elixir_compile.session.outside import (
+    device_bytes,
+    grad_dtype_of,
+    outside_bytes,
+    outside_host_bytes,
+    state_of_hybrid_adamw,
+    unplanned_bytes,
+)
+from elixir_compile.session.planned_calls import calls_of
+
+
+def cluster_of(cluster: Cluster, peers: Peers | None, options: Options) -> Cluster:
+    """Return `cluster` with one device for each of `peers`.
+
+    Raises InvalidOption if the user named a machine with another number of devices.
+    """
+    num_ranks = 1 if peers is None else peers.num_ranks
+    if options.hardware is not None and cluster.num_ranks not in (1, num_ranks):
+        expected = "a machine with one device" if num_ranks == 1 else f"a machine with {num_ranks} devices"
+        raise InvalidOption("hardware", options.hardware, expected)
+    if cluster.num_ranks == num_ranks:
+        return cluster
+    # A profile measured under torchrun has several devices.
+    alone = cluster.alone()
+    if num_ranks == 1:
+        return alone
+    num_local = num_sharing_host(peers)
+    num_nodes = num_ranks // num_local if num_ranks > num_local and num_ranks % num_local == 0 else 1
+    return with_devices(alone, num_ranks // num_nodes, num_nodes)
+
+
+_LEAST_ALIKE = 4
+"""Fewest equal layers for which regions are cut at layers. Of three layers, two would be compiled anyway: the first and
+the last have neighbours of another kind."""
+
+
+def sums_of(params: "TrainedParams", options: Options, *, is_alone: bool, accumulates: bool) -> Mapping[StorageId, int]:
+    """Return the bytes of the sums of gradients over several backward passes, by parameter name.
+
+    On one rank, sums are in fp32 for parameters with a master under the option `reduce_dtype`. Other sums are in the
+    dtype of the gradients, and are counted only if the step `accumulates`.
+    """
+    sums = dict(params.grad_bytes) if accumulates else {}
+    if is_alone and options.reduce_dtype is not None:
+        sums |= {name: torch.float32.itemsize * numel for name, numel in params.masters.items()}
+    return sums
+
+
+def with_sums(bucket: Bucket, sums: Mapping[StorageId, int]) -> Bucket:
+    """Return `bucket`, in force, with the `sums` of the gradients of its parameters, unless it has as many bytes."""
+    nbytes = sum(sums.get(name, 0) for name in bucket.params) if bucket.trainable else 0
+    return replace(bucket, sum_nbytes=nbytes) if nbytes > bucket.sum_nbytes else bucket
+
+
+def graph_of(
+    captured: Captured, executor: Executor, sizes: Mapping[str, int], step: StepGraph | None = None
+) -> StepGraph:
+    """Return the step of `captured` with the symbols of dynamic shapes at `sizes`.
+
+    It includes the siblings: parameters that the step does not read, but that are in a bucket in force with a parameter
+    that it reads. `step` is the step of `captured` at the sizes of the capture, without siblings, if it is known:
+    converting the nodes again takes as long as the search of a small plan.
+    """
+    read = set(captured.param_names.values())
+    siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
+    return with_siblings(step_graph(captured, sizes) if step is None or sizes else step, siblings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalUsage:
+    """Device bytes in use besides a graph and the parameters on the device."""
+
+    outstanding_bytes: int = 0
+    """Activations and inputs of outstanding forwards."""
+    reserved_bytes: int = 0
+    """Bytes left free for the state and gradients of parameters that no graph has read yet."""
+    neighbour_bytes: int = 0
+    """What models that run in turn with that of the graph hold (see `session.neighbours`)."""
+    neighbour_host_bytes: int = 0
+    """Host bytes of the buckets of these models."""
+    gap_bytes: int = 0
+    """What the allocator holds between tensors (see `session.allocator_gaps`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParams:
+    """The facts about the trained parameters of a step on which a plan depends, by the name of the parameter."""
+
+    state_bytes: Mapping[StorageId, int]
+    """Bytes of optimizer state."""
+    masters: Mapping[StorageId, int]
+    """Elements of each parameter with a master."""
+    reduce_dtypes: Mapping[StorageId, str]
+    """The dtype in which several ranks reduce a gradient, if it is wider than the parameter's."""
+    grad_bytes: Mapping[StorageId, int]
+    """Bytes of the gradient after its reduce, over all ranks."""
+    hybrid: bool
+    """Whether the hybrid optimizer owns all of them."""
+    groups: Mapping[StorageId, int] = field(default_factory=dict)
+    """The parameter group of each parameter owned by an optimizer already."""
+    state_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
+    """The dtype of moments that are narrower than fp32."""
+    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of optimizer state by the dtype of narrower moments, if the planner may choose them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The budgets of a step, and the bytes held outside of its graph, which each budget includes."""
+
+    budget_bytes: int
+    base_bytes: int
+    host_budget_bytes: int
+    host_base_bytes: int = 0
+
+
+def build_problem(
+    graph: StepGraph,
+    cluster: Cluster,
+    options: Options,
+    *,
+    params: TrainedParams,
+    memory: Memory,
+    disk: bool,
+    accumulates: bool,
+    moves_what_fits: bool = False,
+    shards: Mapping[StorageId, tuple[int, ...]] | None = None,
+    shares: tuple[Share, ...] = (),
+    rank: int = 0,
+    num_copies: int = 1,
+    params_stay: bool = False,
+    in_force: Collection[tuple[Bucket, Placement]] = (),
+    calls: Calls = ONCE,
+) -> Problem:
+    """Return the problem of `graph` on `cluster`.
+
+    `shares` are those of all ranks, if they were chosen, and `rank` is the rank that asks. If `disk`, state may go to
+    disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all buckets in force of the model
+    with their placements. See `Problem` for the other arguments.
+    """
+    is_alone = cluster.num_ranks == 1
+    sums = sums_of(params, options, is_alone=is_alone, accumulates=accumulates)
+    return Problem(
+        name=graph.name,
+        graph=graph,
+        cluster=cluster,
+        num_copies=num_copies,
+        params_stay=params_stay,
+        shards=shards or {},
+        shares=shares,
+        rank=rank,
+        budget_bytes=memory.budget_bytes,
+        host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
+        host_base_bytes=memory.host_base_bytes,
+        state_nbytes=params.state_bytes,
+        state_dtypes=params.state_dtypes,
+        narrower=narrower_of(params, options),
+        sum_nbytes=sums,
+        accumulates=accumulates,
+        reduce_dtypes={} if is_alone else params.reduce_dtypes,
+        groups=params.groups,
+        savings=savings_of(options),
+        fractions=options.fractions,
+        hybrid=params.hybrid,
+        moves_what_fits=moves_what_fits,
+        disk=disk,
+        update=update_of(options),
+        least_alike=least_alike_of(options),
+        micro_batches=micro_batches_asked(graph, options),
+        base_bytes=memory.base_bytes,
+        calls=calls,
+        buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
+        placements=tuple(placement for _, placement in in_force),
+    )
+
+
+def problem_of(
+    captured: Captured, graph: StepGraph, executor: Executor, options: Options, external: ExternalUsage
+) -> Problem:
+    """Return the problem of `graph`, the step of `captured`, on top of `external` usage."""
+    is_training = captured.backward is not None
+    accumulates = is_training and executor.gradients.stay
+    ranks = executor.ranks
+    peers, axis = executor.peers, executor.tensor_axis
+    cluster = cluster_of(machine(executor.device, options.hardware), peers, options)
+    cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
+    own = param_names_of(captured, executor)
+    slots = [executor.slots[name] for name in own]
+    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
+    in_force = executor.buckets.in_force(for_training=is_training)
+    plain_state = executor.plain_state.by_name()
+    if plain_state:
+        in_force = tuple((_without_plain_state(bucket, plain_state), home) for bucket, home in in_force)
+    held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
+    memory = Memory(
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
+        base_bytes=held_bytes + library_bytes(executor.device),
+        host_budget_bytes=host_budget_bytes(options, peers),
+        # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
+        host_base_bytes=0
+        if options.host_memory is None
+        else outside_host_bytes(in_force, own) + external.neighbour_host_bytes,
+    )
+    return build_problem(
+        graph,
+        cluster,
+        options,
+        params=_trained_params(trained, ranks, plain_state),
+        memory=memory,
+        disk=executor.buckets.disk is not None,
+        accumulates=accumulates,
+        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
+        num_copies=1 if ranks is None else ranks.num_copies,
+        shares=() if ranks is None else ranks.shares,
+        rank=ranks.control.rank if ranks is not None and ranks.state else 0,
+        params_stay=bool(executor.reducers),
+        # Buckets of other graphs too: a new bucket must not get the name of any of them.
+        in_force=in_force,
+        calls=calls_of(executor, captured, stay=accumulates) if is_training else ONCE,
+    )
+
+
+def bytes_beside(
+    executor: Executor, read: Collection[str], options: Options, external: ExternalUsage, *, is_training: bool
+) -> int:
+    """Return the device bytes outside of the graphs that read the parameters `read`, on top of `external` usage,
+    without the workspaces of libraries."""
+    nbytes = scalar_bytes(executor.slots.values(), executor.device) + external.neighbour_bytes + external.gap_bytes
+    if options.device_memory is not None:  # else the budget is the free memory, which excludes them already
+        nbytes += unplanned_bytes(executor)
+    if not is_training:
+        return nbytes + device_bytes(executor, leaving_out=read) + external.outstanding_bytes
+    if executor.gradients.stay:
+        nbytes += sum(param.nbytes for param in executor.gradients.unmanaged.values())
+    return nbytes + outside_bytes(executor, read, external.outstanding_bytes) + external.reserved_bytes
+
+
+def _without_plain_state(bucket: Bucket, plain_state: Collection[str]) -> Bucket:
+    """Return `bucket`, in force, without state if no plan places that of any of its parameters."""
+    return replace(bucket, state_nbytes=0, state_dtype=None) if set(bucket.params) <= set(plain_state) else bucket
+
+
+def _trained_params(trained: Sequence[Slot], ranks: Ranks | None, plain_state: Collection[str]) -> TrainedParams:
+    """Return the facts about the parameters of the slots `trained`; the state of those named in `plain_state` counts
+    elsewhere."""
+    known = planned_states([slot.param for slot in trained])
+    states = {
+        name: replace(state, nbytes=0, narrower_nbytes={}) if name in plain_state else state
+        for name, state in states_by_name(trained, known).items()
+    }
+    return TrainedParams(
+        state_bytes={name: state.nbytes for name, state in states.items()},
+        state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},
+        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
+        masters=_masters(trained),
+        reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
+        grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.numel for slot in trained},
+        hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
+        groups={name: state.group for name, state in states.items()},
+    )
+
+
+def _masters(trained: Sequence[Slot]) -> Mapping[StorageId, int]:
+    return {StorageId(slot.name): slot.numel for slot in trained if has_master(slot.param)}
+
+
+def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[StorageId, str]:
+    """Return the dtypes in which `ranks` reduce gradients, by parameter name, if they differ from the parameter's."""
+    dtypes = {StorageId(slot.name): (slot.param.dtype, ranks.reduced_dtype(slot.param)) for slot in trained}
+    return {name: str(reduced).removeprefix("torch.") for name, (own, reduced) in dtypes.items() if reduced != own}
+
+
+def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[StorageId, ParamState]:
+    """Return the parameter group and the bytes of optimizer state of each parameter, by name.
+
+    `known` has the answers of optimizers, by the id of the parameter. A parameter without an optimizer gets group 0 and
+    the state of HybridAdamW.
+    """
+    return {StorageId(slot.name): known.get(id(slot.param)) or state_of_hybrid_adamw(slot.param) for slot in trained}
+
+
+def narrower_of(params: TrainedParams, options: Options) -> NarrowerState | None:
+    """Return the moments that the planner may choose under the option `state_dtype`; None if it may not."""
+    if options.state_dtype is None:
+        return None
+    dtype = options.state_dtype.removeprefix("auto:")
+    nbytes = {name: sizes[dtype] for name, sizes in params.narrower_bytes.items() if dtype in sizes}
+    return NarrowerState(dtype=dtype, nbytes=nbytes)
+
+
+def savings_of(options: Options) -> frozenset[Saving]:
+    """Return the ways to save activations that the option `activations` allows."""
+    return {
+        "any": frozenset(Saving),
+        "keep": frozenset({Saving.KEEP}),
+        "recompute": frozenset({Saving.KEEP, Saving.RECOMPUTE}),
+        "offload": frozenset({Saving.KEEP, Saving.OFFLOAD}),
+    }[options.activations]
+
+
+def least_alike_of(options: Options) -> int | None:
+    """Return the fewest equal layers for which regions begin at each layer, under the option `compile_by`.
+
+    None if regions never begin at layers.
+    """
+    is_by_layer = options.compile_by == "layer" or (options.compile_by == "auto" and options.inner == "inductor")
+    return _LEAST_ALIKE if is_by_layer else None
+
+
+def update_of(options: Options) -> Update | None:
+    """Return the update mode under the option `update`; None if the planner chooses it."""
+    return None if options.update == "auto" else Update(options.update)
+
+
+def may_move_back(problem: Problem, executor: Executor) -> bool:
+    """Return whether buckets may move in either direction after the first step.
+
+    Optimizer state follows a parameter only if the hybrid optimizer owns it, or if device and host are the same memory.
+    """
+    return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
+
+
+def param_names_of(captured: Captured, executor: Executor) -> list[str]:
+    """Return the names of the parameters that the step reads, and of all others in their buckets in force."""
+    read = dict.fromkeys(captured.param_names.values())
+    for bucket, _ in executor.buckets.in_force(for_training=captured.backward is not None):
+        if not read.keys().isdisjoint(bucket.params):
+            read.update(dict.fromkeys(bucket.params))
+    return list(read)

@@ -1,0 +1,246 @@
+"""Prepare a model: its parameters read as gathers, so that a plan may place them in any memory.
+
+And the questions to a prepared model: the compilations of its graphs, and how much the gradients of a rank weigh.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.base.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
+from elixir_compile.base.options import ParamDtype, parse_options
+from elixir_compile.compat.platforms import platform_of
+from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.tensor_axis import TensorAxis
+from elixir_compile.ir.share import Share, check_shares
+from elixir_compile.runtime.distributed.ranks import Ranks, device_of
+from elixir_compile.session.agreement.shares import share_out, weigh_batches
+from elixir_compile.session.agreement.shares import suggested_shares as shares_suggested
+from elixir_compile.session.backend import elixir
+from elixir_compile.session.cast_and_shard import (
+    cast,
+    gets_master,
+    materialize,
+    ranks_of,
+    shard_parameters,
+    torch_dtype,
+)
+from elixir_compile.session.compilation import Compilation
+from elixir_compile.session.model import ManagedModel, managed_model, prepare_lock
+from elixir_compile.session.stage import calls_asked, take_calls
+from elixir_compile.session.tensor_axis import tensor_axis_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def prepare(
+    model: nn.Module,
+    device: "torch.device | str | None" = None,
+    *,
+    param_dtype: ParamDtype | None = None,
+    mesh: "DeviceMesh | None" = None,
+    shares: "Sequence[Share]" = (),
+    outstanding: "int | object | None" = None,
+    calls: int | None = None,
+) -> nn.Module:
+    """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
+
+    The parameters keep their identity and stay in their memory; a parameter on `meta` is created on the host. So a
+    model larger than the device is never on it as a whole. Buffers move to `device`. Its default is the device of the
+    first parameter that is not on `meta`. `state_dict()` keys do not change. Preparing again changes nothing.
+
+    `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
+    master, which starts with every bit of the present weights. Parameters already of `param_dtype` get a master too.
+
+    With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
+    dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
+    each rank. All ranks get the values of the first rank. Make the optimizer after this call. If `parallelize_module`
+    of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+
+    `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
+    gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
+    anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
+    of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+
+    `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
+    schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
+    `calls` are the forwards of a step, by default as many. The plan counts the bytes of all of them. Each bucket is
+    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
+    last backward. `prepare` may be called again to name the schedule; its stages on this rank share the budget.
+
+    Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
+    backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
+    parts; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
+    if ranks have different shares.
+
+    Example:
+        layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
+        compiled = torch.compile(layer, backend="elixir")
+    """
+    param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
+    model = compat.undo_compile(model)
+    asked = calls_asked(model, outstanding, calls)
+    with prepare_lock:
+        target = _target_device(model, device if mesh is None else device or device_of(mesh))
+        prepared = managed_model(model)
+        if prepared is not None:
+            _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
+            take_calls(prepared, asked, outstanding)
+            return model
+        compat.name_backend(elixir)
+        managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
+        take_calls(managed, asked, outstanding)
+        managed.swap_modules()
+        managed.move_rest()
+    return model
+
+
+def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
+    """Return a compilation for each captured training graph of `model`, in order of capture.
+
+    `model` is the module or its compiled form. With `inference`, graphs without a backward are included. Warns
+    NoGraphCaptured if nothing was captured: the model never ran compiled, or Dynamo found no graph in it.
+
+    Example:
+        compilation = elixir.compilations(compiled)[-1]
+        print(compilation.plan.prediction.device_peak_bytes, "of", compilation.plan.budget_bytes)
+    """
+    managed = managed_model(compat.undo_compile(model))
+    captured = [] if managed is None else [made for made in managed.compilations if not made.is_superseded]
+    if not captured:
+        name = type(compat.undo_compile(model)).__name__
+        warnings.warn(
+            NoGraphCaptured(
+                f"no graph of {name} was captured: call `torch.compile(model, backend='elixir')` and run a step first."
+            ),
+            stacklevel=2,
+        )
+    return [made for made in captured if inference or not made.is_inference]
+
+
+def weigh(model: nn.Module, num_samples: int) -> None:
+    """Weight the gradients of this rank by `num_samples` from the next backward on, if ranks have batches of different
+    sizes. Every rank must call this together, before each backward with new sizes.
+
+    The gradient of a parameter is then sum(num_samples * gradient) / sum(num_samples), both sums over the ranks. If the
+    loss is a mean over samples, that is the gradient of a single process with the complete batch. Ranks along a tensor
+    axis have the same batch, and give the same number. On one rank, this changes nothing.
+
+    Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, or in the middle
+    of a step of several calls, RanksDiffer if the numbers differ along a tensor axis, and PeerFailed if a rank does not
+    call this.
+
+    Example:
+        elixir.weigh(model, num_samples=len(batch))
+        compiled(batch).backward()
+    """
+    managed = prepared_model(model, "weigh")
+    if managed.executor.calls.is_under_way:
+        raise ValueError("weigh before the first call of a step: the gradients of all calls are reduced together")
+    weigh_batches(managed.executor, num_samples)
+
+
+def mean_loss(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `loss` over all ranks, in which each rank counts as its gradients do: by the rows of its
+    share, or by the number that it last gave to `weigh`. On one rank, this is `loss` itself, without its gradient.
+
+    If the losses of ranks are means over their rows, the result is the mean over the rows of all ranks. Every rank must
+    call this together: it takes an all-reduce of one number, so call it where a loss is printed, not in every step.
+
+    Raises NotPrepared for a model that is not prepared, and PeerFailed if a rank does not call this.
+
+    Example:
+        loss = compiled(batch)
+        loss.backward()
+        print("loss of all ranks:", float(elixir.mean_loss(model, loss)))
+    """
+    managed = prepared_model(model, "mean_loss")
+    if managed.executor.ranks is None:
+        return loss.detach()
+    return managed.executor.ranks.means([loss.detach()], loss.dtype)[0]
+
+
+def suggested_shares(model: nn.Module) -> tuple[Share, ...]:
+    """Return the shares that the log line of uneven ranks suggests for `model`, for `ShareSampler.take`; empty if there
+    is no such line.
+
+    After seven steps, ranks exchange the seconds in which they compute. If the slowest is more than a tenth above the
+    mean, these shares have the rows with which all ranks would take as long as each other, and the parts of the state
+    that the ranks own. All ranks get the same ones in the same step; nothing is exchanged here.
+
+    Raises NotPrepared for a model that is not prepared.
+
+    Example:
+        for share in elixir.suggested_shares(model):
+            print("rank", share.rank, "would train", share.num_rows, "rows")
+    """
+    ranks = prepared_model(model, "suggested_shares").executor.ranks
+    return () if ranks is None else shares_suggested(ranks)
+
+
+def prepared_model(model: nn.Module, name: str) -> ManagedModel:
+    """Return the managed model of `model`, a module or its compiled form, for the function called `name`.
+
+    Raises NotPrepared for a model that is not prepared.
+    """
+    managed = managed_model(compat.undo_compile(model))
+    if managed is None:
+        raise NotPrepared(f"`{name}` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    return managed
+
+
+def _share(
+    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+) -> tuple[Ranks | None, TensorAxis | None]:
+    """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
+    axis, each None if there is none."""
+    axis = tensor_axis_of(model, mesh)
+    ranks = ranks_of(mesh, axis)
+    if ranks is not None:
+        share_out(ranks, shares)
+    elif shares:
+        check_shares(shares, 1)
+    if ranks is None and axis is None:
+        materialize(model)
+    else:
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
+    if param_dtype is not None:
+        cast(model, param_dtype)
+    return ranks, axis
+
+
+def _require_as_prepared(
+    model: nn.Module, prepared: ManagedModel, target: torch.device | None, param_dtype: ParamDtype | None
+) -> None:
+    """Raise UnsupportedModel if `model` was prepared for another device than `target`, or without masters."""
+    here = prepared.executor.device
+    if target not in (None, here):
+        raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
+    if param_dtype is not None:
+        _require_masters(model, param_dtype)
+
+
+def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:
+    for name, param in model.named_parameters():
+        if gets_master(param, torch_dtype(param_dtype)) and not has_master(param):
+            because = f"it was prepared as {param.dtype} and cannot become {param_dtype}. Name `param_dtype` in the "
+            raise UnsupportedModel(name, because + "first call of `prepare`, before the model is compiled and run")
+
+
+def _target_device(model: nn.Module, device: "torch.device | str | None") -> torch.device:
+    if device is not None:
+        target = torch.device(device)
+        return target if target.index is not None else platform_of(target).current()
+    for param in model.parameters():
+        if param.device.type != "meta":
+            return param.device
+    if next(iter(model.parameters()), None) is None:
+        raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
+    raise NotPrepared(
+        "every parameter is on `meta`, so the device must be named: `elixir_compile.prepare(model, device=...)`."
+    )

@@ -1,0 +1,347 @@
+"""Find two accesses to the same memory that the waits of a schedule leave unordered, before anything runs.
+
+```text
+  gather b1     h2d writes the copy
+  run fwd.1     compute reads it; `wait b1` must let compute wait for h2d before
+```
+
+Of two accesses to one cell, one of which writes or frees it, one must be behind the other by the works of two
+consecutive steps (see `works`). Every access must be before the free, and every read behind a write, unless the memory
+keeps its values from step to step. The check of a run compares accesses by the same rule: see
+`tests/races/happens_before.py`.
+
+```text
+  work                       behind       before it (bits)     memory
+  0  gather b1, compute                   0000                 allocates the copy
+  1  gather b1, h2d          0            0001                 writes the copy
+  2  run fwd.1, compute      0, and 1     0011                 reads the copy; without `wait b1` it is behind 0 alone
+```
+
+A moment is a number with a bit for each work that is over by then, so the moments of all works are the transitive
+closure of their order.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from elixir_compile.base.collector import collector_off
+from elixir_compile.ir import BucketId, GradientRef, GroupId, GroupRef, Phase, Plan, Region, RegionId, Saving, Update
+from elixir_compile.step.excerpt import illegal_actions
+from elixir_compile.step.touches import Touch
+from elixir_compile.step.windows import closing_verbs
+from elixir_compile.step.works import (
+    COMPUTE,
+    D2H,
+    FIRST_OWN,
+    GATHERS,
+    H2D,
+    NUM_OWN,
+    PROGRAM,
+    REDUCES,
+    UPDATES,
+    Access,
+    BucketWorks,
+    Do,
+    GroupWorks,
+    Memory,
+    Moment,
+    RegionWorks,
+    Walk,
+    Work,
+    last_forward,
+)
+
+NUM_STEPS = 2
+"""The steps that are checked: one without queued updates, as the first of a run, and one behind queued updates, which
+shows what the first leaves under way, and memory that is used again."""
+_ACTORS = {
+    COMPUTE: "compute",
+    H2D: "h2d",
+    D2H: "d2h",
+    GATHERS: "the stream of the ranks",
+    UPDATES: "the thread of the updates",
+    PROGRAM: "the program",
+}
+KEPT = frozenset({Memory.HOME, Memory.STATE})
+"""Memory that has its values from step to step."""
+_COPIES = frozenset({Memory.COPY, Memory.SENT})
+"""Memory that is there only from a gather on."""
+_FROM_STEP_TO_STEP = KEPT | _COPIES | {Memory.ROOM, Memory.STAGED}
+"""Memory that is not new in each step."""
+Bits = int
+"""The works that are over: bit i is set if work i is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """One piece of memory from its allocation to its end; memory that is allocated again is another cell."""
+
+    memory: str
+    """See `Memory`."""
+    name: str
+
+    def __str__(self) -> str:
+        return self.memory.format(name=self.name)
+
+
+class Place(NamedTuple):
+    """The action to which a work belongs."""
+
+    at: int
+    """The index of the action in the schedule."""
+    step: int
+    """0 for the first of two consecutive steps, 1 for the second."""
+
+
+class Ordered(NamedTuple):
+    """A work with what is before it; its number is its index in the order of issue."""
+
+    actor: str
+    place: Place
+    before: Bits
+    """The works that are over when it begins."""
+    reads: Sequence[Cell]
+    writes: Sequence[Cell]
+    frees: Sequence[Cell]
+
+
+class Fault(StrEnum):
+    """Why two accesses to the same memory are illegal."""
+
+    UNORDERED = "no wait orders the two"
+    FREED = "the memory is free by then"
+    UNWRITTEN = "it is read before anything is in it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two works, `first` issued before `second`, with accesses to `cell` that are not ordered as they must be."""
+
+    cell: Cell
+    first: Ordered
+    second: Ordered
+    fault: Fault
+
+
+def check_order(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> None:
+    """Raise IllegalSchedule if schedule number `rank_index` leaves two accesses to the same memory unordered.
+
+    `touches` are the gradients and the offloaded activations that the regions touch. A plan with sums of gradients is
+    checked twice, because it also runs steps that find no earlier gradient, and their updates may come earlier: behind
+    `zero_grad()`, or if a remembered accumulation does not come.
+    """
+    conflict = _first_conflict_of(plan, touches, rank_index)
+    if conflict is None and any(bucket.sum_nbytes for bucket in plan.buckets):
+        without_sums = tuple(replace(bucket, sum_nbytes=0) for bucket in plan.buckets)
+        conflict = _first_conflict_of(replace(plan, buckets=without_sums), touches, rank_index)
+    if conflict is None:
+        return
+    one, other = (_clause(plan, rank_index, work, conflict.cell) for work in (conflict.first, conflict.second))
+    if conflict.second.place.step > conflict.first.place.step:
+        other = f"in the next step {other}"
+    sentence = f"{one} {conflict.cell}, and {other} it: {conflict.fault}."
+    places = (conflict.first.place.at, conflict.second.place.at)
+    raise illegal_actions(sentence, plan, rank_index, places)
+
+
+def _first_conflict_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int) -> Conflict | None:
+    with collector_off():
+        order = Order()
+        order.run_steps(works_of(plan, touches, rank_index))
+        return first_conflict(order.found)
+
+
+def _clause(plan: Plan, rank_index: int, work: Ordered, cell: Cell) -> str:
+    action = plan.schedules[rank_index].actions[work.place.at]
+    verb = "frees" if cell in work.frees else "writes" if cell in work.writes else "reads"
+    return f"`{action.verb} {action.target}`, on {work.actor}, {verb}"
+
+
+def first_conflict(works: Sequence[Ordered]) -> Conflict | None:
+    """Return the first work, in the order of issue, with an access that is not ordered with an earlier one; None if all
+    are ordered."""
+    last_write: dict[Cell, int] = {}
+    reads: dict[Cell, list[int]] = {}
+    """By cell, the reads since the last write: what is behind all of them is behind the write too."""
+    freed: set[Cell] = set()
+    for number, work in enumerate(works):
+        before = work.before
+        for cell in work.reads:
+            other = last_write.get(cell)
+            if other is not None and (not before >> other & 1 or cell in freed):
+                return _conflict(works, cell, other, number)
+            reads.setdefault(cell, []).append(number)
+        for cell in (*work.writes, *work.frees):
+            other = last_write.get(cell)
+            if other is not None and other != number and (not before >> other & 1 or cell in freed):
+                return _conflict(works, cell, other, number)
+            for earlier in reads.pop(cell, ()):
+                is_early = other is None and cell.memory not in KEPT
+                if earlier != number and (is_early or not before >> earlier & 1):
+                    return _conflict(works, cell, earlier, number)
+            last_write[cell] = number
+        freed.update(work.frees)
+    return None
+
+
+def _conflict(works: Sequence[Ordered], cell: Cell, first: int, second: int) -> Conflict:
+    is_ordered = works[second].before >> first & 1
+    fault = Fault.UNORDERED if not is_ordered else Fault.FREED if cell in works[first].frees else Fault.UNWRITTEN
+    return Conflict(cell=cell, first=works[first], second=works[second], fault=fault)
+
+
+_new = tuple.__new__
+"""Makes a named tuple of a tuple in a third of the time of its own constructor."""
+
+
+class Order:
+    """Puts the works of consecutive steps in order."""
+
+    def __init__(self) -> None:
+        self.found: list[Ordered] = []
+        self._over: defaultdict[Moment, Bits] = defaultdict(int)
+        self._late: set[Moment] = set()
+        """When the copies are over that the thread of the updates issues, and for which nobody has waited."""
+        self._cells: dict[Access, Cell] = {}
+
+    def run_steps(self, works: Sequence[Work], num_steps: int = NUM_STEPS) -> None:
+        """Put `num_steps` steps in order. No update is queued when the first begins."""
+        for step in range(num_steps):
+            for work in works:
+                self._run(work, step)
+
+    def _run(self, work: Work, step: int) -> None:
+        over, actor, do, after = self._over, work.actor, work.do, work.after
+        if do is Do.NEW_STEP:
+            self._cells = {key: cell for key, cell in self._cells.items() if cell.memory in _FROM_STEP_TO_STEP}
+        elif do is Do.WAIT or do is Do.SYNCHRONIZE:
+            over[actor] |= over[after[0]]
+        elif do is Do.AWAIT:
+            self.await_update(*after)
+        elif do is Do.WAIT_LATE:
+            copied, done, landed = after
+            if copied in self._late:
+                self.await_update(done, landed)
+                over[H2D] |= over[copied]
+                self._late.remove(copied)
+            over[COMPUTE] |= over[copied]
+        elif do is Do.LATE_RETURN or (do is Do.LATE_GATHER and over[after[0]]):
+            # Issued at any time from now on, so later works of the lane are not behind it.
+            before = over[actor]
+            for moment in after:
+                before = before | over[moment]
+            over[work.over] = self.issue(work, step, before)
+            if do is Do.LATE_GATHER:
+                self._late.add(work.over)
+        else:
+            before = over[actor] | over[PROGRAM]
+            for moment in after:
+                before = before | over[moment]
+            over[actor] = over[work.over] = self.issue(work, step, before)
+
+    def issue(self, work: Work, step: int, before: Bits) -> Bits:
+        """Issue a work that is behind `before`, and return the moment when it is over."""
+        name, cells = work.name, self._cells
+        if work.allocates:
+            for key in (_key(each, name) for each in work.writes):
+                cells[key] = Cell(key[0], key[1])
+        found = self.found
+        reads = self._cells_of(work.reads, name) if work.reads else ()
+        writes = self._cells_of(work.writes, name) if work.writes else ()
+        frees = self._cells_of(work.frees, name) if work.frees else ()
+        if Memory.SENT in work.frees:
+            cells.pop((Memory.SENT, name), None)
+        found.append(_new(Ordered, (_ACTORS[work.actor], _new(Place, (work.at, step)), before, reads, writes, frees)))
+        return before | 1 << (len(found) - 1)
+
+    def _cells_of(self, accesses: Sequence[Access], name: str) -> Sequence[Cell]:
+        """Return the cells of `accesses`, but for copies that were never gathered."""
+        found: list[Cell] = []
+        cells = self._cells
+        for each in accesses:
+            key = (each, name) if isinstance(each, str) else each
+            cell = cells.get(key)
+            if cell is None and key[0] not in _COPIES:
+                cell = cells[key] = Cell(key[0], key[1])
+            if cell is not None:
+                found.append(cell)
+        return found
+
+    def await_update(self, done: Moment, landed: Moment) -> None:
+        """Let the program wait for an update, and compute for its results on the device."""
+        over = self._over
+        over[PROGRAM] |= over[done]
+        over[COMPUTE] |= over[landed]
+        over[H2D] |= over[landed]  # works of the lane that the program issues from now on are behind it
+        over[done] = over[landed] = 0
+
+
+def _key(access: Access, name: str) -> tuple[str, ...]:
+    return (access, name) if isinstance(access, str) else access
+
+
+def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> list[Work]:
+    """Return the works of schedule number `rank_index`, with the memory that they touch.
+
+    `touches` are the gradients and the offloaded activations that the regions touch.
+    """
+    actions = [(action.verb, action.target) for action in plan.schedules[rank_index].actions]
+    closing = closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {}
+    places = range(FIRST_OWN, FIRST_OWN + NUM_OWN * (len(plan.buckets) + len(plan.activations)), NUM_OWN)
+    buckets = {
+        bucket.id: BucketWorks(
+            place,
+            home,
+            plan.update,
+            is_sharded=bucket.is_sharded,
+            is_summed=bucket.sum_nbytes > 0,
+            is_trained=False,
+            closes=closing.get(bucket.id),
+        )
+        for place, bucket, home in zip(places, plan.buckets, plan.placements, strict=False)
+    }
+    away = [group.id for group in plan.activations if group.saving is Saving.OFFLOAD]
+    groups = {name: GroupWorks(place, name) for place, name in zip(places[len(buckets) :], away, strict=False)}
+    regions = {region.id: _region_works(region, touches[region.id], buckets, groups) for region in plan.regions}
+    walk = Walk(
+        buckets,
+        groups,
+        regions,
+        plan.update,
+        lanes={REDUCES: GATHERS},
+        last_forward=last_forward(plan.regions, actions),
+        has_backward=any(region.phase is Phase.BACKWARD for region in plan.regions),
+    )
+    return walk.step(actions)
+
+
+def _region_works(
+    region: Region,
+    touches: Sequence[Touch],
+    buckets: Mapping[BucketId, BucketWorks],
+    groups: Mapping[GroupId, GroupWorks],
+) -> RegionWorks:
+    own = [buckets[name] for name in region.buckets]
+    gradients = [(buckets[t.target.bucket], t.is_written) for t in touches if isinstance(t.target, GradientRef)]
+    for bucket, _ in gradients:
+        bucket.is_trained = True
+    touched = [(touch, groups[touch.target.group]) for touch in touches if isinstance(touch.target, GroupRef)]
+    for touch, group in touched:
+        group.arrives_in_slices |= touch.arrives
+        if region.phase is Phase.FORWARD:
+            group.leaves_whole |= touch.is_whole
+            group.leaves_in_slices |= touch.leaves
+        else:
+            group.returns_whole |= touch.is_whole
+            group.last_reader = region.id
+    return RegionWorks(
+        at_home=[bucket for bucket in own if not bucket.is_gathered],
+        gathered=[bucket for bucket in own if bucket.is_gathered],
+        gradients=gradients,
+        wholes=[(group, touch.is_written) for touch, group in touched if touch.is_whole],
+        leaving=[group for touch, group in touched if touch.leaves],
+        arriving=[group for touch, group in touched if touch.arrives],
+    )

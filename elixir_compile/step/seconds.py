@@ -1,0 +1,654 @@
+"""Simulate a step of a plan without tensors: the spans of each lane, and the seconds of the step.
+
+`step.works` says which works a step has, on which lane and behind what. Here a moment is a time, and each work ends
+its seconds after the last of what it is behind:
+
+    compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
+    h2d       b1 ====| b2 ====|       h.1.matmul ===|        shards of parameters, or activations, from the host
+    d2h                  h.1.matmul ===|                     activations or gradients to the host
+    gather            b1 ==|   b2 ==|                        sharded buckets: an all-gather, perhaps after a copy
+
+A lane takes its works in the order of issue. The thread of the updates issues copies when its updates end: they take
+their lane then, behind all that the program has issued there until then.
+
+If a link does not overlap compute, its copies run on the compute lane. If neither direction overlaps, device and host
+are the same cores and the same memory, and updates by the host run there too. A streamed update is priced alone: it
+blocks compute during its copies, bucket by bucket. Updates run at these times (see `Update`):
+
+    after the backward   every lane is idle when the next step begins, so a single step is simulated
+    across steps         the step counts from the end of compute in the backward before: the updates, the forward beside
+                         updates by the host, the backward
+    in the backward      remaining updates run beside the next forward
+
+In the two latter cases steps are simulated until two leave the lanes in the same state.
+
+Ranks have one order of collectives. If they differ, the i-th collective starts on all when the last of them has issued
+it, and ends for all at once.
+
+Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
+rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; that collectives share a
+link, and so `gather` and `reduce` are lanes of their own; the start of an early update by the device on several ranks,
+which is at the wait for the gradient and not, as here, at the issue of its reduce.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.ir.bucket import Placement
+from elixir_compile.ir.cost import Measured, StreamedCopies
+from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.hardware import Cluster
+from elixir_compile.ir.kinds import BucketId, GroupId, Lane, RegionId, Update, Verb
+from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef, Target
+from elixir_compile.step.laps import laps_of
+from elixir_compile.step.prices import LapCopies, Prices, prices
+from elixir_compile.step.recompute import as_run
+from elixir_compile.step.timeline import plan_timeline
+from elixir_compile.step.traffic import traffic
+from elixir_compile.step.windows import closing_verbs
+from elixir_compile.step.works import (
+    COMPUTE,
+    D2H,
+    FIRST_OWN,
+    GATHERS,
+    H2D,
+    NEVER,
+    NUM_OWN,
+    PROGRAM,
+    REDUCES,
+    UPDATES,
+    BucketWorks,
+    Deed,
+    Do,
+    GroupWorks,
+    Moment,
+    RegionWorks,
+    Walk,
+    Work,
+    last_forward,
+)
+
+_NOT_MEASURED = Measured()
+_MOST_CYCLES = 16
+_ROUNDING_S = 1e-12
+_LONG_AGO_S = -math.inf
+_ACTORS = {
+    Lane.COMPUTE: COMPUTE,
+    Lane.H2D: H2D,
+    Lane.D2H: D2H,
+    Lane.GATHER: GATHERS,
+    Lane.REDUCE: REDUCES,
+    Lane.HOST: UPDATES,
+}
+_COLLECTIVES = frozenset({Do.ALL_GATHER, Do.REDUCE, Do.AVERAGE})
+
+Actions = Sequence[tuple[Verb, Target]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """The updates of a step: when they run, and which regions wait for them."""
+
+    update: Update = Update.AFTER_BACKWARD
+    reads: Mapping[RegionId, Sequence[BucketId]] = field(default_factory=dict)
+    """The buckets that each region reads; buckets that are gathered may be left out."""
+    closing: Mapping[BucketId, Verb] = field(default_factory=dict)
+    """The verb of the action after which each bucket may be updated in the backward."""
+    last_forward: RegionId | None = None
+    """The last region of the forward; None if there is no backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The result for a step in steady state."""
+
+    step_s: float
+    stalled_s: float
+    """Seconds of the step in which compute waits for updates by the host."""
+
+
+_ONE_STEP = Cycle()
+
+
+@dataclass(slots=True, kw_only=True)
+class Drawing:
+    """The spans of the lanes, in the order in which they were issued, with the labels and bytes that the ledger of a
+    run gives to its own."""
+
+    graph: str = ""
+    """The name of the graph that is simulated."""
+    nbytes: Mapping[tuple[Deed, str], int] = field(default_factory=dict)
+    """See `traffic`."""
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, do: Deed, name: str, start_s: float, end_s: float) -> None:
+        """Add the span of a work; an update belongs to no graph, since it is the optimizer's."""
+        self.spans.append(
+            Span(
+                lane=do.lane,
+                label=do.label(name),
+                start_s=start_s,
+                end_s=end_s,
+                graph="" if do.in_update else self.graph,
+                nbytes=self.nbytes.get((do, name), 0),
+                piece=int(do.is_slice),
+            )
+        )
+
+
+class Arrival(NamedTuple):
+    """A copy to the device that the thread of the updates issues at `since_s`. Sorts by time."""
+
+    since_s: float
+    bucket: str
+    allocated_s: float
+    """When compute has made room for the copy."""
+    over: Moment
+    is_gathered: bool
+    """True if the copy is part of a gather; False if it ends an update of parameters on the device."""
+
+
+class Player:
+    """Simulates the works of a schedule: the state of all lanes, in seconds since the step began.
+
+    It has more than 20 methods and more than 15 attributes: what takes how long, when each moment was, and what was
+    counted since.
+    """
+
+    def __init__(
+        self,
+        run_s: Mapping[RegionId, float],
+        placements: Mapping[BucketId, Placement],
+        price: Prices,
+        drawing: Drawing | None = None,
+        cycle: Cycle = _ONE_STEP,
+        copies: Mapping[RegionId, LapCopies | None] = MappingProxyType({}),
+    ) -> None:
+        self.run_s = run_s
+        """The seconds of each region."""
+        self.price, self.drawing, self.cycle = price, drawing, cycle
+        self._placements, self._copies = placements, copies
+        lane_of = price.lane_of
+        self._lane_of = {actor: _ACTORS[lane_of[lane]] for lane, actor in _ACTORS.items()}
+        self._h2d, self._host = self._lane_of[H2D], self._lane_of[UPDATES]
+        self.over_s: list[float] = []
+        """When each moment is."""
+        self.memory_s = 0.0
+        """Seconds of host memory, at its full rate, for all copies and updates of the step so far."""
+        self.stalled_s = self.short_s = 0.0
+        """Seconds in which compute waited for updates by the host, and by which the memory of the host was too slow."""
+        self._waiting: list[Arrival] = []
+        """Copies that the thread of the updates has not issued: a heap."""
+        self._late: set[str] = set()
+        """The buckets of these copies."""
+        self._streamed_since_s = 0.0
+        """When the first piece of the streamed update that is under way may leave."""
+
+    # The works of a step.
+
+    def works_of(self, actions: Actions) -> list[Work]:
+        """Return the works of `actions`, and begin with all lanes idle."""
+        price, cycle = self.price, self.cycle
+        is_one_memory = price.is_one_memory
+        place = FIRST_OWN
+        buckets: dict[BucketId, BucketWorks] = {}
+        gathers_s, sums, update, closing = price.gather_s, price.add_s, cycle.update, cycle.closing
+        for name, placement in self._placements.items():
+            buckets[name] = BucketWorks(
+                place,
+                placement,
+                update,
+                is_sharded=gathers_s[name] > 0,
+                is_summed=bool(sums) and (name, placement.param) in sums,
+                is_one_memory=is_one_memory,
+                is_made=True,
+                closes=closing.get(name),
+            )
+            place += NUM_OWN
+        groups: dict[GroupId, GroupWorks] = {}
+        for _, target in actions:
+            if isinstance(target, GroupRef) and target.group not in groups:
+                groups[target.group] = GroupWorks(place, target.group)
+                place += NUM_OWN
+        regions: dict[RegionId, RegionWorks] = {}
+        for region, names in cycle.reads.items():
+            at_home = [bucket for name in names if (bucket := buckets[name]).may_wait]
+            if at_home:
+                regions[region] = RegionWorks(at_home=at_home)
+        for region, beside in self._copies.items():
+            if beside is not None:
+                own = regions.setdefault(region, RegionWorks())
+                own.arriving = [groups[group] for group, _ in beside.arriving]
+                own.leaving = [groups[group] for group, _ in beside.leaving]
+                for group in own.arriving:
+                    group.arrives_in_slices = True
+        self.over_s = [0.0] * (PROGRAM + 1) + [_LONG_AGO_S] * (place - PROGRAM - 1)
+        walk = Walk(
+            buckets,
+            groups,
+            regions,
+            update,
+            lanes=self._lane_of,
+            last_forward=cycle.last_forward,
+            is_reduced=any(price.reduce_s.values()),
+            is_averaged=bool(price.average_s),
+            in_full=self.drawing is not None,
+        )
+        return walk.step(actions, from_updates=update is Update.ACROSS_STEPS)
+
+    def run(self, works: Iterable[Work]) -> None:
+        """Simulate `works`."""
+        over_s, waiting, draws, h2d = self.over_s, self._waiting, self.drawing is not None, self._h2d
+        run_s: Mapping[Any, float] = self.run_s
+        priced, run, wait = self.price.of_deed, Do.RUN, Do.WAIT
+        for work in works:
+            actor, do, name, after, over, _, _, _, _, _ = work
+            if do is wait:
+                until_s = over_s[after[0]]
+                if until_s > over_s[actor]:
+                    over_s[actor] = until_s
+                continue
+            if do is run:
+                seconds, memory_s = run_s[name], 0.0
+            elif do in priced:
+                seconds, memory_s = priced[do][name]
+            else:
+                self._do_other(work)
+                continue
+            if waiting and actor == h2d:
+                self._land_due()
+            begin_s, program_s = over_s[actor], over_s[PROGRAM]
+            if program_s > begin_s:
+                begin_s = program_s
+            for moment in after:
+                if over_s[moment] > begin_s:
+                    begin_s = over_s[moment]
+            if actor == PROGRAM:
+                self._do_on_host(work, begin_s, seconds)
+            else:
+                over_s[actor] = over_s[over] = end_s = begin_s + seconds
+                if draws:
+                    self._draw(do, name, begin_s, end_s)
+            self.memory_s += memory_s
+
+    def _do_on_host(self, work: Work, begin_s: float, seconds: float) -> None:
+        """Let the program itself work: on the lane of the host, which is compute's if both are the same cores."""
+        over_s, host, before_s = self.over_s, self._host, self.over_s[PROGRAM]
+        begin_s = max(begin_s, over_s[host])
+        over_s[host] = over_s[PROGRAM] = over_s[work.over] = end_s = begin_s + seconds
+        if self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, end_s)
+        if work.do is not Do.ADD_ON_HOST:
+            self._stall(end_s, before_s)
+
+    def _do_other(self, work: Work) -> None:
+        """Simulate a work that has no seconds of its own."""
+        over_s, do, after = self.over_s, work.do, work.after
+        if do is Do.WAIT_LATE:
+            if work.name in self._late:
+                self._land_up_to(work.name)
+            over_s[COMPUTE] = max(over_s[COMPUTE], over_s[after[0]])
+        elif do is Do.AWAIT:
+            self._await(work.name, after[0], after[1])
+        elif do is Do.LATE_GATHER:
+            self._gather_late(work)
+        elif do is Do.LATE_RETURN:
+            heappush(self._waiting, Arrival(over_s[after[0]], work.name, 0.0, work.over, False))
+            self._late.add(work.name)
+            over_s[after[0]] = _LONG_AGO_S
+        elif do is Do.SYNCHRONIZE:
+            if after[0] == self._h2d:
+                self._land_due()
+            over_s[PROGRAM] = max(over_s[PROGRAM], over_s[after[0]])
+        elif do is Do.STREAM_THERE:
+            self._stream_there(work)
+        elif do is Do.STREAM_BACK:
+            self._stream_back(work)
+        elif do is Do.BEGIN_LAPS or do is Do.END_LAPS:
+            self._run_laps(work)
+        elif (do is Do.RELEASE or do is Do.ADD_UP) and self.drawing is not None:
+            self._draw(do, work.name, over_s[COMPUTE], over_s[COMPUTE])
+
+    def _run_laps(self, work: Work) -> None:
+        """Run a region beside slices that pass, in two works, of which one is a single micro-batch."""
+        over_s, seconds, copies = self.over_s, self.run_s[RegionId(work.name)], self._copies[RegionId(work.name)]
+        assert copies is not None, "slices pass beside it"
+        part_s, is_first = seconds / copies.micro_batches, work.do is Do.BEGIN_LAPS
+        begin_s = max(over_s[COMPUTE], over_s[PROGRAM])
+        over_s[COMPUTE] = begin_s + (seconds - part_s if is_first is bool(copies.arriving) else part_s)
+        if is_first and self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, begin_s + seconds)
+
+    # Streamed updates.
+
+    def _stream_there(self, work: Work) -> None:
+        copies, over_s = self._streams(work.name), self.over_s
+        begin_s = max(over_s[COMPUTE], over_s[work.actor], over_s[PROGRAM])
+        over_s[work.actor] = over_s[work.over] = end_s = begin_s + copies.there_s
+        update_s = self.price.device_update_s[work.name]
+        self._streamed_since_s = end_s - copies.there_s + copies.first_s + update_s / copies.num_pieces
+        if self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, end_s)
+
+    def _stream_back(self, work: Work) -> None:
+        """Copy back from when the first piece is updated, beside the copies to the device; compute waits."""
+        copies, over_s = self._streams(work.name), self.over_s
+        since_s = max(self._streamed_since_s, over_s[work.actor])
+        back_s = max(copies.back_s, over_s[COMPUTE] + copies.last_s - since_s)
+        begin_s = max(since_s, over_s[PROGRAM])
+        over_s[work.actor] = end_s = begin_s + back_s
+        over_s[COMPUTE] = max(over_s[COMPUTE], end_s)
+        placement = self._placements[BucketId(work.name)]
+        self.memory_s += self.price.memory.stream_s.get((work.name, placement.param), 0.0)
+        if self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, end_s)
+
+    def _streams(self, name: str) -> StreamedCopies:
+        return self.price.streams[name, self._placements[BucketId(name)].param]
+
+    # Updates beside the step.
+
+    def _gather_late(self, work: Work) -> None:
+        """Let the thread of the updates issue the copy, if the update is under way then and nobody has to wait for it.
+
+        All wait for it if copies run on the compute lane.
+        """
+        over_s, done = self.over_s, work.after[0]
+        if over_s[done] > over_s[PROGRAM] and self._h2d != COMPUTE:
+            heappush(self._waiting, Arrival(over_s[done], work.name, over_s[COMPUTE], work.over, True))
+            self._late.add(work.name)
+            over_s[done] = _LONG_AGO_S
+            return
+        self._await(work.name, done, NEVER)
+        self.run((work._replace(do=Do.GATHER, after=work.after[1:]),))
+
+    def _await(self, name: str, done: Moment, landed: Moment) -> None:
+        """Let the program wait for the update of a bucket, and compute for its way back to the device."""
+        over_s = self.over_s
+        if name in self._late:
+            self._land_up_to(name)
+        if over_s[done] > _LONG_AGO_S:
+            self._stall(over_s[done], over_s[PROGRAM])
+            over_s[done] = _LONG_AGO_S
+        if over_s[landed] > over_s[COMPUTE]:
+            self.stalled_s += over_s[landed] - over_s[COMPUTE]
+            over_s[COMPUTE] = over_s[landed]
+        over_s[landed] = _LONG_AGO_S
+
+    def _stall(self, until_s: float, since_s: float) -> None:
+        """Let the program, and so all that it issues from now on, wait for an update from `since_s` until `until_s`."""
+        over_s = self.over_s
+        self.stalled_s += max(0.0, until_s - max(over_s[COMPUTE], since_s))
+        over_s[PROGRAM] = max(over_s[PROGRAM], until_s)
+        over_s[COMPUTE] = max(over_s[COMPUTE], until_s)
+
+    def _land_due(self) -> None:
+        """Issue the copies that the thread of the updates has issued before the program goes on."""
+        while self._waiting and self._waiting[0].since_s <= self.over_s[PROGRAM]:
+            self._land()
+
+    def _land_up_to(self, name: str) -> None:
+        """Issue the late copies up to that of a bucket; the program waits for its update."""
+        since_s = _LONG_AGO_S
+        while name in self._late:
+            since_s = self._land()
+        self._stall(since_s, self.over_s[PROGRAM])
+
+    def _land(self) -> float:
+        since_s, name, allocated_s, over, is_gathered = heappop(self._waiting)
+        self._late.remove(name)
+        seconds, memory_s = self.price.of_deed[Do.GATHER][name]
+        over_s, h2d = self.over_s, self._h2d
+        begin_s = max(over_s[h2d], since_s, allocated_s)
+        over_s[h2d] = over_s[over] = end_s = begin_s + seconds
+        self.memory_s += memory_s
+        if self.drawing is not None:
+            self._draw(Do.GATHER if is_gathered else Do.RETURN, name, begin_s, end_s)
+        return since_s
+
+    # Steps.
+
+    def begin(self) -> None:
+        """Begin a step of several: forget what was counted and drawn in the step before."""
+        self.stalled_s = 0.0
+        if self.drawing is not None:
+            self.drawing.spans = []
+
+    def rounded(self) -> object:
+        """Return the state of the lanes at the start of a step, rounded for comparison."""
+        over_s = self.over_s
+        own = [(number, round(s / _ROUNDING_S)) for number, s in enumerate(over_s) if s > _LONG_AGO_S]
+        return own, [(arrival.bucket, round(arrival.since_s / _ROUNDING_S)) for arrival in sorted(self._waiting)]
+
+    def begin_again(self, passed_s: float) -> None:
+        """Start the next step after `passed_s`.
+
+        The thread that trains may issue the next step before, by at most a step: nothing may ever let it wait.
+        """
+        self.memory_s = 0.0
+        issued_s = max(self.over_s[PROGRAM] - passed_s, -passed_s)
+        since_s = passed_s + issued_s
+        lanes = [max(seconds - passed_s, issued_s) for seconds in self.over_s[:PROGRAM]]
+        own = [seconds - passed_s if seconds > since_s else _LONG_AGO_S for seconds in self.over_s[PROGRAM + 1 :]]
+        self.over_s[:] = [*lanes, issued_s, *own]
+        self._waiting[:] = [
+            each._replace(since_s=each.since_s - passed_s, allocated_s=each.allocated_s - passed_s)
+            for each in self._waiting
+        ]
+
+    # Collectives of several ranks.
+
+    def ready_s(self, work: Work) -> float:
+        """Return when this rank could begin a collective."""
+        return max(self.over_s[work.actor], self.over_s[PROGRAM], *(self.over_s[moment] for moment in work.after))
+
+    def meet(self, work: Work, begin_s: float, seconds: float) -> None:
+        """Let the collective begin at `begin_s` and take `seconds`, as on all ranks."""
+        self.over_s[work.actor] = self.over_s[work.over] = begin_s + seconds
+        if self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, begin_s + seconds)
+
+    def _draw(self, do: Deed, name: str, begin_s: float, end_s: float) -> None:
+        assert self.drawing is not None, "only a player with a drawing draws"
+        self.drawing.add(do, name, begin_s, end_s)
+        if do is Do.UPDATE_ON_DISK:
+            half_s = self.price.disk_s[name] / 2
+            self.drawing.add(Do.READ, name, end_s - 2 * half_s, end_s - half_s)
+            self.drawing.add(Do.WRITE, name, end_s - half_s, end_s)
+
+
+def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
+    """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline.
+
+    All other ranks are taken to be as this one; `simulate_ranks` simulates ranks that differ.
+    """
+    player = player_of(graph, plan, cluster, measured)
+    return _record(graph, plan, player, _play([player], [actions_of(plan)]))
+
+
+def play(
+    actions: Iterable[tuple[Verb, Target]],
+    run_s: Mapping[RegionId, float],
+    placements: Mapping[BucketId, Placement],
+    price: Prices,
+    drawing: Drawing | None = None,
+    cycle: Cycle = _ONE_STEP,
+    copies: Mapping[RegionId, LapCopies | None] = MappingProxyType({}),
+) -> Played:
+    """Return the seconds of a step of `actions`, pairs of verb and target, in steady state.
+
+    `run_s` holds the seconds of each region, and `copies` the copies of activations that run beside it. `drawing`
+    takes the spans of all lanes.
+    """
+    player = Player(run_s, placements, price, drawing, cycle, copies)
+    step_s = _play([player], [tuple(actions)])
+    return Played(step_s=step_s, stalled_s=player.stalled_s + player.short_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """The step of a class of like ranks: what a rank runs, and on what."""
+
+    graph: StepGraph
+    plan: Plan
+    cluster: Cluster
+    measured: Measured
+
+
+def simulate_ranks(steps: Sequence[RankStep]) -> tuple[Record, ...]:
+    """Return the record of a rank of each class; the seconds of all records are those of the slowest.
+
+    Raises InvalidPlan if the plans issue other collectives.
+    """
+    players = [player_of(step.graph, step.plan, step.cluster, step.measured) for step in steps]
+    step_s = _play(players, [actions_of(step.plan) for step in steps])
+    return tuple(_record(step.graph, step.plan, player, step_s) for step, player in zip(steps, players, strict=True))
+
+
+def busy_share(record: Record) -> float:
+    """Return the share of the step in which the device of `record` computes; 0 for a step without seconds."""
+    busy_s = sum(span.end_s - span.start_s for span in record.spans if span.lane is Lane.COMPUTE)
+    return min(1.0, busy_s / record.step_s) if record.step_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FurtherCall:
+    """The seconds of a call that is neither the first nor the last of its step."""
+
+    step_s: float
+    exposed_s: float
+    """Seconds in which its regions wait for transfers of activations."""
+
+
+def further_call(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured) -> FurtherCall:
+    """Return the seconds of a call of `plan` that gathers, reduces and updates nothing."""
+    player = player_of(graph, replace(plan, update=Update.AFTER_BACKWARD), cluster, measured)
+    own = [action for action in actions_of(plan) if isinstance(action[1], RegionRef | GroupRef)]
+    step_s = _play([player], [own])
+    return FurtherCall(step_s=step_s, exposed_s=max(0.0, step_s - sum(player.run_s.values())))
+
+
+def actions_of(plan: Plan) -> Actions:
+    """Return the actions of `plan` as pairs of verb and target."""
+    return tuple((action.verb, action.target) for action in plan.schedules[0].actions)
+
+
+def player_of(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Player:
+    """Return a player of the actions of `plan`, a plan of `graph`, that draws."""
+    index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
+    price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies, laps_of(plan))
+    cycle = Cycle(
+        update=plan.update,
+        reads={region.id: region.buckets for region in plan.regions},
+        closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
+        last_forward=last_forward(plan.regions, actions_of(plan)),
+    )
+    return Player(
+        {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions},
+        {placement.bucket: placement for placement in plan.placements},
+        price,
+        Drawing(graph=plan.name, nbytes=traffic(graph, plan)),
+        cycle,
+        {region.id: price.lap_copies.get(index[region.first]) for region in plan.regions},
+    )
+
+
+def _record(graph: StepGraph, plan: Plan, player: Player, step_s: float) -> Record:
+    """Return the record of a step of `plan`, a plan of `graph`, that `player` has played and that took `step_s`."""
+    timeline = plan_timeline(graph, plan)
+    return Record(
+        origin=Origin.SIMULATED,
+        step_s=step_s,
+        device_peak_bytes=timeline.peak.nbytes,
+        host_peak_bytes=timeline.host_bytes,
+        spans=() if player.drawing is None else tuple(player.drawing.spans),
+        counts=dict(sorted(Counter(action.verb.value for action in plan.schedules[0].actions).items())),
+    )
+
+
+def _play(players: Sequence[Player], actions: Sequence[Actions]) -> float:
+    """Return the seconds of a step of `players`, one for each rank, with the `actions` of each, in steady state.
+
+    Steps whose updates run on beside the next one are simulated until all lanes are in the same state after a step as
+    before it. Raises InvalidPlan if the ranks issue other collectives.
+    """
+    if len(players) > 1:
+        _require_same_collectives(players, actions)
+    works = [player.works_of(own) for player, own in zip(players, actions, strict=True)]
+    if all(player.cycle.update is Update.AFTER_BACKWARD for player in players):
+        _play_jointly(players, works)
+        return _end(players, max(max(player.over_s[: PROGRAM + 1]) for player in players))
+    states, step_s = [player.rounded() for player in players], 0.0
+    for _ in range(_MOST_CYCLES):
+        for player in players:
+            player.begin()
+        _play_jointly(players, works)
+        passed_s = max(max(player.over_s[PROGRAM], player.over_s[COMPUTE]) for player in players)
+        step_s = _end(players, passed_s)
+        for player in players:
+            player.begin_again(passed_s)
+        before, states = states, [player.rounded() for player in players]
+        if before == states:
+            break
+    for player in players:
+        if player.drawing is not None:
+            player.drawing.spans = [_wrapped(span, step_s) for span in player.drawing.spans]
+    return step_s
+
+
+def _end(players: Sequence[Player], passed_s: float) -> float:
+    """Return the seconds of a step that took `passed_s`, or longer if the memory of a host needs longer."""
+    for player in players:
+        player.short_s = max(player.memory_s - passed_s, 0.0)
+    return passed_s + max(player.short_s for player in players)
+
+
+def _play_jointly(players: Sequence[Player], works: Sequence[Sequence[Work]]) -> None:
+    """Simulate one step; several ranks are simulated from each collective of all to the next."""
+    if len(players) == 1:
+        players[0].run(works[0])
+        return
+    meetings = [[at for at, work in enumerate(own) if work.do in _COLLECTIVES] for own in works]
+    done = [0] * len(players)
+    for places in zip(*meetings, strict=True):
+        for number, (player, place) in enumerate(zip(players, places, strict=True)):
+            player.run(works[number][done[number] : place])
+            done[number] = place + 1
+        met = [own[place] for own, place in zip(works, places, strict=True)]
+        begin_s = max(player.ready_s(work) for player, work in zip(players, met, strict=True))
+        seconds = max(player.price.of_deed[work.do][work.name][0] for player, work in zip(players, met, strict=True))
+        for player, work in zip(players, met, strict=True):
+            player.meet(work, begin_s, seconds)
+    for player, own, place in zip(players, works, done, strict=True):
+        player.run(own[place:])
+
+
+def _require_same_collectives(players: Sequence[Player], actions: Sequence[Actions]) -> None:
+    issued = [
+        [
+            (verb, target.bucket)
+            for verb, target in own
+            if isinstance(target, BucketRef)
+            # A bucket that is not sharded is copied from the host of each rank alone.
+            and (verb is Verb.REDUCE or (verb is Verb.GATHER and player.price.gather_s[target.bucket] > 0))
+        ]
+        for player, own in zip(players, actions, strict=True)
+    ]
+    for each in zip_longest(*issued):
+        if any(other != each[0] for other in each):
+            raise InvalidPlan(f"ranks issue other collectives: {', '.join(map(str, each))}.")
+
+
+def _wrapped(span: Span, step_s: float) -> Span:
+    """Return `span`; if it begins in the step before or in the next one, as its like that begins in this step."""
+    later_s = step_s if span.start_s < 0 else -step_s if span.start_s >= step_s else 0.0
+    return replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s) if later_s else span

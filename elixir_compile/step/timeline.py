@@ -1,0 +1,233 @@
+"""Count the live bytes on the device at each op of a step, by kind, under a plan or with everything kept there.
+
+```text
+  live_bytes[kind][op] = sum of nbytes over the storages of the kind live at op
+```
+
+Each storage adds its bytes at its first op and subtracts them after its last, so a running sum per kind counts the
+step: O(ops + storages + actions). An offloaded activation does so twice:
+
+```text
+  op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
+  activation   ----------------                   --------
+  schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
+  second ```
+
+On several ranks two actions between ops need more bytes than the ops around them:
+
+```text
+  gather, wait    the flat buffer and the parameters copied out of it       count at the op after the wait
+  reduce          gradients and the flat buffer into which they are         a position of its own, with the bytes
+                  packed, or their means                                    between the two ops
+```
+
+An op has the bytes of its fullest position: its own, or that of a reduce behind it.
+
+Not modelled: memory allocated inside a kernel, rounding of the allocator, and the moment between two ops in
+which a gather before a release in the schedule holds both copies.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.ir import Activations, Kind, OpId, Phase, Plan, Saving, StepGraph, StorageId, Tier
+from elixir_compile.ir.staging import disk_staging_bytes
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
+from elixir_compile.step.call_bytes import call_kinds
+from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms
+from elixir_compile.step.liveness import Life, liveness
+from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.recompute import as_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The op with the most live bytes; the first, if several have as many."""
+
+    op: OpId
+    nbytes: int
+    by_kind: Mapping[Kind, int]
+    """Live bytes at the op by kind, in the order of `Kind`, without zeros."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Live bytes on the device at each op, and bytes on the host, which are the same during the whole step."""
+
+    ops: tuple[OpId, ...]
+    live_bytes_by_kind: Mapping[Kind, tuple[int, ...]]
+    """Live bytes at each op by kind, in the order of `Kind`, without kinds of zero bytes."""
+    live_bytes: tuple[int, ...]
+    """The sum over kinds."""
+    host_bytes: int
+    positions: tuple[int, ...] = field(default=(), compare=False)
+    """By op: its fullest position on the axis of the rows; empty if they are of several calls, or of no plan."""
+
+    @property
+    def peak(self) -> Peak:
+        """The first op with the most live bytes, with its bytes by kind."""
+        at = self.live_bytes.index(max(self.live_bytes))
+        by_kind = {kind: live[at] for kind, live in self.live_bytes_by_kind.items() if live[at]}
+        return Peak(op=self.ops[at], nbytes=self.live_bytes[at], by_kind=by_kind)
+
+
+def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, int]) -> MemoryTimeline:
+    """Return the timeline with all parameters, gradients, optimizer state and saved activations on the device.
+
+    `state_nbytes` holds the bytes of optimizer state of each trainable parameter.
+    """
+    step = as_run(graph)
+    tally = _Tally(range(len(step.ops)))
+    storages = {storage.id: storage for storage in step.storages}
+    for name, life in liveness(step).lives.items():
+        tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
+    tally.add(Kind.MOMENT, sum(state_nbytes.values()), 0, len(step.ops) - 1)
+    return tally.timeline(step, host_bytes=0)
+
+
+def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
+    """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
+
+    If the step has several calls, each op has the bytes of the call that holds the most there. The ops include
+    recomputed ops, those of full calls if there are lean ones; fused storages are left out.
+    """
+    if plan.lean is not None:
+        full, lean = (PlanRows(graph, own, rank) for own in (plan, plan.of_lean_calls()))
+        return _with_lean_calls(TwoPrograms(CallBytes(full), CallBytes(lean)), plan)
+    found = [timeline_of(PlanRows(graph, plan, rank, call)) for call in call_kinds(plan.calls)]
+    if len(found) == 1:
+        return found[0]
+    return _joined([(max(found, key=lambda own, at=at: own.live_bytes[at]), at) for at in range(len(found[0].ops))])
+
+
+def _with_lean_calls(programs: TwoPrograms, plan: Plan) -> MemoryTimeline:
+    """Return the timeline of `plan` over the ops of its full calls. An op that lean calls alone run counts at the next
+    op that both run."""
+    step = programs.full.rows.step
+    index = {op.id: at for at, op in enumerate(step.ops)}
+    highest: list[tuple[MemoryTimeline, int] | None] = [None] * len(step.ops)
+    assert plan.lean is not None
+    for half, rows in programs.fullest(Halves(plan.calls, plan.lean.num_full)):
+        found, ops = timeline_of(rows), rows.step.ops
+        own = [at for at, op in enumerate(ops) if (op.phase is not Phase.FORWARD) is half.is_backward]
+        place = len(step.ops) - 1
+        for at in reversed(own):
+            place = index.get(ops[at].id, place)
+            before = highest[place]
+            if before is None or before[0].live_bytes[before[1]] < found.live_bytes[at]:
+                highest[place] = (found, at)
+    made = _joined([found for found in highest if found is not None])
+    return replace(made, ops=tuple(op.id for op in step.ops), host_bytes=host_bytes(plan))
+
+
+def timeline_of(rows: PlanRows) -> MemoryTimeline:
+    """Return the timeline to which `rows` add up."""
+    return _tally_of(rows).timeline(rows.step, host_bytes(rows.plan))
+
+
+def _tally_of(rows: PlanRows) -> "_Tally":
+    tally = _Tally(rows.axis.op_of)
+    for held in rows.all():
+        tally.add(held.kind, held.nbytes, held.first, held.last)
+    return tally
+
+
+def _joined(parts: Sequence[tuple[MemoryTimeline, int]]) -> MemoryTimeline:
+    """Return the timeline that has at each op the bytes of a timeline at one of its ops."""
+    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own, _ in parts)]
+    nothing = (0,) * max(len(own.ops) for own, _ in parts)
+    by_kind = {kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for own, at in parts) for kind in kinds}
+    return MemoryTimeline(
+        ops=tuple(own.ops[at] for own, at in parts),
+        live_bytes_by_kind=by_kind,
+        live_bytes=tuple(own.live_bytes[at] for own, at in parts),
+        host_bytes=parts[0][0].host_bytes,
+    )
+
+
+def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with the peaks of its timeline in its prediction."""
+    timeline = plan_timeline(graph, plan)
+    prediction = replace(
+        plan.prediction,
+        device_peak_bytes=timeline.peak.nbytes,
+        device_peak_at=timeline.peak.op,
+        host_peak_bytes=timeline.host_bytes,
+    )
+    return replace(plan, prediction=prediction)
+
+
+def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:
+    """Return the stretches of ops in which each storage is on the device of `rank`, for the ops run by `plan`.
+
+    Parameters of buckets are listed as if they never moved.
+    """
+    rows = PlanRows(graph, plan, rank)
+    axis = rows.axis
+    return {
+        name: tuple(Life(first=axis.op_from(life.first), last=axis.op_to(life.last)) for life in lives)
+        for name, lives in rows.lives.items()
+    }
+
+
+def host_bytes(plan: Plan) -> int:
+    """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations."""
+    placed = list(zip(plan.buckets, plan.placements, strict=True))
+    on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
+    staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk)
+    return staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
+
+
+def away_bytes(plan: Plan) -> int:
+    """Return the bytes of the offloaded activations of `plan`, of all forwards that are outstanding at once."""
+    num_full = plan.calls.outstanding if plan.lean is None else plan.lean.num_full
+    lean = () if plan.lean is None else plan.lean.activations
+    return num_full * offloaded_bytes(plan.activations) + (plan.calls.outstanding - num_full) * offloaded_bytes(lean)
+
+
+def offloaded_bytes(activations: Iterable[Activations]) -> int:
+    """Return the bytes of the groups among `activations` that are offloaded."""
+    return sum(group.nbytes for group in activations if group.saving is Saving.OFFLOAD)
+
+
+class _Tally:
+    """Sums intervals of bytes: a row of differences by position for each kind."""
+
+    def __init__(self, op_of: Sequence[int]) -> None:
+        """`op_of` has the op of each position."""
+        self._changes: dict[Kind, NDArray[np.int64]] = {}
+        self._op_of = np.array(op_of, dtype=np.int64)
+
+    def add(self, kind: Kind, nbytes: int, first: int, last: int) -> None:
+        """Add `nbytes` from position `first` to position `last`, both included; nothing if `last` is before `first`."""
+        if nbytes and first <= last:
+            changes = self._changes.get(kind)
+            if changes is None:
+                changes = self._changes[kind] = np.zeros(len(self._op_of) + 1, dtype=np.int64)
+            changes[first] += nbytes
+            changes[last + 1] -= nbytes
+
+    @property
+    def total(self) -> NDArray[np.int64]:
+        """The sum over kinds, by position."""
+        changes = functools.reduce(np.add, self._changes.values(), np.zeros(len(self._op_of) + 1, dtype=np.int64))
+        return np.cumsum(changes[:-1])
+
+    def timeline(self, graph: StepGraph, host_bytes: int) -> MemoryTimeline:
+        total = self.total
+        # The fullest position of each op comes first, and of equally full ones the earliest.
+        order = np.lexsort((-total, self._op_of))
+        _, firsts = np.unique(self._op_of[order], return_index=True)
+        fullest = order[firsts]
+        live = {kind: np.cumsum(self._changes[kind][:-1])[fullest] for kind in Kind if kind in self._changes}
+        return MemoryTimeline(
+            ops=tuple(op.id for op in graph.ops),
+            live_bytes_by_kind={kind: tuple(row.tolist()) for kind, row in live.items()},
+            live_bytes=tuple(total[fullest].tolist()),
+            host_bytes=host_bytes,
+            positions=tuple(fullest.tolist()),
+        )

@@ -1,0 +1,1 @@
+"""What reads plans, problems, records and captures: command line, report, observation, doctor, study, testing."""

@@ -1,0 +1,254 @@
+"""Train one row of a study in a process of its own, which then has an allocator and peaks of its own.
+
+```text
+  steps   0 .. 8     settle: compile, time, plan again
+          9 .. 16    timed, with a summary each
+          17         in full: every span
+          18, 19     memory: every allocation, of the second of them
+          20         its peak, from the allocator
+```
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.errors import NoFeasiblePlan, TraceFileError
+from elixir_compile.compat.platforms import accelerator_type
+from elixir_compile.ir.kinds import Phase
+from elixir_compile.ir.record import Origin, Record
+from elixir_compile.tools.cli.plan import DTYPES
+from elixir_compile.tools.cli.study_rows import PLACEMENTS, Placement
+from elixir_compile.tools.preview.capture import Inputs
+from elixir_compile.tools.preview.models import TextBatch, load_model
+from elixir_compile.tools.study.observed import FullStep, Interval, StepSummary, seconds_by_phase
+from elixir_compile.tools.study.study import StudyRow
+
+SETTLING = 9
+"""Steps before the first that is timed."""
+_MEMORY_STEPS = 2
+_SEED = 0
+_LEARNING_RATE = 3e-4
+_MOST_ATTEMPTS = 6
+"""Of a row with state on disk, whose least host memory is told piece by piece."""
+_CASE = Form(what="case of a study", version=1, error=TraceFileError)
+_ROW = Form(what="row of a study", version=1, error=TraceFileError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one process trains."""
+
+    name: str
+    placement: str
+    model: str
+    batch: int
+    seq: int
+    dtype: str
+    num_timed: int
+    budget_bytes: int | None = None
+    disk_path: str = ""
+
+
+def case_to_json(case: Case) -> str:
+    """Return `case` as JSON."""
+    return to_json(_CASE, case)
+
+
+def row_from_json(text: str) -> StudyRow:
+    """Return the row that a process has written. Raises TraceFileError if the text is none."""
+    return from_json(_ROW, StudyRow, text)
+
+
+def run_case(case: Case) -> StudyRow:
+    """Train `case`, and return its row; a row that does not fit has the reason and no figures."""
+    placement = PLACEMENTS[case.placement]
+    row = StudyRow(name=case.name, what=placement.what, budget_bytes=case.budget_bytes)
+    options: dict[str, object] = {**placement.options, "replan": False, "report": False}
+    if case.budget_bytes is not None and placement.backend == "elixir":
+        options["device_memory"] = case.budget_bytes
+    try:
+        if not placement.on_disk:
+            return _trained(case, placement, row, options)
+        return _trained_on_disk(case, placement, row, options)
+    except (NoFeasiblePlan, torch.OutOfMemoryError) as error:
+        return replace(row, reason=str(error))
+
+
+def _trained_on_disk(case: Case, placement: Placement, row: StudyRow, options: dict[str, object]) -> StudyRow:
+    """Train with the least host memory that has a plan: each refusal tells bytes that are missing."""
+    with tempfile.TemporaryDirectory(dir=case.disk_path or None) as folder:
+        options |= {"disk_path": folder, "host_memory": 1 << 20}
+        for _ in range(_MOST_ATTEMPTS):
+            try:
+                return _trained(case, placement, row, options)
+            except NoFeasiblePlan as error:
+                if error.memory != "host":
+                    raise
+                options["host_memory"] = error.needed_bytes
+                torch.compiler.reset()
+    return replace(row, reason=f"no plan within {options['host_memory']} bytes of host memory")
+
+
+def _trained(case: Case, placement: Placement, row: StudyRow, options: Mapping[str, object]) -> StudyRow:
+    device = accelerator_type() or "cpu"
+    torch.manual_seed(_SEED)
+    text = TextBatch(batch=case.batch, seq=case.seq, dtype=DTYPES[case.dtype])
+    model, inputs = load_model(case.model, text, device="cpu")
+    without_dropout(model)
+    loop = _Loop(model, inputs, placement, options, device)
+    if placement.backend != "elixir":
+        return _timed_alone(case, row, loop)
+    with elixir.observe(model, full=(SETTLING + case.num_timed,)) as study:
+        for _ in range(SETTLING + case.num_timed + 1):
+            loop.step()
+    with elixir.observe(model, full=(_MEMORY_STEPS - 1,), memory_events=True) as allocations:
+        for _ in range(_MEMORY_STEPS):
+            loop.step()
+    record = elixir.measure_step(loop.step)
+    (plan,) = [made.plan for made in elixir.compilations(model) if not made.is_superseded]
+    timed = tuple(each for each in study.summaries if SETTLING <= each.step < SETTLING + case.num_timed)
+    return replace(
+        row,
+        losses=tuple(loop.losses),
+        timed=timed,
+        full=study.full_steps[-1],
+        memory=allocations.full_steps[-1],
+        peak_bytes=record.device_peak_bytes,
+        plan=plan,
+    )
+
+
+def _timed_alone(case: Case, row: StudyRow, loop: "_Loop") -> StudyRow:
+    """Return the row of a run without plans of ours: phases by the clock of the loop, and no lanes."""
+    timed: list[StepSummary] = []
+    for number in range(SETTLING + case.num_timed):
+        loop.step()
+        if number >= SETTLING:
+            seconds_s, period_s = seconds_by_phase(loop.phases), loop.phases[-1].end_s
+            timed.append(StepSummary(step=number, rank=0, plans=(), period_s=period_s, seconds_s=seconds_s))
+    intervals = tuple(loop.phases)
+    record = elixir.measure_step(loop.step)
+    spanless = Record(
+        origin=Origin.MEASURED,
+        step_s=timed[-1].period_s,
+        device_peak_bytes=record.device_peak_bytes,
+        host_peak_bytes=0,
+    )
+    full = FullStep(summary=timed[-1], intervals=intervals, record=spanless)
+    return replace(row, losses=tuple(loop.losses), timed=tuple(timed), full=full, peak_bytes=record.device_peak_bytes)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set the probability of all dropout of `model` to 0, because losses of the rows are compared bit for bit."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            # Attention of transformers keeps the probability as a number.
+            if name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+class _Loop:
+    """The training of one row: the same seed, batches and arithmetic as in the others."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, placement: Placement, options: Mapping[str, object], device: str
+    ) -> None:
+        self._model, self._inputs, self._placement, self._device = model, inputs, placement, device
+        self._vocabulary = _vocabulary(model)
+        is_ours = placement.backend == "elixir"
+        if is_ours and device != "cpu":
+            elixir.prepare(model, device=device)
+        elif not is_ours:
+            model.to(device)
+        given: Any = dict(options) if is_ours else None
+        self._compiled = torch.compile(model, backend=placement.backend, options=given)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer: torch.optim.Optimizer = (
+            elixir.HybridAdamW(parameters, lr=_LEARNING_RATE)
+            if is_ours
+            else torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+        )
+        self._parameters = parameters
+        self.losses: list[float] = []
+        self.phases: list[Interval] = []
+        """Of the last step, without a gap; the same as those that an observation tells apart."""
+        self._began_s = 0.0
+
+    def step(self) -> None:
+        """Train on the next batch."""
+        self.phases.clear()
+        self._began_s = time.perf_counter()
+        batch = self._batch(len(self.losses))
+        self._phase_ends(None)
+        made = self._compiled(**batch) if isinstance(batch, dict) else self._compiled(*batch)
+        loss = made.loss if hasattr(made, "loss") else made
+        self._phase_ends(Phase.FORWARD)
+        loss.backward()
+        self._phase_ends(Phase.BACKWARD)
+        if self._placement.clips:
+            torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._phase_ends(None)
+        self._optimizer.step()
+        self._phase_ends(Phase.UPDATE)
+        self._optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self._phase_ends(None)
+
+    def _phase_ends(self, phase: Phase | None) -> None:
+        """Note that the work since the end of the phase before was that of `phase`; None for the caller's own."""
+        start_s = self.phases[-1].end_s if self.phases else 0.0
+        end_s = time.perf_counter() - self._began_s
+        self.phases.append(Interval(phase=phase, start_s=start_s, end_s=end_s))
+
+    def _batch(self, number: int) -> Any:
+        """Return batch `number`, the same in every row: random tokens, images and classes."""
+        random = torch.Generator().manual_seed(number)
+        made: dict[int, torch.Tensor] = {}
+
+        def filled(like: object) -> object:
+            if not isinstance(like, torch.Tensor):
+                return like
+            if id(like) not in made:
+                if like.is_floating_point():
+                    values = torch.randn(like.shape, generator=random).to(like.dtype)
+                else:
+                    values = torch.randint(0, self._vocabulary, like.shape, generator=random).to(like.dtype)
+                made[id(like)] = values.to(self._device)
+            return made[id(like)]
+
+        if isinstance(self._inputs, Mapping):
+            return {name: filled(value) for name, value in self._inputs.items()}
+        return [filled(value) for value in self._inputs]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return the number of tokens or classes that every integer input may name."""
+    config = getattr(model, "config", None)
+    for name in ("vocab_size", "num_labels"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max(sizes, default=2)
+
+
+def main() -> None:
+    """Train the case in the file that the first argument names, and write its row to the second."""
+    case_path, row_path = map(Path, sys.argv[1:3])
+    case = from_json(_CASE, Case, case_path.read_text(encoding="utf-8"))
+    row_path.write_text(to_json(_ROW, run_case(case), indent=None), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

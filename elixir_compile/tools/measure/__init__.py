@@ -1,0 +1,1 @@
+"""Measure machines and observed steps."""

@@ -1,0 +1,241 @@
+"""Observe a model in training: `with elixir.observe(model, "run/trace") as study:`.
+
+```text
+  off        nothing
+  summary    every step: phases, bytes by lane, memory              study.latest, steps-r0.jsonl
+  full       chosen steps: every span of every lane, in addition    record-r0-8.json.gz
+```
+"""
+
+import logging
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, SupportsFloat
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.base.errors import InvalidOption, NestedMeasurement
+from elixir_compile.session.model import managed_model
+from elixir_compile.session.saved import PlanKeys
+from elixir_compile.tools.measure.counters import CounterThread
+from elixir_compile.tools.measure.full_steps import FullSteps
+from elixir_compile.tools.measure.observation import Observation
+from elixir_compile.tools.measure.summaries import Summaries
+from elixir_compile.tools.report.observed_text import observed_text
+from elixir_compile.tools.study.observed import FullStep, StepSummary
+from elixir_compile.tools.trace_writer import TraceWriter
+
+log = logging.getLogger("elixir_compile")
+
+AUTO_FULL = (8, 9, 10)
+"""The steps that `full="auto"` records: behind those that compile and those that the planner times."""
+_MOST_KEPT = 1000
+"""The most summaries that a study keeps in memory: the last ones."""
+_observed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class Study:
+    """What is known of an observed run so far; made by `observe`. As text, a table of phases and bytes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: "str | Path | None",
+        wants: Callable[[int], bool],
+        counters_hz: float,
+        *,
+        memory_events: bool,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._keys = PlanKeys()
+        self._kept: deque[StepSummary] = deque(maxlen=_MOST_KEPT)
+        self._full: dict[int, FullStep] = {}
+        self._writer = None if folder is None else TraceWriter(folder, model, _rank())
+        self._sink: Summaries | None = None
+        self._counters = CounterThread(counters_hz, self._uuid) if counters_hz else None
+        full_steps = FullSteps(
+            model,
+            wants,
+            self._take_full,
+            memory_events=memory_events,
+            optimizers=lambda: self._observation.optimizers(),
+        )
+        self._sink = Summaries(_rank(), self._plan_keys, self._take, full_steps, self._counters)
+        files = str if self._writer is None else self._writer.files
+        self._observation = Observation(model, self._sink, files)
+        self._observation.start()
+
+    @property
+    def latest(self) -> StepSummary | None:
+        """The summary of the last step that is known; None before the second step.
+
+        On a device with a clock it may be two steps old.
+        """
+        return self._kept[-1] if self._kept else None
+
+    @property
+    def summaries(self) -> tuple[StepSummary, ...]:
+        """The summaries of the last 1,000 steps, in order."""
+        return tuple(self._kept)
+
+    @property
+    def full_steps(self) -> tuple[FullStep, ...]:
+        """The steps that were recorded in full, in order; without those that only the folder keeps, beyond 16."""
+        return tuple(self._full[number] for number in sorted(self._full))
+
+    def scalars(self) -> dict[str, float]:
+        """Return the finite figures of the latest step under names for loggers; empty before a step is known."""
+        return {} if self.latest is None else self.latest.scalars()
+
+    def note(self, **figures: SupportsFloat) -> None:
+        """Add figures of your own, such as `loss=loss.item()`, to the step that is running.
+
+        A figure that is not finite is left out.
+        """
+        values = {name: float(value) for name, value in figures.items()}
+        self._observation.note({name: value for name, value in values.items() if math.isfinite(value)})
+
+    def step(self) -> None:
+        """Say that the parameters were updated: the next training forward begins a step.
+
+        Only for loops that update without an optimizer of `torch.optim`.
+        """
+        self._observation.update_done()
+
+    def stop(self) -> None:
+        """End the observation. A step whose update was done is kept. A second call does nothing."""
+        if self._counters is not None:
+            self._counters.stop()
+        self._observation.stop()
+        if self._writer is not None:
+            self._writer.close()
+        model = self._model()
+        if model is not None:
+            _observed.discard(model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __str__(self) -> str:
+        return observed_text(self.summaries)
+
+    def _plan_keys(self) -> tuple[str, ...]:
+        """Return the keys of the plans in force, and write those that the folder does not have yet."""
+        model = self._model()
+        managed = None if model is None else managed_model(model)
+        keys: list[str] = []
+        for made in () if managed is None else managed.compilations:
+            plan = None if made.is_inference or made.is_superseded else made.plan
+            if plan is not None:
+                is_new = not self._keys.knows(plan)
+                keys.append(self._keys.of(plan))
+                if is_new and self._writer is not None:
+                    self._writer.plan(keys[-1], plan, made.question)
+        return tuple(keys)
+
+    def _take(self, summary: StepSummary) -> None:
+        self._kept.append(summary)
+        if self._writer is not None:
+            if self._sink is not None and self._sink.device is not None:
+                self._writer.begin(self._sink.device, _num_ranks())
+            self._writer.summary(summary)
+
+    def _take_full(self, full: FullStep) -> None:
+        self._full[full.summary.step] = full
+        if len(self._full) > _MOST_FULL:
+            del self._full[min(self._full)]
+        if self._writer is not None:
+            self._writer.full_step(full)
+
+    def _uuid(self) -> str | None:
+        return None if self._sink is None else self._sink.uuid()
+
+
+_MOST_FULL = 16
+"""The most steps in full that a study keeps in memory, about 100 KB each: the last ones."""
+
+
+def observe(
+    model: nn.Module,
+    folder: "str | Path | None" = None,
+    *,
+    full: 'Literal["auto"] | Collection[int]' = "auto",
+    full_every: int = 0,
+    memory_events: bool = False,
+    counters_hz: float = 5.0,
+) -> Study:
+    """Observe the training of `model` until `stop` of the study that is returned, or to the end of a `with` block.
+
+    Each step gets a summary: its period from the first forward to that of the next step, and the seconds of forward,
+    backward, update and your own code, which add up to it; bytes moved on each lane; memory. `model` is the module or
+    its compiled form, and may be compiled later. With a `folder`, the figures are written there while the run goes on;
+    files of an earlier run in it are replaced.
+
+    `full` are the numbers of the steps to record span by span, "auto" for 8, 9 and 10, and `full_every` adds each
+    step whose number it divides. With `memory_events`, these steps also get the bytes on the device by kind over time.
+    On a CPU they then take up to twice as long, and of steps in a row, every other one has them. `counters_hz` is how
+    often per second the counters of the machine are read; 0 for never.
+
+    Raises NestedMeasurement if the model is observed already, and InvalidOption for a wrong number.
+
+    Example:
+        with elixir.observe(compiled) as study:
+            for _ in range(3):
+                compiled(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(study)
+    """
+    if not (0 <= counters_hz <= 100):
+        raise InvalidOption("counters_hz", counters_hz, "a number from 0 to 100")
+    wants = _chooser(full, full_every)
+    plain = compat.undo_compile(model)
+    if plain in _observed:
+        raise NestedMeasurement(type(plain).__name__)
+    _observed.add(plain)
+    try:
+        return Study(plain, folder, wants, counters_hz, memory_events=memory_events)
+    except BaseException:
+        _observed.discard(plain)
+        raise
+
+
+def observe_for_option(model: nn.Module, folder: Path) -> None:
+    """Observe `model` to the end of the process, as the option `trace` asks, unless it is observed already."""
+    if model not in _observed:
+        study = observe(model, folder)
+        log.info("the steps of %s are observed in %s", type(model).__name__, folder)
+        weakref.finalize(model, study.stop)
+
+
+def _chooser(full: 'Literal["auto"] | Collection[int]', full_every: int) -> Callable[[int], bool]:
+    """Return the function that says whether the step with a number is recorded in full."""
+    chosen = frozenset(AUTO_FULL if full == "auto" else full)
+    if (isinstance(full, str) and full != "auto") or not all(isinstance(step, int) and step >= 0 for step in chosen):
+        raise InvalidOption("full", full, '"auto" or numbers of steps such as (8, 9, 10)')
+    if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 0:
+        raise InvalidOption("full_every", full_every, "a number of steps, 0 for none")
+    return lambda step: step in chosen or bool(full_every and step and step % full_every == 0)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _has_ranks() else 0
+
+
+def _num_ranks() -> int:
+    return torch.distributed.get_world_size() if _has_ranks() else 1
+
+
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,334 @@
+"""From a model and example inputs to the training step of the model, and to problems about this step.
+
+No weights are allocated, nothing is compiled or run, and the model stays as it is. A capture takes seconds and a
+problem much less, so a capture serves many machines and budgets.
+
+What is traced is a stand-in of the model: its modules and the shapes of its parameters, but not its weights. Every
+parameter of the stand-in is a view of one allocation, as large as the largest parameter. Nobody reads or writes this
+memory, so the operating system gives it addresses and no pages.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from elixir_compile import compat
+from elixir_compile.base.errors import InvalidOption, UnsupportedModel
+from elixir_compile.base.options import Options
+from elixir_compile.compat.platforms import accelerator
+from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.loss import chunk_loss, find_loss
+from elixir_compile.graph.capture.tracing import trace_step
+from elixir_compile.graph.ops.masters import add_master, has_master
+from elixir_compile.graph.ops.registry import slot_of
+from elixir_compile.graph.ops.shards import DTensor
+from elixir_compile.ir import Kind, StepGraph, StorageId
+from elixir_compile.ir.graph import graph_at
+from elixir_compile.ir.hardware import Cluster
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import Chunks, possible_chunks
+from elixir_compile.session.backend import with_compiler
+from elixir_compile.session.cast_and_shard import gets_master, torch_dtype
+from elixir_compile.session.machine import library_bytes, scalar_bytes
+from elixir_compile.session.model import ManagedModel
+from elixir_compile.session.outside import state_of_hybrid_adamw, unmanaged_state_bytes
+from elixir_compile.session.planning import Memory, TrainedParams, build_problem, graph_of
+from elixir_compile.session.unmanaged import trace_unmanaged
+from elixir_compile.tools.preview.positions import require_positions_of_config, require_positions_of_graph
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """One captured training step, and the facts about its parameters on which a plan depends."""
+
+    graph: StepGraph
+    device: torch.device
+    """The device of the capture; kernels, such as those of attention, differ between devices."""
+    numels: Mapping[StorageId, int]
+    """Elements of each trained parameter."""
+    state_bytes: Mapping[StorageId, int]
+    """Bytes of state that HybridAdamW keeps for each trained parameter."""
+    masters: Mapping[StorageId, int]
+    """Elements of each trained parameter with a master."""
+    held_bytes: int
+    """Bytes of parameters on the device now; 0 for a model on `meta`."""
+    base_bytes: int
+    """Device bytes outside of any plan: parameters that the step does not read, workspaces of matrix products, and a
+    few bytes for each parameter."""
+    chunks: Chunks | None = None
+    """How the loss could be chunked; None if it could not be chunked, or is chunked already."""
+    loss_chunks: int = 1
+    """The number of chunks in which the graph computes its loss."""
+    batch_symbol: str | None = None
+    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes of state of each trained parameter by the dtype of narrower moments."""
+    """The symbol of the first dimension of the inputs; None unless the step was captured as dynamic."""
+
+    def at_batch(self, batch: int) -> "Capture":
+        """Return the step for batches of `batch` samples.
+
+        Raises UnsupportedModel if the graph fixes the batch.
+        """
+        if self.batch_symbol is None:
+            because = "its graph fixes the batch, so it cannot be planned for another one without a new capture"
+            raise UnsupportedModel(self.graph.name, because)
+        return replace(self, graph=graph_at(self.graph, {self.batch_symbol: batch}))
+
+    def state_nbytes(self, bytes_per_element: int | None = None) -> Mapping[StorageId, int]:
+        """Return the bytes of optimizer state of each trained parameter.
+
+        By default this is the state of HybridAdamW. `bytes_per_element` replaces it; 12 are fp32 master weights and
+        moments.
+        """
+        if bytes_per_element is not None:
+            return {name: numel * bytes_per_element for name, numel in self.numels.items()}
+        return self.state_bytes
+
+    def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
+        """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer.
+
+        A budget missing in `options` is the memory of the profile less its reserve. The ranks of a node share the host
+        memory equally.
+        """
+        device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
+        host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
+        params = TrainedParams(
+            state_bytes=self.state_nbytes(state_bytes_per_element),
+            masters=self.masters,
+            reduce_dtypes={} if options.reduce_dtype is None else dict.fromkeys(self.masters, options.reduce_dtype),
+            grad_bytes=self.grad_bytes(options),
+            hybrid=bool(self.numels),
+            narrower_bytes=self.narrower_bytes if state_bytes_per_element is None else {},
+        )
+        memory = Memory(
+            budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
+            base_bytes=self.base_bytes,
+            host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
+        )
+        disk = options.disk_path is not None
+        return build_problem(
+            self.graph,
+            cluster,
+            options,
+            params=params,
+            memory=memory,
+            disk=disk,
+            accumulates=bool(options.accumulate),
+            moves_what_fits=True,
+        )
+
+    def grad_bytes(self, options: Options) -> Mapping[StorageId, int]:
+        """Return the bytes of the gradient of each trained parameter on one rank, or after the reduce of several."""
+        param_bytes = {storage.id: storage.nbytes for storage in self.graph.storages if storage.kind is Kind.PARAM}
+        wide = {} if options.reduce_dtype is None else self.masters
+        return {
+            name: torch.float32.itemsize * wide[name] if name in wide else param_bytes.get(name, 0)
+            for name in self.numels
+        }
+
+
+def capture_step(
+    model: "nn.Module | Callable[[], nn.Module]",
+    example_inputs: Inputs,
+    *,
+    device: "torch.device | str | None" = None,
+    options: Options | None = None,
+    dynamic: bool = False,
+    chunks: Chunks | None = None,
+) -> Capture:
+    """Return the training step of `model` on `example_inputs`, positional or by name; only their shapes count.
+
+    `device` is by default the device of the first parameter that is not on `meta`, else `cuda` if it is available, else
+    `cpu`. If `dynamic`, the first dimension of every input is symbolic. The loss is computed in `chunks`, found by an
+    earlier capture, if they are given. Raises UnsupportedModel if the model cannot be traced as one graph or trains
+    nothing, and InvalidOption if samples have more tokens than the model has positions.
+    """
+    model = _built(model)
+    target = _device_of(model) if device is None else torch.device(device)
+    param_dtype = None if options is None else options.param_dtype
+    own, memory = _stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
+    managed = ManagedModel([own], target, originals=[model])
+    managed.swap_modules()
+    managed.move_rest()
+    args, kwargs = _like(example_inputs, target, dynamic=dynamic)
+    require_positions_of_config(model, kwargs)
+    options = with_compiler(options or Options())
+    possible: list[Chunks | None] = []
+
+    def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        inputs = trace_unmanaged(gm, inputs, managed)
+        possible.append(possible_chunks(find_loss(gm), options) if chunks is None else None)
+        if chunks is not None:
+            # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
+            chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
+        return inputs
+
+    captured = trace_step(own, args, kwargs, name=managed.executor.name, inner=options.inner, edit=edit)
+    require_positions_of_graph(captured)
+    # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
+    memory.resize_(0)
+    batch = _batch_of((*args, *kwargs.values())) if dynamic else None
+    on_device = {id(param): param for param in model.parameters() if param.device == target}
+    held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
+    made = _capture(captured, managed.executor, held_bytes, batch)
+    return replace(made, chunks=possible[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
+
+
+def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:
+    read = set(captured.param_names.values())
+    unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
+    slots = [executor.slots[name] for name in captured.param_names.values()]
+    trained = {StorageId(slot.name): slot.param for slot in slots if slot.param.requires_grad}
+    states = {name: state_of_hybrid_adamw(param) for name, param in trained.items()}
+    graph = graph_of(captured, executor, {})
+    batches = [symbol for symbol, value in graph.symbols if value == batch]
+    return Capture(
+        graph=graph,
+        device=executor.device,
+        numels={name: param.numel() for name, param in trained.items()},
+        state_bytes={name: state.nbytes for name, state in states.items()},
+        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
+        masters={name: param.numel() for name, param in trained.items() if has_master(param)},
+        held_bytes=held_bytes,
+        base_bytes=unread_bytes
+        + unmanaged_state_bytes(executor)
+        + library_bytes(executor.device)
+        + scalar_bytes(executor.slots.values(), executor.device),
+        batch_symbol=batches[0] if len(batches) == 1 else None,
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for param in model.parameters():
+        if param.device.type != "meta":
+            return param.device
+    return accelerator() or torch.device("cpu")
+
+
+def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments with the shapes of `inputs` on `device`; repeated tensors stay equal."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    made: dict[int, torch.Tensor] = {}
+    if isinstance(inputs, Mapping):
+        return [], {name: _empty(value, device, made, dynamic) for name, value in inputs.items()}
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return [_empty(value, device, made, dynamic) for value in inputs], {}
+    raise InvalidOption("example_inputs", inputs, "a tuple of tensors, or a dict of keyword arguments")
+
+
+def _batch_of(values: Sequence[Any]) -> int | None:
+    """Return the first dimension of the first tensor among `values` with at least one dimension; None without one."""
+    return next((value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
+
+
+def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dynamic: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _empty(item, device, made, dynamic) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_empty(item, device, made, dynamic) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) not in made and compat.is_wrapper(value):
+        like = compat.rewrapped(value, lambda inner: _empty(inner, device, made, dynamic=False))
+        made[id(value)] = like.requires_grad_(value.requires_grad)
+    if id(value) not in made:
+        empty = compat.like_in_strides(value, value.stride(), device)
+        if dynamic and empty.dim():
+            compat.mark_dynamic(empty, 0)
+        made[id(value)] = empty.requires_grad_(value.requires_grad)
+    return made[id(value)]
+
+
+def _built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
+    """Return `model`; if it is a function, the module that it builds on the `meta` device, where parameters take no
+    memory.
+
+    Raises InvalidOption if `model` is neither a module nor a function that returns one.
+    """
+    if isinstance(model, nn.Module):
+        return compat.undo_compile(model)
+    if not callable(model):
+        raise InvalidOption("model", model, "a torch.nn.Module, or a function that returns one")
+    with torch.device("meta"):
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise InvalidOption("model", made, "a function that returns a torch.nn.Module")
+    return compat.undo_compile(made)
+
+
+def _stand_in(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, torch.UntypedStorage]:
+    """Return a copy of `model` without its weights, and the allocation shared by the parameters of the copy.
+
+    The buffers of the copy are on `device`. If `dtype` is given, its parameters are as after a cast to `dtype`, with
+    masters. `model` stays as it is.
+
+    Raises UnsupportedModel if the model has no parameters, a parameter has no shape yet or is cut along a tensor axis,
+    or the model cannot be copied.
+    """
+    params = list(model.parameters())
+    if not params:
+        raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
+    memo: dict[int, Any] = {}
+    memory = torch.UntypedStorage(max(_nbytes(param) for param in params))
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
+        _require_no_tensor_axis(name, param)
+        is_cast = dtype is not None and gets_master(param, dtype)
+        own = _without_weights(param, memory, dtype if is_cast else None)
+        if is_cast or has_master(param):
+            add_master(own, None)
+        memo[id(param)] = own
+    for module in model.modules():
+        # Tensors that a module keeps as plain attributes are constants of its graph.
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _buffer_on(value, device)
+    try:
+        return copy.deepcopy(model, memo), memory
+    except Exception as error:
+        reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
+        raise UnsupportedModel(type(model).__name__, reason) from error
+
+
+def _require_no_tensor_axis(name: str, param: nn.Parameter) -> None:
+    """Raise UnsupportedModel if `param` is a DTensor, unless `prepare` cut it along data axes alone."""
+    slot = slot_of(param)
+    if isinstance(param, DTensor) and (slot is None or slot.part is not None):
+        axes = " x ".join(map(str, param.device_mesh.shape))
+        because = (
+            f"it is cut over a mesh of {axes} ranks, and a plan without a run is for one rank with plain parameters. "
+            "Prepare and compile the model itself, under `init_process_group('fake', rank=0, world_size=...)` if the "
+            "ranks are not there, and read `compilations(model)[-1].plan` after a forward"
+        )
+        raise UnsupportedModel(name, because)
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedParameter)
+    return 0 if is_uninitialized else param.numel() * param.element_size()
+
+
+def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a parameter with the shape and strides of `param` in `memory`.
+
+    A parameter with gaps in memory, or of a tensor subclass, keeps its values: no plan moves it.
+    """
+    if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
+        return nn.Parameter(param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad)
+    empty = torch.empty(0, dtype=dtype or param.dtype, device=memory.device)
+    return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
+
+
+def _buffer_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.detach() if value.device == device else torch.zeros_like(value, device=device)

@@ -1,0 +1,351 @@
+"""Findings about a run: which link is idle, which resource bounds updates, how much memory is left, which rank waits.
+
+Each finding is a function of the observation. It returns None below its limit, else a sentence with its figure, and
+the labels of the spans that it was computed from. The questions are those of the study of offloaded optimizers in
+arXiv 2406.10728, asked of any placement.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM
+from elixir_compile.base.units import MIB, format_bytes, format_s
+from elixir_compile.ir.cost import host_memory_bytes_per_s, update_bytes
+from elixir_compile.ir.hardware.cluster import Cluster
+from elixir_compile.ir.kinds import Lane, Tier
+from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.record import Origin, Span
+from elixir_compile.ir.schedule import what_of
+from elixir_compile.tools.report.diff import TOLERANCE, run_diff
+from elixir_compile.tools.report.phase_table import WHOLE, PhaseFigures, busy_s, moved_bytes, phase_figures, stretches
+from elixir_compile.tools.study.observed import CALLER, FullStep, StepSummary
+from elixir_compile.tools.study.study import StudyRow
+
+_MOST_EVIDENCE = 8
+"""The most labels that a finding names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One sentence about a run, with the figure that it rests on."""
+
+    code: str
+    text: str
+    value: float
+    unit: str
+    limit: float
+    evidence: tuple[str, ...] = ()
+    """Labels of spans, or names of figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A run, as findings look at it."""
+
+    full: FullStep
+    cluster: Cluster
+    period_s: float
+    """Seconds of the step that was recorded in full."""
+    step_s: float
+    """Seconds from one step to the next: the median of the timed steps."""
+    phases: Mapping[str, PhaseFigures]
+    plan: Plan | None = None
+    budget_bytes: int | None = None
+    peak_bytes: int | None = None
+    """The most bytes on the device, as its allocator tells."""
+    timed: tuple[StepSummary, ...] = ()
+    ranks: Mapping[int, tuple[StepSummary, ...]] = field(default_factory=dict)
+    """The timed steps of every rank, if there are several."""
+
+    def spans(self, lane: Lane) -> tuple[Span, ...]:
+        """Return the spans of `lane` in order of their start."""
+        own = (span for span in self.full.record.spans if span.lane is lane)
+        return tuple(sorted(own, key=lambda span: (span.start_s, span.end_s)))
+
+    def busy_s(self, lane: Lane) -> float:
+        """Return the seconds of the step in which `lane` works."""
+        return busy_s(self.full.record.spans, lane, stretches(self.full.intervals, WHOLE))
+
+
+def observed_row(
+    row: StudyRow, cluster: Cluster, ranks: Mapping[int, tuple[StepSummary, ...]] | None = None
+) -> Observed | None:
+    """Return `row` as findings look at it; None if it was not run. `ranks` are the steps of all ranks, if there are
+    several."""
+    if row.full is None:
+        return None
+    return Observed(
+        full=row.full,
+        cluster=cluster,
+        period_s=row.full.summary.period_s,
+        step_s=row.full.summary.period_s if row.period_s is None else row.period_s,
+        peak_bytes=row.peak_bytes,
+        phases={figures.phase: figures for figures in phase_figures(row, cluster)},
+        plan=row.plan,
+        budget_bytes=row.budget_bytes,
+        timed=row.timed,
+        ranks=ranks or {},
+    )
+
+
+def find(seen: Observed) -> tuple[Finding, ...]:
+    """Return the findings of a run, F1 to F11."""
+    found = (finding(seen) for finding in FINDINGS)
+    return tuple(each for each in found if each is not None)
+
+
+IDLE_SHARE, UPDATE_SHARE, MEMORY_SHARE, UNUSED_SHARE = 0.5, 0.2, 0.75, 0.25
+WAIT_SHARE, RATE_SHARE, PYTHON_SHARE, CALLER_SHARE = 0.03, 0.7, 0.05, 0.1
+RESERVED_SHARE, RANK_SHARE, FULL_LINK_SHARE = 0.1, 0.05, 0.9
+SMALL_BYTES = 4 * MIB
+"""A copy of fewer bytes does not reach the rate of its link."""
+
+
+def idle_link(seen: Observed) -> Finding | None:
+    """F1: the link to the device, which a plan uses, is idle for most of the step."""
+    spans = seen.spans(Lane.H2D)
+    idle = 1 - seen.busy_s(Lane.H2D) / seen.period_s if spans and seen.period_s else 0.0
+    if idle <= IDLE_SHARE:
+        return None
+    nbytes = sum(span.nbytes for span in spans)
+    text = f"the link to the device is idle {idle:.0%} of the step; {format_bytes(nbytes)} pass it"
+    return _finding("F1", text, idle, "share of the step", IDLE_SHARE, spans)
+
+
+def bound_update(seen: Observed) -> Finding | None:
+    """F2: updates on the host take a large part of the step, and either its memory or its cores bound them."""
+    spans = [span for span in seen.spans(Lane.HOST) if span.label.startswith("update ")]
+    seconds_s = busy_s(spans, Lane.HOST, stretches(seen.full.intervals, WHOLE))
+    share = seconds_s / seen.period_s if seen.period_s else 0.0
+    if share <= UPDATE_SHARE or seen.plan is None:
+        return None
+    buckets = {bucket.id for bucket in seen.plan.buckets}  # another graph of the step has updates of its own
+    own = [span for span in spans if what_of(span.label) in buckets]
+    own_s = busy_s(own, Lane.HOST, stretches(seen.full.intervals, WHOLE))
+    if not own_s:
+        return None
+    rate_share = host_update_bytes(seen.plan) / own_s / host_memory_bytes_per_s(seen.cluster)
+    bound = "memory, so more threads do not help" if rate_share > MEMORY_SHARE else "the cores"
+    rate = f"{rate_share:.0%} of what host memory carries: they are bound by {bound}"
+    text = f"updates of the host take {share:.0%} of the step and run at {rate}"
+    return _finding("F2", text, share, "share of the step", UPDATE_SHARE, spans)
+
+
+def host_update_bytes(plan: Plan) -> int:
+    """Return the bytes of host memory that the updates of a step read and write, of buckets with state on the host."""
+    pairs = zip(plan.buckets, plan.placements, strict=True)
+    return sum(update_bytes(bucket) for bucket, placement in pairs if placement.optim is not Tier.DEVICE)
+
+
+def unused_memory(seen: Observed) -> Finding | None:
+    """F3: the update leaves a large part of the budget empty."""
+    update = seen.phases.get("update")
+    if seen.budget_bytes is None or update is None or update.unused_bytes is None:
+        return None
+    share = update.unused_bytes / seen.budget_bytes
+    if share <= UNUSED_SHARE:
+        return None
+    sizes = f"{format_bytes(update.unused_bytes)} of {format_bytes(seen.budget_bytes)}"
+    return _finding("F3", f"in the update {sizes} of the device are unused", share, "share of the budget", UNUSED_SHARE)
+
+
+def late_copies(seen: Observed) -> Finding | None:
+    """F4: the thread of the step waits for copies or updates."""
+    spans = seen.spans(Lane.CALLER)
+    waited_s = seen.busy_s(Lane.CALLER)
+    share = waited_s / seen.period_s if seen.period_s else 0.0
+    if share <= WAIT_SHARE:
+        return None
+    targets = list(dict.fromkeys(span.label.rpartition(" ")[2] for span in spans))
+    named = targets[0] if len(targets) == 1 else f"{targets[0]} to {targets[-1]}"
+    link_share = seen.busy_s(Lane.H2D) / seen.period_s
+    why = "the link is full" if link_share > FULL_LINK_SHARE else "copies or updates begin too late for it"
+    text = f"the step waits {format_s(waited_s)} ({named}): {why}"
+    return _finding("F4", text, share, "share of the step", WAIT_SHARE, spans)
+
+
+def slow_copies(seen: Observed) -> Finding | None:
+    """F5: copies run below the rate that was measured of the link."""
+    worst: Finding | None = None
+    for lane, link in ((Lane.H2D, seen.cluster.h2d), (Lane.D2H, seen.cluster.d2h)):
+        spans = [span for span in seen.spans(lane) if span.nbytes]
+        lane_s = seen.busy_s(lane)
+        nbytes = moved_bytes(spans, lane, stretches(seen.full.intervals, WHOLE))
+        share = nbytes / lane_s / link.bytes_per_s if lane_s else math.inf
+        if share >= RATE_SHARE or (worst is not None and share >= worst.value):
+            continue
+        small = sum(span.nbytes < SMALL_BYTES for span in spans)
+        text = (
+            f"copies {'to' if lane is Lane.H2D else 'from'} the device run at {share:.0%} of the link's "
+            f"{link.bytes_per_s / 1e9:.3g} GB/s; {small} of {len(spans)} are below {format_bytes(SMALL_BYTES)}"
+        )
+        worst = _finding("F5", text, share, "share of the rate", RATE_SHARE, spans)
+    return worst
+
+
+def waiting_device(seen: Observed) -> Finding | None:
+    """F6: the device has nothing to do because Python has not issued its next region yet."""
+    spans = [span for span in seen.spans(Lane.COMPUTE) if span.issued_s is not None]
+    late: list[Span] = []
+    idle_s, end_s = 0.0, math.inf
+    for span in spans:
+        assert span.issued_s is not None
+        if span.issued_s > end_s:
+            idle_s += min(span.start_s, span.issued_s) - end_s
+            late.append(span)
+        end_s = span.end_s if end_s is math.inf else max(end_s, span.end_s)
+    share = idle_s / seen.period_s if seen.period_s else 0.0
+    if share <= PYTHON_SHARE:
+        return None
+    text = f"the device waits for Python in {share:.0%} of the step"
+    return _finding("F6", text, share, "share of the step", PYTHON_SHARE, late)
+
+
+def long_caller(seen: Observed) -> Finding | None:
+    """F7: the user's own code takes a large part of the step."""
+    caller = seen.phases.get(CALLER)
+    if caller is None or caller.share <= CALLER_SHARE:
+        return None
+    text = f"your own code takes {caller.share:.0%} of the step: data, logging, clipping, eager ops outside the graph"
+    return _finding("F7", text, caller.share, "share of the step", CALLER_SHARE)
+
+
+def wrong_plan(seen: Observed) -> Finding | None:
+    """F8: a measured figure differs from that of the plan."""
+    if seen.plan is None or seen.full.record.origin is Origin.SIMULATED:
+        return None
+    record = replace(seen.full.record, step_s=seen.step_s)
+    if seen.peak_bytes is not None:
+        record = replace(record, device_peak_bytes=seen.peak_bytes)
+    known = [
+        pair for pair in run_diff(seen.plan, record).comparisons if pair.measured or pair.what != "device_peak_bytes"
+    ]
+    off = {pair.what: pair.ratio for pair in known if pair.is_off and pair.ratio is not None}
+    if not off:
+        return None
+    worst = max(off.values(), key=lambda ratio: abs(ratio - 1))
+    names = ", ".join(f"{what} {ratio:.2f}" for what, ratio in off.items())
+    text = f"measured over planned: {names}"
+    return Finding(code="F8", text=text, value=worst, unit="ratio", limit=1 + TOLERANCE, evidence=tuple(off))
+
+
+def scattered_memory(seen: Observed) -> Finding | None:
+    """F9: the allocator of the device had to free its cache, or holds much that no tensor uses."""
+    retries = sum(each.alloc_retries or 0 for each in seen.timed)
+    last = seen.timed[-1] if seen.timed else seen.full.summary
+    unused_bytes = 0
+    if last.device_reserved_bytes is not None and last.device_peak_bytes is not None:
+        unused_bytes = max(last.device_reserved_bytes - last.device_peak_bytes, 0)
+    share = unused_bytes / seen.budget_bytes if seen.budget_bytes else 0.0
+    if not retries and share <= RESERVED_SHARE:
+        return None
+    text = (
+        f"the allocator freed its cache {retries} times, and {format_bytes(unused_bytes)} are reserved and unused: "
+        f"try {EXPANDABLE_SEGMENTS}, {MEASURED_OF_THEM}"
+    )
+    return Finding(
+        code="F9",
+        text=text,
+        value=float(retries) or share,
+        unit="times" if retries else "share of the budget",
+        limit=0.0 if retries else RESERVED_SHARE,
+        evidence=("alloc_retries", "device_reserved_bytes"),
+    )
+
+
+_CAPS = {0x04: "power", 0x08: "a hardware limit", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
+"""The causes that lower the clocks, by the bits of NVML's clocks event reasons."""
+
+
+def capped_clocks(seen: Observed) -> Finding | None:
+    """F10: power or heat has lowered the clocks of the device, or the link has fewer lanes than device and slot."""
+    samples = _samples(seen, "device_clock_reasons")
+    capped = [sample for sample in samples if any(sample & bit for bit in _CAPS)]
+    widths, most = _samples(seen, "link_width"), max(_samples(seen, "link_most_width"), default=0)
+    parts: list[str] = []
+    if capped:
+        why = " and ".join(dict.fromkeys(name for bit, name in _CAPS.items() if any(sample & bit for sample in capped)))
+        parts.append(f"{why} lowered the clocks in {len(capped)} of {len(samples)} samples")
+    is_narrow = bool(widths) and max(widths) < most
+    if is_narrow:
+        parts.append(f"the link runs at x{max(widths)} of x{most}")
+    if not parts:
+        return None
+    named = (("device_clock_reasons", bool(capped)), ("link_width", is_narrow))
+    return Finding(
+        code="F10",
+        text="; ".join(parts),
+        value=len(capped) / len(samples) if capped else max(widths) / most,
+        unit="share of the samples" if capped else "share of the lanes",
+        limit=0.0 if capped else 1.0,
+        evidence=tuple(name for name, is_found in named if is_found),
+    )
+
+
+def _samples(seen: Observed, name: str) -> list[int]:
+    """Return the known samples of a counter in the step, as whole numbers."""
+    counters = seen.full.counters
+    return [] if counters is None else [int(value) for value in counters.values.get(name, ()) if value is not None]
+
+
+def slow_rank(seen: Observed) -> Finding | None:
+    """F11: one rank is slower than the others."""
+    own_s = {rank: _unwaited_s(steps) for rank, steps in seen.ranks.items() if steps}
+    if len(own_s) < 2:
+        return None
+    middle_s = statistics.median(own_s.values())
+    rank = max(own_s, key=own_s.__getitem__)
+    excess = own_s[rank] / middle_s - 1 if middle_s else 0.0
+    if excess <= RANK_SHARE:
+        return None
+    text = f"rank {rank} works {excess:.0%} longer than the median rank, most in its {_slow_phase(seen, rank)}"
+    return Finding(
+        code="F11",
+        text=text,
+        value=excess,
+        unit="share of the median",
+        limit=RANK_SHARE,
+        evidence=("period_s", "waited_s"),
+    )
+
+
+def _unwaited_s(steps: Sequence[StepSummary]) -> float:
+    """Return the median seconds of a step in which a rank did not wait: waits make the periods of all ranks equal."""
+    return statistics.median(each.period_s - (each.waited_s or 0.0) for each in steps)
+
+
+def _slow_phase(seen: Observed, rank: int) -> str:
+    """Return the phase in which `rank` exceeds the median of all ranks by the most seconds."""
+
+    def seconds_s(steps: Sequence[StepSummary], phase: str) -> float:
+        return statistics.median(each.seconds_s.get(phase, 0.0) for each in steps)
+
+    phases = dict.fromkeys(phase for steps in seen.ranks.values() for each in steps for phase in each.seconds_s)
+
+    def excess_s(phase: str) -> float:
+        everyone = statistics.median(seconds_s(steps, phase) for steps in seen.ranks.values())
+        return seconds_s(seen.ranks[rank], phase) - everyone
+
+    return max(phases, key=excess_s)
+
+
+def _finding(code: str, text: str, value: float, unit: str, limit: float, spans: Sequence[Span] = ()) -> Finding:
+    labels = tuple(dict.fromkeys(span.label for span in spans))[:_MOST_EVIDENCE]
+    return Finding(code=code, text=text, value=value, unit=unit, limit=limit, evidence=labels)
+
+
+FINDINGS: tuple[Callable[[Observed], Finding | None], ...] = (
+    idle_link,
+    bound_update,
+    unused_memory,
+    late_copies,
+    slow_copies,
+    waiting_device,
+    long_caller,
+    wrong_plan,
+    scattered_memory,
+    capped_clocks,
+    slow_rank,
+)

@@ -1,0 +1,1 @@
+"""Studies and observed runs as values."""
