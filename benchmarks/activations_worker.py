@@ -22,7 +22,7 @@ from worker import build, plan_figures, stepper, timed, tokens_for
 import elixir_compile as elixir
 from elixir_compile.ir import Plan, Saving, StepGraph, Tier
 from elixir_compile.session import cache, graph_planner
-from elixir_compile.step.activations import activation_groups
+from elixir_compile.step.liveness import activation_groups
 
 BATCH, LENGTH = 4, 512
 QUICK_LAYERS, QUICK_LENGTH = 2, 64

@@ -93,7 +93,7 @@ def run(words: list[str]) -> dict[str, list[float]]:
         return call
 
     def imported() -> None:
-        from elixir_compile.base.collector import collector_off
+        from elixir_compile.base.process import collector_off
 
         with collector_off():
             from elixir_compile.tools.cli import plan

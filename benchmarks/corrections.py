@@ -35,9 +35,9 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.replan import StepStats, correct, replan
 from elixir_compile.search.schedule import cut_regions, regions
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.step.as_run import as_run
 from elixir_compile.step.prices import prices
-from elixir_compile.step.recompute import as_run
 from elixir_compile.step.seconds import simulate
 
 CASES = {

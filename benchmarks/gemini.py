@@ -31,12 +31,11 @@ from elixir_compile.base.units import format_s
 from elixir_compile.ir import Bucket, Decision, Placement, Plan, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.search.reasons import write_out
+from elixir_compile.search.space.buckets import Level, form_buckets, level_text
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level, level_text
-from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.search.writing import write_out
+from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.transfers import best_moves
 from elixir_compile.step import verify
 
 MIN_NUMEL = SEARCH_SPAN = 32 << 20

@@ -24,7 +24,7 @@ from torch import distributed
 from worker import plan_figures
 
 import elixir_compile as elixir
-from elixir_compile.step.laps import micro_batches_of
+from elixir_compile.step.divide import micro_batches_of
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 6, 512, 8192, 128
 QUICK_LAYERS, QUICK_WIDTH, QUICK_VOCABULARY, QUICK_LENGTH = 2, 64, 256, 16

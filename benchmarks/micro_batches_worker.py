@@ -18,7 +18,7 @@ from emulated_link import Lane, emulate_host_link
 from worker import build, plan_figures, timed, tokens_for
 
 import elixir_compile as elixir
-from elixir_compile.step.laps import micro_batches_of
+from elixir_compile.step.divide import micro_batches_of
 
 ROWS, LENGTH = 16, 128
 QUICK_ROWS, QUICK_LENGTH = 8, 16

@@ -33,8 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
 from elixir_compile.ir import Lane
-from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.phases import Phases
+from elixir_compile.runtime.recording import Ledger, Phases
 
 LIMITS = {"off": 1.001, "summary": 1.01, "full": 1.05}
 OPTIONS = {"planner": "zero3_offload", "update": "after_backward", "replan": False, "report": False}

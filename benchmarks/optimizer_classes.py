@@ -14,7 +14,7 @@ from optimizer_pass import MOST_WAIT_S, Times, kept_rate, quartiles, quiet_value
 from torch.optim import SGD, Optimizer, RMSprop
 
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.generic.class_step import ClassStep, attributes_of
+from elixir_compile.optim.generic.dry_step import ClassStep, attributes_of
 from elixir_compile.optim.rule import ParamUpdate
 
 NUM_TENSORS = 12

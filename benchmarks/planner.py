@@ -33,7 +33,7 @@ from elixir_compile.base.units import GIB, format_bytes, format_s
 from elixir_compile.ir import Plan, StorageId, graph_from_json, graph_to_json
 from elixir_compile.ir.hardware import Cluster, preset
 from elixir_compile.search import plan
-from elixir_compile.search.heuristics.rules import RULES
+from elixir_compile.search.greedy import RULES
 from elixir_compile.tools.preview.capture import Capture, capture_step
 from elixir_compile.tools.preview.models import TextBatch, load_model
 

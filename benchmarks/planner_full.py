@@ -39,11 +39,10 @@ from elixir_compile.ir.hardware import preset
 from elixir_compile.search import Problem, plan, planner, tries
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation import solver
-from elixir_compile.search.heuristics.rules import RULES
+from elixir_compile.search.greedy import RULES
 from elixir_compile.tools.preview.capture import Capture, capture_step
 from elixir_compile.tools.preview.few_layers import capture_model
-from elixir_compile.tools.preview.models import TextBatch, find_model, load_model
-from elixir_compile.tools.preview.shapes import model_named
+from elixir_compile.tools.preview.models import TextBatch, find_model, load_model, model_named
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b", "llama-7b", "llama-13b", "llama-70b")
 MACHINES = ("a100-40g", "a100-80g", "h100-80g", "rtx4090-24g")

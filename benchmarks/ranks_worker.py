@@ -25,7 +25,7 @@ from worker import Worker, plan_figures, stepper, timed
 
 import elixir_compile as elixir
 from elixir_compile.compat import cpu_allocations
-from elixir_compile.runtime.measure.step import Resident, peak_bytes
+from elixir_compile.runtime.measure import Resident, peak_bytes
 
 NUM_RANKS = 2
 BATCH, LENGTH, QUICK_LENGTH = 2, 256, 64

@@ -26,7 +26,7 @@ from optimizer_pass import MOST_WAIT_S, SCALARS, Times, quartiles, quiet_values_
 from state_precision_rates import Arrays, timed
 
 from elixir_compile.optim.host import HostThreads, bf16_adamw, split_adamw
-from elixir_compile.optim.moment_forms import MomentForm
+from elixir_compile.optim.precision import MomentForm
 
 NAME = "state_precision_peers_cpu"
 OWN = ("elixir int8, split fp32 master", "elixir int8")

@@ -28,7 +28,7 @@ from optimizer_pass import MOST_WAIT_S, SCALARS, Times, limits, quartiles, quiet
 
 from elixir_compile.optim.host import HostThreads, split_adamw
 from elixir_compile.optim.host.build import build_command
-from elixir_compile.optim.moment_forms import MomentForm, num_scales
+from elixir_compile.optim.precision import MomentForm, num_scales
 
 NAME = "state_precision_rates_cpu"
 IN_CACHE = 1 << 15

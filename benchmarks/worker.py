@@ -21,7 +21,7 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.search import Problem
 from elixir_compile.search import plan as search_plan
-from elixir_compile.search.heuristics.rules import RULES
+from elixir_compile.search.greedy import RULES
 
 BATCH, LENGTH = 2, 256
 NUM_STEPS = 5

@@ -7,21 +7,21 @@ from elixir_compile.base.former_names import know_former_names
 from elixir_compile.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from elixir_compile.checkpoint.full import export as export
-    from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
+    from elixir_compile.checkpoint.loading import export as export
+    from elixir_compile.checkpoint.loading import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import load as load
     from elixir_compile.checkpoint.saving import SaveHandle as SaveHandle
     from elixir_compile.checkpoint.saving import save as save
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
-    from elixir_compile.ir.pipeline_plan import PipelinePlan as PipelinePlan
+    from elixir_compile.ir.pipeline import PipelinePlan as PipelinePlan
     from elixir_compile.ir.share import Share as Share
     from elixir_compile.ir.share import Shares as Shares
     from elixir_compile.optim.adamw import HybridAdamW as HybridAdamW
     from elixir_compile.optim.adamw import hybrid as hybrid
     from elixir_compile.runtime.measure import measure_step as measure_step
-    from elixir_compile.session.compilation import Compilation as Compilation
+    from elixir_compile.session.model import Compilation as Compilation
     from elixir_compile.session.prepare import compilations as compilations
     from elixir_compile.session.prepare import mean_loss as mean_loss
     from elixir_compile.session.prepare import prepare as prepare
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from elixir_compile.session.saved import save_plan as save_plan
     from elixir_compile.tools.observe import Study as Study
     from elixir_compile.tools.observe import observe as observe
+    from elixir_compile.tools.observed import StepSummary as StepSummary
     from elixir_compile.tools.plan import plan as plan
     from elixir_compile.tools.report.diff import diff as diff
     from elixir_compile.tools.report.explain import explain as explain
     from elixir_compile.tools.shares import shares as shares
     from elixir_compile.tools.stages import plan_stages as plan_stages
-    from elixir_compile.tools.study.observed import StepSummary as StepSummary
 
 know_former_names()
 
 _HOME: dict[str, str] = {
     "Checkpoint": "checkpoint.loading",
-    "Compilation": "session.compilation",
+    "Compilation": "session.model",
     "HybridAdamW": "optim.adamw",
-    "PipelinePlan": "ir.pipeline_plan",
+    "PipelinePlan": "ir.pipeline",
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
     "Share": "ir.share",
     "ShareSampler": "session.sampler",
     "Shares": "ir.share",
-    "StepSummary": "tools.study.observed",
+    "StepSummary": "tools.observed",
     "Study": "tools.observe",
     "compilations": "session.prepare",
     "diff": "tools.report.diff",
     "explain": "tools.report.explain",
-    "export": "checkpoint.full",
-    "full_state_dict": "checkpoint.full",
+    "export": "checkpoint.loading",
+    "full_state_dict": "checkpoint.loading",
     "hybrid": "optim.adamw",
     "load": "checkpoint.loading",
     "load_plan": "session.saved",

@@ -137,7 +137,7 @@ def facts() -> None:
 
 def pinning() -> None:
     """Note the seconds to pin slabs, the workspaces of matrix products, and which attention kernel torch chooses."""
-    from elixir_compile.runtime.slab import Slab
+    from elixir_compile.runtime.bucket import Slab
     from elixir_compile.session.machine import library_bytes
 
     for num, nbytes in ((1, 2**20),) if ARGUMENTS.tiny else ((1, GIB), (1, 4 * GIB), (64, 28 * 2**20)):
@@ -487,7 +487,7 @@ def note_waits(step: Callable[[], object]) -> None:
 
     Without them nothing orders what this thread does next with the copies, so the weights mean nothing from then on.
     """
-    from elixir_compile.runtime.lanes.accelerator import StreamLane
+    from elixir_compile.runtime.lanes import StreamLane
 
     usual = StreamLane.synchronize
 

@@ -14,7 +14,7 @@ def source_digest(*patterns: str) -> str:
 
     Caches have it in their keys, because the version stays the same during development.
     """
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

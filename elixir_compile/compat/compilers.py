@@ -1,21 +1,408 @@
-"""Partition and compile a captured graph by calls into torch, by Inductor or op by op.
-
-AOTAutograd, which both ways use, describes the inputs and outputs of its graphs by the positions of inputs in the graph
-it was given.
+"""Partition and compile a captured graph by calls into torch, by Inductor or op by op, and compile Inductor's C++
+kernels once each, in parallel.
 """
 
+import json
+import logging
+import os
+import platform
+import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
-from elixir_compile.compat.capturing import templates_when_used
-from elixir_compile.compat.dynamo import fake_mode_of
-from elixir_compile.compat.kernels import Kernels
-from elixir_compile.compat.libraries import best_instructions_only
+from elixir_compile.base.folders import write_cached
+from elixir_compile.compat.dynamo import fake_mode_of, templates_when_used
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the libraries of C++ kernels from earlier processes, and the vector instructions to use.
+
+
+@contextmanager
+def best_instructions_only() -> Iterator[None]:
+    """Make Inductor stop at the first instruction set that works, the widest first.
+
+    Inductor uses the same set, but compiles and loads a small library for each set of the processor before: on a
+    machine with AVX-512 and empty caches, six g++ runs of 9 CPU seconds, while three runs of 3 CPU seconds find the
+    same set. If the user names a set by `ATEN_CPU_CAPABILITY` or `config.cpp.simdlen`, nothing is changed.
+
+    `cpu_vec_isa.valid_vec_isa_list`, which only `pick_vec_isa` reads, `.supported_vec_isa_list`, `.x86_isa_checker`:
+    checked on torch 2.11 and 2.13. Gone: AttributeError at the first region.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    is_asked_for = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
+    if is_asked_for or sys.platform != "linux" or platform.machine() != "x86_64":
+        yield
+        return
+    usual = cpu_vec_isa.valid_vec_isa_list
+    cpu_vec_isa.valid_vec_isa_list = _first_valid
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = usual
+
+
+def _first_valid() -> list[Any]:
+    """Return the first entry of `valid_vec_isa_list` in a list. Each set remembers whether it works."""
+    from torch._inductor import cpu_vec_isa
+
+    known = cpu_vec_isa.x86_isa_checker()
+    candidates = (isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in known for flag in str(isa).split()))
+    return next(([isa] for isa in candidates if isa), [])
+
+
+class Place(NamedTuple):
+    """The library of a compiled kernel, and its function there."""
+
+    path: str
+    """The path of the library."""
+    key: str
+    """Inductor's name of the library."""
+    entry: str
+    """The name of the Python module in the library, and of the function in that module."""
+
+
+def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
+    """Return a key of the kernel and its `command_line`.
+
+    `torch._inductor.codecache.get_hash`: checked on torch 2.11 and 2.13. Gone: ImportError at the first program.
+    """
+    from torch._inductor.codecache import get_hash
+
+    return get_hash(source, extra=f"{list(argtypes)} {command_line}")
+
+
+def command_line() -> str:
+    """Return the g++ command line of a kernel, with `i` and `o` for the input and output files.
+
+    `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: checked on
+    torch 2.11 and 2.13. Gone: ImportError, TypeError or AttributeError at the first program.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    flags = CppPythonBindingsCodeCache.cpp_compile_command_flags
+    option = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", **flags)
+    return CppBuilder(name="o", sources="i", BuildOption=option).get_command_line()
+
+
+def known_place(key: str) -> Place | None:
+    """Return the place where an earlier process left the kernel `key`, None if there is no such library."""
+    try:
+        fields = json.loads(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_place = isinstance(fields, list) and len(fields) == 3 and all(isinstance(field, str) for field in fields)
+    return Place(*fields) if is_place and os.path.exists(fields[0]) else None
+
+
+def note_place(key: str, place: Place) -> None:
+    """Record the place of the kernel `key` for later processes."""
+    with suppress(OSError):  # in a read-only folder nothing is recorded, and later processes compile the kernel again
+        write_cached(_path(key), json.dumps(place))
+
+
+def _path(key: str) -> Path:
+    """Return the file with the place of the kernel `key`, in the same cache folder as the libraries.
+
+    `torch._inductor.runtime.cache_dir_utils.cache_dir`: checked on torch 2.11 and 2.13. Gone: ImportError at the first
+    program.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "elixir_kernels" / key[1:3] / key
+
+
+def function_at(place: Place) -> Callable[..., Any]:
+    """Return the function at `place`.
+
+    `CppPythonBindingsCodeCache._load_library`, which sets up the library for its bindings: checked on torch 2.11 and
+    2.13. Gone: AttributeError at the first call of a kernel.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    name = f"{place.key}.{place.entry}"
+    if name not in sys.modules:
+        CppPythonBindingsCodeCache._load_library(place.path, place.key)
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, place.path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{place.path} is no library of Python", name=name, path=place.path)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return getattr(sys.modules[name], place.entry)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compile the C++ kernels of Inductor: each different kernel once, several in one translation unit, in parallel.
+#
+# Inductor runs g++ once for each kernel: 0.8 to 1.2 CPU seconds. Of these, 0.66 are spent on an empty function too, to
+# read the precompiled header and to link. A step in regions has many small kernels, and different regions have equal
+# kernels.
+
+
+log = logging.getLogger("elixir_compile")
+
+KERNELS_PER_UNIT = 4
+"""Four take about 1.3 seconds together. With more kernels in one unit, cores that could compile a second would idle."""
+_INCLUDE = re.compile(r"^[ \t]*#include[^\n]*\n", re.MULTILINE)
+_C_KERNEL = 'extern "C"'
+
+
+class Kernel:
+    """A C++ kernel, compiled or not. A call waits until it is compiled."""
+
+    def __init__(self, owner: "Kernels", argtypes: Sequence[str], source: str) -> None:
+        self.argtypes = tuple(argtypes)
+        self.source = source
+        self.key = ""
+        """The name of the kernel in the cache of code; empty until `Kernels.start`."""
+        self.unit: _Unit | None = None
+        self._owner = owner
+        self._function: Callable[..., Any] | None = None
+        self._places: list[tuple[dict[str, Any], str]] = []
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The compiled kernel with Inductor's own binding."""
+        if self._function is None and self.unit is None:
+            self._owner.start()
+        if self._function is None and self.unit is not None:
+            self.unit.finish()
+        if self._function is None:
+            raise AssertionError(
+                "every kernel that is not found in the cache is in a unit, which installs its function"
+            )
+        return self._function
+
+    @property
+    def includes(self) -> list[str]:
+        return _INCLUDE.findall(self.source)
+
+    def put(self, scope: dict[str, Any], name: str) -> None:
+        """Set `scope[name]` to the compiled function as soon as it exists: a call then costs as much as Inductor's."""
+        if self._function is None:
+            self._places.append((scope, name))
+        scope[name] = self._function or self
+
+    def install(self, function: Callable[..., Any]) -> None:
+        """Take `function` as the compiled form."""
+        self._function = function
+        for scope, name in self._places:
+            scope[name] = function
+        self._places.clear()
+
+
+class Kernels:
+    """All C++ kernels of a model. Equal kernels are a single object."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, ...], str], Kernel] = {}
+        self._waiting: list[Kernel] = []
+        self._start_lock = threading.Lock()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Collect the C++ kernels that Inductor makes inside; each is compiled by `start`, or at its first call.
+
+        Kernels of other threads are collected too.
+
+        `AsyncCompile.cpp_pybinding`, `.wait`: checked on torch 2.11 and 2.13. Gone: AttributeError at the first region.
+        """
+        from torch._inductor.async_compile import AsyncCompile
+
+        usual_binding, usual_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+        def bind(compiler: Any, argtypes: Sequence[str], source_code: str) -> Kernel:
+            return self._kernel(argtypes, source_code)
+
+        def wait(compiler: Any, scope: dict[str, Any]) -> None:
+            for name, value in list(scope.items()):
+                if isinstance(value, Kernel):
+                    value.put(scope, name)
+            usual_wait(compiler, scope)
+
+        AsyncCompile.cpp_pybinding = bind  # pyright: ignore[reportAttributeAccessIssue]  it returns no function
+        AsyncCompile.wait = wait  # pyright: ignore[reportAttributeAccessIssue]  the argument has another name
+        try:
+            yield
+        finally:
+            AsyncCompile.cpp_pybinding, AsyncCompile.wait = usual_binding, usual_wait
+
+    def _kernel(self, argtypes: Sequence[str], source: str) -> Kernel:
+        form = (tuple(argtypes), source)
+        if form not in self._known:
+            self._known[form] = Kernel(self, argtypes, source)
+            self._waiting.append(self._known[form])
+        return self._known[form]
+
+    def start(self) -> None:
+        """Begin to compile the collected kernels in as few translation units as keep the cores busy; do not wait.
+
+        A kernel that an earlier process compiled is loaded from Inductor's cache of code, even if other kernels are in
+        the same library. A kernel that includes more than Inductor's own header has a unit of its own.
+        """
+        # A kernel that another thread calls meanwhile is in a unit, or has its function, once the lock is free.
+        with self._start_lock:
+            waiting = list(self._waiting)
+            if waiting:
+                _begin(waiting)
+            del self._waiting[: len(waiting)]  # not before: without g++, each call raises the error of the first call
+
+
+def _begin(waiting: Sequence[Kernel]) -> None:
+    """Load the kernels `waiting` from the cache of code, and begin to compile the others in units.
+
+    `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.11 and 2.13. Gone: ImportError or AttributeError at
+    the first program.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    num_threads = get_compile_threads()
+    submit = AsyncCompile.submit if num_threads > 1 else None
+    with best_instructions_only():
+        how = command_line()
+        for kernel in waiting:
+            kernel.key = source_key(kernel.argtypes, kernel.source, how)
+        new = [kernel for kernel in waiting if not _is_found(kernel)]
+        plain = [kernel for kernel in new if len(kernel.includes) == 1]
+        num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
+        units = [plain[index::num_units] for index in range(num_units)]
+        for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
+            _Unit(unit, submit)
+
+
+def _is_found(kernel: Kernel) -> bool:
+    """Return whether an earlier process has compiled `kernel`; if so, install its function."""
+    place = known_place(kernel.key)
+    if place is None:
+        return False
+    try:
+        kernel.install(function_at(place))
+    except (ImportError, OSError, AttributeError) as error:
+        log.debug("a kernel is compiled again, because %s cannot be loaded: %s", place.path, error)
+        return False
+    return True
+
+
+class _Unit:
+    """The kernels of a translation unit, compiled by a single run of g++."""
+
+    def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
+        """Begin to compile `kernels` by `submit`, which runs a function in another thread; at a first call if None.
+
+        `CppPythonBindingsCodeCache.load_async`: checked on torch 2.11 and 2.13. Gone: ImportError or TypeError at the
+        first program.
+        """
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        self._kernels = list(kernels)
+        self._lock = threading.Lock()
+        self._load = CppPythonBindingsCodeCache.load_async(_text_of(kernels), "cpu", submit_fn=submit)
+        for kernel in kernels:
+            kernel.unit = self
+
+    def finish(self) -> None:
+        """Wait until the kernels are compiled, and install them.
+
+        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
+        """
+        with self._lock:
+            if not self._kernels:
+                return
+            self._install(self._kernels)
+            self._kernels = []  # not before: each call of a kernel that does not compile raises the compiler's error
+
+    def _install(self, kernels: Sequence[Kernel]) -> None:
+        """Wait for the library of `kernels`, and give each kernel its function.
+
+        If they do not compile together, each is compiled alone.
+
+        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
+        """
+        from torch._inductor.exc import CppCompileError
+
+        try:
+            library = self._load()
+        except CppCompileError as error:
+            log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
+            for kernel in kernels:
+                kernel.install(_alone(kernel))
+            return
+        for index, kernel in enumerate(kernels):
+            place = Place(library.__file__, library.key, entry_of(index))
+            kernel.install(function_at(place))
+            note_place(kernel.key, place)
+
+
+def _alone(kernel: Kernel) -> Callable[..., Any]:
+    """Return the function of `kernel`, compiled in a unit of its own, as Inductor does.
+
+    `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.11 and 2.13. Gone: AttributeError if kernels do not
+    compile in one unit.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return CppPythonBindingsCodeCache.load_pybinding(kernel.argtypes, kernel.source)
+
+
+def _text_of(unit: Sequence[Kernel]) -> str:
+    """Return one C++ source with all kernels of `unit`, each with its binding in a namespace of its own.
+
+    The namespaces allow two kernels to define helpers of the same name. The includes of all kernels come first, and
+    the precompiled header before the others.
+    """
+    bodies = [f"{kernel.source}\n{_binding_of(kernel, index)}" for index, kernel in enumerate(unit)]
+    includes = dict.fromkeys(line.strip() for body in bodies for line in _INCLUDE.findall(body))
+    spaces = [
+        # `static` for `extern "C"`: a C name is the same function in every namespace.
+        f"namespace elixir_{index} {{\n{_INCLUDE.sub('', body).replace(_C_KERNEL, 'static', 1)}\n}}"
+        for index, body in enumerate(bodies)
+    ]
+    return "\n".join([*includes, *spaces, ""])
+
+
+def _binding_of(kernel: Kernel, index: int) -> str:
+    """Return Inductor's own binding of `kernel`, as the Python module `entry_of(index)`.
+
+    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: checked on torch 2.11 and 2.13. Gone:
+    AttributeError at the first program.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    types = enumerate(kernel.argtypes)
+    values = ", ".join(f"parse_arg<{argtype.replace('const ', '')}>(args, {n})" for n, argtype in types)
+    return Bindings.suffix_template.format(
+        arg_len=len(kernel.argtypes),
+        call_entry_func=Bindings.call_entry_function.format(values),
+        entry_func=entry_of(index),
+        extra_parse_arg="",
+    )
+
+
+def entry_of(index: int) -> str:
+    """Return the name of a kernel's Python module and function. Inductor itself loads `kernel` of each library."""
+    return f"kernel_{index}" if index else "kernel"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Partition and compile a captured graph by calls into torch, by Inductor or op by op.
+#
+# AOTAutograd, which both ways use, describes the inputs and outputs of its graphs by the positions of inputs in the
+# graph it was given.
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):

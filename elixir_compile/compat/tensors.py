@@ -1,12 +1,212 @@
-"""Storages, symbolic sizes, schemas, ops on tensors, and what the allocators and the profiler report of memory."""
+"""Ask torch about tensors: their storages, symbolic sizes and schemas, what the allocators report of memory, and how a
+tensor is made again from its bytes.
+"""
 
+import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from elixir_compile.compat.symbols import is_jagged
+# ----------------------------------------------------------------------------------------------------------------------
+# The symbols of dynamic sizes: which a size has, numbers that stand in for them, and what torch knows of their
+# values.
+
+
+_Size = int | torch.SymInt
+_FIRST_STAND_IN = 1 << 60
+
+
+def is_jagged(value: object) -> bool:
+    """Return whether `value` is the length of the jagged dimension of a nested tensor.
+
+    Such a value names the offsets of the tensor, and only stands where a size does: it is no number, it can be compared
+    with others of its kind, and no tensor without subclass has it among its sizes.
+
+    `SymNode.is_nested_int`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    return isinstance(value, torch.SymInt) and value.node.is_nested_int()
+
+
+def symbol_of(size: object) -> str:
+    """Return the name of the symbol that `size` is, "" if it is a number, another expression, or anything else.
+
+    `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    if not isinstance(size, torch.SymInt) or is_jagged(size):
+        return ""
+    return size.node.expr.name if size.node.expr.is_symbol else ""
+
+
+def symbols_in(number: Any) -> frozenset[str]:
+    """Return the names of the symbols in `number`, which may also be a symbolic float or a condition.
+
+    `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) or is_jagged(number):
+        return frozenset()
+    return frozenset(symbol.name for symbol in number.node.expr.free_symbols)
+
+
+def stand_in(size: _Size) -> int:
+    """Return `size` as a number, without adding a guard: each symbol counts as a large prime number of its own.
+
+    Two sizes have the same number if and only if they have the same expansion, except by a coincidence that sizes
+    of tensors, with factors far below 2**60, cannot have.
+
+    `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    return _stand_in(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+
+@functools.lru_cache(maxsize=4096)
+def _stand_in(expression: Any) -> int:
+    return int(expression.subs({symbol: _prime(symbol.name) for symbol in expression.free_symbols}))
+
+
+@functools.lru_cache(maxsize=256)
+def _prime(name: str) -> int:
+    import sympy
+
+    # Checksums of names are at least 1 apart, so these numbers are at least 2**20 apart: farther than primes are.
+    return int(sympy.nextprime(_FIRST_STAND_IN + (zlib.crc32(name.encode()) << 20)))
+
+
+def is_multiple(size: _Size, symbol: str) -> bool:
+    """Return whether `size` is `symbol` times a factor without it.
+
+    `SymNode.expr`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    """
+    return isinstance(size, torch.SymInt) and _is_multiple(size.node.expr, symbol)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_multiple(expression: Any, name: str) -> bool:
+    symbol = next((symbol for symbol in expression.free_symbols if symbol.name == name), None)
+    return symbol is not None and not (expression / symbol).expand().has(symbol)
+
+
+def may_have_any_value_from(least: int, size: torch.SymInt) -> bool:
+    """Return whether code that is compiled for `size`, a symbol, is right for each of its values from `least` on.
+
+    It is not if torch knows that the value is larger, or that a number divides an expression with the symbol.
+
+    `ShapeEnv.var_to_range`, `ShapeEnv.divisible`: torch 2.11 to 2.13. Gone: AttributeError if micro-batches divide a
+    batch of dynamic size.
+    """
+    symbol, env = size.node.expr, size.node.shape_env
+    return int(env.var_to_range[symbol].lower) <= least and not any(
+        symbol in known.free_symbols for known in env.divisible
+    )
+
+
+def unknown_number(like: torch.SymInt) -> torch.SymInt:
+    """Return a new symbolic number, of which nothing is known, for the captures of `like`.
+
+    `ShapeEnv.create_unbacked_symint`, `ShapeEnv.ignore_fresh_unbacked_symbols`: torch 2.11 to 2.13. Gone:
+    AttributeError if an op of a divided batch of dynamic size reads its number of rows.
+    """
+    env = like.node.shape_env
+    with env.ignore_fresh_unbacked_symbols():
+        return env.create_unbacked_symint()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A tensor as a view of memory: its layout, and the two bits whose work torch leaves to the readers of the tensor.
+#
+# torch computes neither `z.conj()` nor, of real tensors, `z.conj().imag`: it returns a view of the memory of `z` with a
+# bit, the conjugate bit or the negative bit, and each op that reads the view applies the bit. So the bytes of such a
+# tensor are not its values. Two rules follow, and whatever handles memory instead of values keeps one of them:
+#
+#     bytes go elsewhere and come back     the tensor is made again by its `MemoryView`, which knows both bits
+#     an address goes to a kernel, a       the tensor is `settled` first: its values are in its memory
+#     collective or a file
+
+
+class LazyBits(NamedTuple):
+    """Which of the two bits a tensor has; its values are those in memory, conjugated and negated as they say."""
+
+    is_conj: bool = False
+    is_neg: bool = False
+
+
+def lazy_bits(tensor: torch.Tensor) -> LazyBits:
+    """Return the bits of `tensor`, real or fake."""
+    return LazyBits(tensor.is_conj(), tensor.is_neg())
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has a bit."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def with_bits(tensor: torch.Tensor, bits: LazyBits) -> torch.Tensor:
+    """Return the memory of `tensor` as a tensor with `bits`: a view, or `tensor` itself if it has them.
+
+    `torch._neg_view`: torch 2.11 to 2.13. Gone: AttributeError if an activation with a negative bit is offloaded.
+    """
+    if tensor.is_conj() != bits.is_conj:
+        tensor = tensor.conj()
+    if tensor.is_neg() != bits.is_neg:
+        tensor = torch._neg_view(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return tensor
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of `tensor` in memory without bits: a copy, or `tensor` itself if it has none."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of `storage` as a tensor over the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryView:
+    """How a tensor reads its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """In elements."""
+    bits: LazyBits = field(default_factory=LazyBits)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "MemoryView":
+        """Return how `tensor`, whose sizes are numbers, reads its storage."""
+        return cls(
+            dtype=tensor.dtype,
+            shape=tuple(map(int, tensor.shape)),
+            stride=tuple(map(int, tensor.stride())),
+            offset=int(tensor.storage_offset()),
+            bits=lazy_bits(tensor),
+        )
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor that reads `storage` in this way."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return with_bits(empty.set_(storage, self.offset, self.shape, self.stride), self.bits)
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor`, of this shape and dtype, reads its storage in this way."""
+        strides = zip(tensor.stride(), self.stride, self.shape, strict=True)
+        is_laid_out = all(own == wanted or size == 1 for own, wanted, size in strides)
+        return is_laid_out and tensor.storage_offset() == self.offset and lazy_bits(tensor) == self.bits
+
+
+def like_in_strides(example: torch.Tensor, stride: "Sequence[int | torch.SymInt]", device: torch.device | None = None):
+    """Return an uninitialised tensor with the shape, the dtype and the bits of `example`, in the strides `stride`."""
+    made = torch.empty_strided(example.shape, stride, dtype=example.dtype, device=device or example.device)
+    return with_bits(made, lazy_bits(example))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Storages, symbolic sizes, schemas, ops on tensors, and what the allocators and the profiler report of memory.
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -1,17 +1,6 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.calls import ONCE, BackwardOrder, Calls
-from elixir_compile.ir.codec import (
-    fingerprint,
-    graph_from_json,
-    graph_to_json,
-    kernels_digest,
-    plan_from_json,
-    plan_to_json,
-    record_from_json,
-    record_to_json,
-)
 from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
@@ -31,13 +20,30 @@ from elixir_compile.ir.kinds import (
     Update,
     Verb,
 )
-from elixir_compile.ir.lean_calls import LeanCalls
-from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction, TensorTraffic
-from elixir_compile.ir.rank_class import RankClass
+from elixir_compile.ir.plan import (
+    PLAN_FORMAT,
+    Decision,
+    LeanCalls,
+    Plan,
+    Prediction,
+    RankClass,
+    TensorTraffic,
+    fingerprint,
+    graph_from_json,
+    graph_to_json,
+    kernels_digest,
+    plan_from_json,
+    plan_to_json,
+    record_from_json,
+    record_to_json,
+)
 from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
+    ONCE,
     Action,
+    BackwardOrder,
     BucketRef,
+    Calls,
     GradientRef,
     GroupRef,
     Kept,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from elixir_compile.base.codec import LEFT_OUT
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import format_bytes
-from elixir_compile.ir.kinds import BucketId, GroupId, Kind, Saving, StorageId, Tier
-from elixir_compile.ir.words import commented, word, words
+from elixir_compile.ir.kinds import BucketId, GroupId, Kind, Saving, StorageId, Tier, commented, word, words
 
 STATE_DTYPES = ("bfloat16", "int8")
 """The dtypes of moments that are narrower than fp32, from the most exact on."""

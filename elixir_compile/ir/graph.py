@@ -17,8 +17,7 @@ from elixir_compile.base.codec import LEFT_OUT
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import sizes
-from elixir_compile.ir.kinds import Batched, Kernel, Kind, OpId, Phase, StorageId
-from elixir_compile.ir.words import commented, word, words
+from elixir_compile.ir.kinds import Batched, Kernel, Kind, OpId, Phase, StorageId, commented, word, words
 
 MOST_BYTES = 1 << 55
 """The most bytes of all storages of a graph, and of everything a plan counts: 32 PiB. Bytes are added up in 64 bits,
@@ -116,14 +115,14 @@ class Op:
     flops_size: str = ""
     """`flops` as an expression of the graph's symbols; empty if the number is constant."""
     kernel: Kernel = Kernel.OPAQUE
-    """How far a compiler can fuse the op; `analysis.fused` finds the storages that are then never written."""
+    """How far a compiler can fuse the op; `step.as_run.fused` finds the storages that are then never written."""
     once: bool = False
     """If True, the op must not be recomputed: it draws random numbers, has a side effect, or the user marked its result
     to be saved."""
     mixes: str = field(default="", metadata=LEFT_OUT)
     """Why the op needs the whole batch, as in `a mean over the batch`; empty if it can run once per micro-batch."""
     times: int = field(default=1, metadata=LEFT_OUT)
-    """How many times the op runs in a step. More than 1 only in a graph that `step.recompute.as_run` has divided
+    """How many times the op runs in a step. More than 1 only in a graph that `step.as_run.as_run` has divided
     into micro-batches."""
     ring: Ring | None = field(default=None, metadata=LEFT_OUT)
     """What a collective over the tensor axis sends; None for every other op."""

@@ -1,22 +1,135 @@
-"""The plan: all decisions about a graph, as a value between the planning and the acting half."""
+"""Plans: all decisions about a graph, as values, and the JSON of graphs, plans and records."""
 
+import hashlib
+import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
-from elixir_compile.base.codec import LEFT_OUT
-from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
+from elixir_compile.base.errors import InvalidPlan, PlanFileError
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.calls import ONCE, BackwardOrder, Calls
-from elixir_compile.ir.graph import MOST_BYTES
+from elixir_compile.ir.graph import MOST_BYTES, StepGraph
 from elixir_compile.ir.hardware.cluster import MOST_RANKS
-from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
-from elixir_compile.ir.lean_calls import LeanCalls
-from elixir_compile.ir.rank_class import RankClass
-from elixir_compile.ir.schedule import Region, Schedule
+from elixir_compile.ir.kinds import (
+    Batched,
+    BucketId,
+    Kind,
+    Lane,
+    OpId,
+    StorageId,
+    Tier,
+    Update,
+    Verb,
+    commented,
+    real,
+    word,
+    words,
+)
+from elixir_compile.ir.record import Record
+from elixir_compile.ir.schedule import ONCE, BackwardOrder, Calls, Region, Schedule
 from elixir_compile.ir.share import Share
-from elixir_compile.ir.words import commented, real, word, words
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The calls of a step that save less: a second treatment of activations, beside that of the plan.
+#
+#   outstanding 4, num_full 2      F F f f B B b b        F keeps its activations, f computes them again
+#
+# A forward is full if fewer than `num_full` full forwards wait for their backward, and lean otherwise, in whatever
+# order a schedule runs them: memory that is enough for some outstanding forwards to keep their activations is used by
+# them. Storing the activations of some micro-batches, and computing those of the others again, is from Korthikanti et
+# al., "Reducing Activation Recomputation in Large Transformer Models" (2022), appendix C.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeanCalls:
+    """How the lean calls of a step run. Their buckets, placements, gathers and reduces are those of the full calls."""
+
+    num_full: int
+    """The most full forwards that wait for their backward at once."""
+    activations: tuple[Activations, ...]
+    """Groups of activations with their treatment in lean calls."""
+    regions: tuple[Region, ...]
+    schedules: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_full < 1:
+            raise InvalidPlan(f"{self.num_full} full forwards beside lean ones; expected 1 or more.")
+
+    def __str__(self) -> str:
+        lines = [f"lean calls beside {self.num_full} full"]
+        lines += ["  activations", *(f"    {group}" for group in self.activations)] if self.activations else []
+        lines += ["  regions", *(f"    {region}" for region in self.regions)]
+        lines += [f"  {schedule}".replace("\n", "\n  ") for schedule in self.schedules]
+        return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the plans of ranks that differ say about each other: a line for each class of like ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankClass:
+    """Ranks with like devices and memory, which follow plans with the same homes and activations."""
+
+    ranks: tuple[int, ...]
+    device: str
+    """The name of the profile of their device."""
+    budget_bytes: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    busy_share: float
+    """The share of the step in which their devices compute, 0 to 1, if all ranks are simulated together."""
+    is_pressed: bool
+    """Whether their plan keeps optimizer state off the device, or offloads or recomputes activations."""
+
+    num_rows: int | None = field(default=None, metadata=LEFT_OUT)
+    """Rows of the batch that each of them trains; None in a plan file of an earlier version."""
+    micro_batches: int = field(default=1, metadata=LEFT_OUT)
+    """Micro-batches in which they run their rows."""
+    state: float | None = field(default=None, metadata=LEFT_OUT)
+    """The part of the training state that each of them owns, 0 to 1; None in a plan file of an earlier version."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 0:
+            raise InvalidPlan(f"a class has the ranks {self.ranks}; expected at least one, each 0 or more.")
+        if not (math.isfinite(self.busy_share) and 0 <= self.busy_share <= 1):
+            raise InvalidPlan(
+                f"ranks {spans_text(self.ranks)} are busy for {self.busy_share} of a step; expected 0 to 1."
+            )
+        if (self.num_rows or 0) < 0 or self.micro_batches < 1 or not 0 <= (self.state or 0) <= 1:
+            raise InvalidPlan(
+                f"ranks {spans_text(self.ranks)} have {self.num_rows} rows in {self.micro_batches} micro-batches, and "
+                f"{self.state} of the state; expected 0 or more rows in 1 or more, and 0 to 1."
+            )
+        if min(self.budget_bytes, self.device_peak_bytes, self.host_peak_bytes) < 0:
+            raise InvalidPlan(f"ranks {spans_text(self.ranks)} have negative bytes.")
+
+    def __str__(self) -> str:
+        line = f"{spans_text(self.ranks):<6}  {word(self.device)}  budget {self.budget_bytes}"
+        line += f"  peak {self.device_peak_bytes}  host {self.host_peak_bytes}  busy {real(self.busy_share)}"
+        line += "" if self.num_rows is None else f"  rows {self.num_rows}"
+        line += f"  micro-batches {self.micro_batches}" if self.micro_batches > 1 else ""
+        line += "" if self.state is None else f"  state {real(self.state)}"
+        return f"{line}  pressed" if self.is_pressed else line
+
+
+def spans_text(ranks: Sequence[int]) -> str:
+    """Return `ranks` as numbers and spans of them: `0-2,5`."""
+    found = sorted(set(ranks))
+    cuts = [place for place, (a, b) in enumerate(pairwise(found), start=1) if b != a + 1]
+    runs = [found[start:end] for start, end in zip([0, *cuts], [*cuts, len(found)], strict=True)]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plan: all decisions about a graph, as a value between the planning and the acting half.
+
 
 PLAN_FORMAT = 7
 _MOST_CHUNKS = 1024
@@ -347,3 +460,143 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
     parts += ["resident"] if placement.resident else []
     parts += [f"shards {bucket.shards_text}", f"params {words(*bucket.params)}"]
     return commented("  ".join(parts).rstrip(), format_bytes(bucket.nbytes))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Turn graphs, plans and records into JSON and back, and compute the fingerprint of a graph.
+
+
+GRAPH_FORMAT = 3
+RECORD_FORMAT = 2
+
+_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError)
+_GRAPH = Form(what="graph", version=GRAPH_FORMAT, error=PlanFileError)
+
+
+_REGION, _GRADIENT = re.compile(r"\S+"), re.compile(r"offload b\d+")
+_FORMER_VERBS = {"all-gather": "gather", "all-reduce": "reduce"}
+
+
+def _relabel(record: dict[str, Any]) -> None:
+    """Give the spans of a record of format 1 the labels of format 2.
+
+    Simulated regions had no verb, collectives had words of their own, and the gradient of a bucket that left the device
+    was called after the bucket alone.
+    """
+    spans = record.get("spans")
+    for span in spans if isinstance(spans, list) else ():
+        before = span.get("label") if isinstance(span, dict) else None
+        if isinstance(before, str):
+            verb, space, what = before.partition(" ")
+            after = f"{_FORMER_VERBS.get(verb, verb)}{space}{what}"
+            if span.get("lane") == Lane.COMPUTE and _REGION.fullmatch(after):
+                after = f"{Verb.RUN} {after}"
+            elif span.get("lane") == Lane.D2H and _GRADIENT.fullmatch(after):
+                after = f"{after}.grad"
+            span["label"] = after
+
+
+_RECORD = Form(what="record", version=RECORD_FORMAT, error=PlanFileError, upgrades={1: _relabel})
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Return `plan` as JSON."""
+    return to_json(_PLAN, plan)
+
+
+def plan_from_json(text: str) -> Plan:
+    """Return the plan in `text`. Raises PlanFileError with the wrong field if the text is not a plan."""
+    return from_json(_PLAN, Plan, text)
+
+
+def graph_to_json(graph: StepGraph) -> str:
+    """Return `graph` as JSON."""
+    return to_json(_GRAPH, graph)
+
+
+def graph_from_json(text: str) -> StepGraph:
+    """Return the graph in `text`. Raises PlanFileError with the wrong field if the text is not a graph."""
+    return from_json(_GRAPH, StepGraph, text)
+
+
+def record_to_json(record: Record) -> str:
+    """Return `record` as JSON."""
+    return to_json(_RECORD, record)
+
+
+def record_from_json(text: str) -> Record:
+    """Return the record in `text`, of this format or an earlier one.
+
+    Raises PlanFileError with the wrong field if the text is not a record, or is one of a later format.
+    """
+    return from_json(_RECORD, Record, text)
+
+
+_NUM_DIGITS = 12
+
+
+def fingerprint(graph: StepGraph) -> str:
+    """Return 12 hex digits of the SHA-256 of `graph`, without the names of its ops, activations and symbols.
+
+    Of the reason why an op mixes the batch, only its existence counts. Bytes count as tracing stated them, so the same
+    step has the same fingerprint on machines whose kernels allocate other bytes.
+    """
+    workspaces = {storage.id for storage in graph.storages if storage.kind is Kind.WORKSPACE}
+    numbers: dict[StorageId, int] = {}
+    for op in graph.ops:
+        for name in (*op.reads, *op.writes):
+            if name not in workspaces:
+                numbers.setdefault(name, len(numbers))
+    ops = [
+        [
+            op.target,
+            op.phase,
+            [numbers[name] for name in op.reads],
+            [numbers[name] for name in op.writes if name not in workspaces],
+            op.module,
+            op.kernel,
+            op.once,
+            *(["mixes"] if op.mixes else []),
+            *([] if op.ring is None else ["ring", op.ring.num_ranks, op.ring.passes]),
+            *(["launches", op.launches] if op.launches > 1 else []),
+        ]
+        for op in graph.ops
+    ]
+    symbols = {name: f"v{number}" for number, (name, _) in enumerate(graph.symbols)}
+    texts = {storage.traced or storage.size for storage in graph.storages} - {""}
+    expressions = {text: int(text) if text.isdecimal() else sizes.canonical(text, symbols) for text in texts}
+    touched: list[tuple[int, list[object]]] = []
+    untouched: list[list[object]] = []
+    for storage in graph.storages:
+        if storage.id in workspaces:
+            continue
+        name = storage.id if storage.kind is Kind.PARAM else ""
+        of = "" if storage.of is None else storage.of
+        size = expressions.get(storage.traced or storage.size, storage.nbytes)
+        line: list[object] = [storage.kind, size, storage.dtype, name, of]
+        line += [] if storage.batched is Batched.SAME else [storage.batched]
+        line += ["consecutive"] if storage.consecutive else []
+        if storage.id in numbers:
+            touched.append((numbers[storage.id], line))
+        else:
+            untouched.append(line)
+    outputs = [numbers.get(name, -1) for name in graph.outputs]
+    canonical = [
+        ops,
+        [line for _, line in sorted(touched, key=lambda item: item[0])],
+        sorted(untouched, key=str),
+        outputs,
+        *([symbols.get(graph.batch_size, graph.batch)] if graph.batch_size or graph.batch > 1 else []),
+    ]
+    return _digest(canonical)
+
+
+def kernels_digest(graph: StepGraph) -> str:
+    """Return 12 hex digits of the SHA-256 of the bytes that the kernels of `graph` allocate beyond its fingerprint:
+    workspaces, and results of other bytes than tracing stated. Empty if there are none."""
+    seen = [(own.id, own.nbytes) for own in graph.storages if own.traced or own.kind is Kind.WORKSPACE]
+    return _digest(seen) if seen else ""
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:_NUM_DIGITS]

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from elixir_compile.base.errors import InvalidPlan
-from elixir_compile.ir.rows import most_rows
+from elixir_compile.ir.schedule import most_rows
 
 Terms = tuple[tuple[str, int], ...]
 """The terms of a sum as (product of symbols, coefficient), highest degree first; the constant has the product `""`."""

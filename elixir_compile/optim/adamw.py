@@ -14,11 +14,9 @@ from torch.optim import Optimizer
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.optim.adamw_rule import amsgrad_refused, may_be_narrow
-from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.precision import StatePrecision, form_of, state_precision
+from elixir_compile.optim.hybrid import Hybrid, KeepsMasters
+from elixir_compile.optim.precision import MomentForm, StatePrecision, form_of, state_precision
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.optim.saved_state import decoded_entry
 

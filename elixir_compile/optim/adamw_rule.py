@@ -4,7 +4,7 @@
     other state, on the host   one pass over host memory: decode, the same arithmetic in fp32, encode (`host.passes`)
     other state, on a device   the same in torch's ops, for many parameters at once in scratch tensors of bounded size
 
-A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `graph.ops.masters`.
+A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `graph.ops.optimizers`.
 
 ```text
   grads  -> | wide   a | b |    c    |      fp32, scaled
@@ -24,27 +24,40 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from elixir_compile.graph.ops.masters import REST_DTYPES, REST_NAMES, has_master
-from elixir_compile.graph.ops.optimizers import ParamState
+from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, ParamState, has_master
 from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir.bucket import STATE_DTYPES
 from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.passes import Extras, coalesce, kernel
-from elixir_compile.optim.layout import StatisticLayout, flat_order, in_order_of
-from elixir_compile.optim.moment_forms import MomentForm, Moments, decode, noise_key, rounded_weights, store
-from elixir_compile.optim.planned import planned_spec
 from elixir_compile.optim.precision import (
     EXACT,
+    MomentForm,
+    Moments,
     StatePrecision,
     begin_master_rest,
+    decode,
     form_of,
     layouts_of,
+    noise_key,
     rest_name_of,
+    rounded_weights,
+    store,
     with_form,
 )
-from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate, State, UpdateRule, state_nbytes
-from elixir_compile.optim.step_counts import note_num_steps, num_steps
-from elixir_compile.runtime.slab import flat
+from elixir_compile.optim.rule import (
+    GRAD_SCALE,
+    ParamUpdate,
+    State,
+    StatisticLayout,
+    UpdateRule,
+    flat_order,
+    in_order_of,
+    note_num_steps,
+    num_steps,
+    state_nbytes,
+)
+from elixir_compile.optim.state import planned_spec
+from elixir_compile.runtime.bucket import flat
 
 
 class AdamWRule(UpdateRule):

@@ -1,18 +1,10 @@
-"""The hybrid optimizer: keep state and update each bucket in the memory and at the time chosen by the plan.
-
-    in the backward      a bucket is updated once its gradients are published; `step()` updates the remaining buckets
-    after the backward   `step()` updates all buckets and returns
-    across steps         `step()` runs the device updates, queues the host updates and returns; reading a parameter
-                         waits for the update of its bucket only
-
-Device updates are launched first, so that an accelerator and the host work at once; streamed updates come last. All
-three modes give the same bits, because an update treats each tensor alone: see `update` and `rule`. If the optimizer
-class is not element-wise, its own step runs for all parameters at once.
+"""The hybrid optimizer: it keeps state and updates each bucket in the memory and at the time chosen by the plan, and
+clips and unscales gradients as it reads them.
 """
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
@@ -21,15 +13,35 @@ import torch
 from torch import nn
 
 from elixir_compile.base.errors import ElixirWarning
-from elixir_compile.graph.ops.optimizers import ParamState, claim_for_hybrid
-from elixir_compile.optim.generic.class_step import plain_step
-from elixir_compile.optim.guard import EarlyUpdates, Overflow
+from elixir_compile.graph.ops.optimizers import ParamState, claim_for_hybrid, claim_master, has_master
+from elixir_compile.graph.ops.registry import slot_of
+from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.optim.adamw_rule import AdamWRule
+from elixir_compile.optim.generic.dry_step import plain_step
+from elixir_compile.optim.guard import EarlyUpdates, GradientSnapshots, Overflow, warn_if_unplanned
+from elixir_compile.optim.host import sum_of_squares
+from elixir_compile.optim.precision import EXACT
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.saved_state import saved_entry, saved_names, unwrap_statistics, wrap_statistics
 from elixir_compile.optim.state import States, is_off_device
-from elixir_compile.optim.unplanned import warn_if_unplanned
 from elixir_compile.optim.update import Updater
+from elixir_compile.runtime.bucket import flat
+from elixir_compile.runtime.executor import executor_of_slot
 from elixir_compile.runtime.lanes import Event
+from elixir_compile.runtime.published import Squares, SquaresOf
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The hybrid optimizer: keep state and update each bucket in the memory and at the time chosen by the plan.
+#
+#     in the backward      a bucket is updated once its gradients are published; `step()` updates the remaining buckets
+#     after the backward   `step()` updates all buckets and returns
+#     across steps         `step()` runs the device updates, queues the host updates and returns; reading a parameter
+#                          waits for the update of its bucket only
+#
+# Device updates are launched first, so that an accelerator and the host work at once; streamed updates come last. All
+# three modes give the same bits, because an update treats each tensor alone: see `update` and `rule`. If the optimizer
+# class is not element-wise, its own step runs for all parameters at once.
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -264,3 +276,235 @@ class Hybrid(torch.optim.Optimizer):
     def _take_factor(self) -> float | None:
         """Return the factor by which this update multiplies gradients; None if a gradient overflowed."""
         return 1.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Clip gradients and unscale them, for optimizers whose parameters may have fp32 masters.
+#
+#     state_dict()            holds moments and joined masters in fp32; `torch.optim.AdamW` loads it and ignores
+# `master`
+#     clip_grad_norm_(norm)   stores the clip coefficient; the update multiplies gradients by it as it reads them
+#     GradScaler.step(self)   stores 1 / loss scale in the same way for float16 masters; on overflow nothing is changed
+#
+# Gradients of parameters without a master are multiplied at once by torch's own ops, so they are bitwise as in torch.
+#
+# The norm of a gradient that the backward has computed on the gradient's way to the host is not computed again: see
+# `runtime.published.GradNormCache`.
+#
+#     squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
+#     norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient
+
+
+class KeepsMasters(Hybrid):
+    """A hybrid optimizer that keeps fp32 masters in its state."""
+
+    grad_scale: "torch.Tensor | float" = 1.0
+    """The loss scale; `GradScaler` sets it around `step()`."""
+    found_inf: "torch.Tensor | float" = 0.0
+    """The number of gradients that overflowed; `GradScaler` sets it around `step()`."""
+    _clip_factor: float = 1.0
+    """The clip coefficient for the next update."""
+    _clipped = GradientSnapshots()
+    """The gradients to which `_clip_factor` applies."""
+
+    precision = EXACT
+    """How the state is stored; `HybridAdamW` takes it from the arguments of its constructor."""
+
+    def _new_rule(self) -> UpdateRule:
+        return AdamWRule(self.precision)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group as in `torch.optim.Optimizer`."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            claim_master(param, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles of the optimizer hold."""
+        return {**super().__getstate__(), "precision": self.precision}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.precision = state.get("precision", self.precision)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                claim_master(param, self)
+
+    @Hybrid._step_supports_amp_scaling.getter
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return whether a float16 parameter has a master: `GradScaler` refuses to unscale float16 gradients itself.
+
+        A collective of all ranks; raises GradientsChanged: see `Hybrid`.
+        """
+        params = (param for group in self.param_groups for param in group["params"])
+        return super()._step_supports_amp_scaling or any(
+            param.dtype == torch.float16 and has_master(param) for param in params
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and the clip coefficient that was stored for them."""
+        self._clip_factor = 1.0
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0) -> torch.Tensor:
+        """Clip gradients for the next step to the global norm `max_norm`; return their norm before clipping.
+
+        Gradients of parameters with a master are read in fp32 or wider but not written: the update multiplies them.
+        Other gradients are scaled at once. `grad_scale` is the present loss scale, `scaler.get_scale()`; the returned
+        norm is the norm of the unscaled gradients.
+        """
+        mixed, plain = self._by_master()
+        kinds = {is_dtensor(param) for param in plain}
+        is_as_torch = not mixed and grad_scale == 1.0 and kinds == {False}
+        known = known_squares([*mixed, *plain], norm_of if is_as_torch else squares_of)
+        if is_as_torch:
+            return clip_as_torch(plain, max_norm, known)
+        # Ranks take this branch together if gradients are DTensors: their caches of norms may differ.
+        clip_factor = self._take_clip_factor()
+        squares = clip_factor**2 * sum_of_all_squares(mixed, known) + sum_of_all_squares(plain, known)
+        is_double = any(param.dtype == torch.float64 for param in plain)
+        dtype = torch.float64 if is_double else torch.float32
+        norm = torch.tensor(squares**0.5 / grad_scale, dtype=dtype, device="cpu")
+        # As torch does: without a branch, and not finite if the norm is not.
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._clip_factor, self._clipped = clip_factor * factor, GradientSnapshots(mixed)
+        if factor != 1.0:
+            _multiply_grads(plain, factor)
+        return norm
+
+    def _take_factor(self) -> float | None:
+        """Return clip coefficient / loss scale, and reset the coefficient; None if a gradient overflowed."""
+        clip_factor = self._take_clip_factor()
+        if float(self.found_inf):
+            return None
+        inverse_scale = 1.0 / float(self.grad_scale)
+        if inverse_scale != 1.0:  # else do not touch gradients: updates of this step may be queued already
+            _multiply_grads(self._by_master()[1], inverse_scale)
+        return clip_factor * inverse_scale
+
+    def _take_clip_factor(self) -> float:
+        """Return the stored clip coefficient, and reset it to 1.
+
+        Returns 1 if all gradients that were clipped are gone: the coefficient of a skipped step must not apply to the
+        next step.
+        """
+        factor, self._clip_factor = self._clip_factor, 1.0
+        if factor == 1.0:
+            return factor
+        with torch.DisableTorchFunctionSubclass():  # compares identities, so no queued update is waited for
+            return factor if self._clipped.any_remains() else 1.0
+
+    def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters with gradients in two lists: with a master, and without."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        mixed = [param for param in params if has_master(param)]
+        return mixed, [param for param in params if not has_master(param)]
+
+
+def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:
+    if params:
+        torch._foreach_mul_(list(map(own_grad, params)), factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch.autograd.graph.increment_version(_grads(filter(is_dtensor, params)))
+
+
+def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+_HELD_BY_FP32 = (2.0**-30, 2.0**60)
+"""Between these norms, fp32 squares neither overflow nor vanish. Outside, a gradient on the host is summed again."""
+
+
+def squares_of(grad: torch.Tensor) -> Squares:
+    """Return the sum of squares of `grad` as a float if `grad` is on the host, else its norm as a device tensor."""
+    is_double = grad.dtype == torch.float64
+    if grad.device.type == "cpu" and not is_double and grad.is_contiguous():
+        return sum_of_squares(flat(grad)) if grad.numel() else 0.0
+    norm = torch.linalg.vector_norm(grad, dtype=torch.float64 if is_double else torch.float32)
+    return float(norm) ** 2 if grad.device.type == "cpu" else norm
+
+
+def norm_of(grad: torch.Tensor) -> torch.Tensor:
+    """Return the 2-norm of `grad`, with its dtype, on its device."""
+    return _foreach_norm([grad])[0]
+
+
+def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping[int, Squares]:
+    """Return the results of `squares` that the backward has cached, by the id of the parameter.
+
+    Also ask the backwards of later steps to cache `squares` for all of `params`.
+    """
+    slots = {id(param): slot for param in params if (slot := slot_of(param)) is not None}
+    found: dict[int, Squares] = {}
+    for executor in dict.fromkeys(map(executor_of_slot, slots.values())):
+        selected = {key: slot for key, slot in slots.items() if slot.sink is executor}
+        known = executor.gradients.norm_cache.known(squares)
+        found |= {key: known[slot.key] for key, slot in selected.items() if slot.key in known}
+        executor.gradients.norm_cache.ask(selected.values(), squares)
+    return found
+
+
+def sum_of_all_squares(params: Sequence[nn.Parameter], known: Mapping[int, Squares]) -> float:
+    """Return the sum of the squares of all gradients of `params`, each summed over the axes along which it is sharded.
+
+    Gradients on a device cost a synchronisation for each mesh and set of axes.
+    """
+    squares = _own_squares((param for param in params if not cut_axes(param)), known)
+    for sharded in by_mesh(params):
+        by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for param in sharded:
+            by_axes.setdefault(cut_axes(param), []).append(param)
+        for axes in sorted(by_axes):  # ranks may have the gradients in another order
+            squares += sum_over_parts(_own_squares(by_axes[axes], known), by_axes[axes][0], axes)
+    return squares
+
+
+def _own_squares(params: Iterable[nn.Parameter], known: Mapping[int, Squares]) -> float:
+    """Return the sum of squares over this rank's gradients of `params`, which may be shards."""
+    total, computing = 0.0, []
+    for param in params:
+        squares = known[id(param)] if id(param) in known else squares_of(own_grad(param))
+        if isinstance(squares, float):
+            total += squares
+        else:
+            computing.append((param, squares))
+    if not computing:
+        return total
+    for (param, _), norm in zip(computing, torch.stack([norm for _, norm in computing]).tolist(), strict=True):
+        is_held = _HELD_BY_FP32[0] < norm < _HELD_BY_FP32[1] or own_grad(param).device.type != "cpu"
+        total += norm**2 if is_held else float(squares_of(own_grad(param)))
+    return total
+
+
+def clip_as_torch(params: Sequence[nn.Parameter], max_norm: float, known: Mapping[int, Squares]) -> torch.Tensor:
+    """Clip as `torch.nn.utils.clip_grad_norm_` does, but take cached norms from `known`; return the total norm.
+
+    The bits can differ from torch only if gradients have several devices or dtypes, or if a cached norm was computed on
+    another device than the gradient's.
+    """
+    if not known:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    grads = {id(param): param.grad for param in params if param.grad is not None}
+    norms = {key: norm for key, norm in known.items() if isinstance(norm, torch.Tensor)}
+    unknown: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for key, grad in grads.items():
+        if key not in norms:
+            unknown.setdefault((grad.device, grad.dtype), {})[key] = grad
+    for group in unknown.values():
+        norms |= zip(group, _foreach_norm(list(group.values())), strict=True)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for key in grads:
+        by_device.setdefault(norms[key].device, []).append(norms[key])
+    first = next(iter(grads.values())).device
+    total = torch.linalg.vector_norm(torch.cat([torch.stack(group).to(first) for group in by_device.values()]), 2.0)
+    if not torch.isfinite(total):  # a device norm in fp32 may overflow although torch's norm on the host does not
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if max_norm / (total + 1e-6) < 1.0:  # torch also multiplies by a factor of 1, which changes no finite number
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+def _foreach_norm(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the 2-norm of each gradient, by the operator that `torch.nn.utils.clip_grad_norm_` calls."""
+    return torch._foreach_norm(list(grads), 2.0)  # pyright: ignore[reportPrivateImportUsage]

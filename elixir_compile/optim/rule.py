@@ -1,8 +1,5 @@
-"""Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
-
-A rule does not know placements. `BucketUpdate` calls it with the tensors and hyperparameters of a group slice, which
-were copied when the update was requested. `adamw_rule` has the rule of AdamW, `generic.class_rule` that of any other
-optimizer class.
+"""Update rules: the arithmetic of AdamW from gradients and statistics to new weights, how a statistic lies in memory,
+and how many steps it has counted.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -11,13 +8,107 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.optimizers import ParamState
 from elixir_compile.graph.ops.registry import gathered_numel
 from elixir_compile.graph.ops.shards import own_grad, own_part
-from elixir_compile.optim.layout import StatisticLayout
+from elixir_compile.runtime.bucket import flat
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a statistic of an optimizer lies in memory: a value for each element of its parameter, or one for each block.
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticLayout:
+    """The values of a statistic: one of `dtype` for each `block` elements of the parameter in the order of memory.
+
+    A statistic with a value for each element has the shape and the strides of its parameter; with a value for each
+    block it is flat.
+    """
+
+    dtype: torch.dtype
+    block: int = 1
+
+    def numel(self, numel: int) -> int:
+        """Return the number of values of the statistic for `numel` elements of the parameter."""
+        return -(-numel // self.block)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the statistic for `numel` elements of the parameter."""
+        return self.numel(numel) * self.dtype.itemsize
+
+    def span(self, start: int, stop: int) -> slice:
+        """Return where the flat statistic has the elements `start` to `stop`; `start` is a multiple of `block`."""
+        return slice(start // self.block, self.numel(stop))
+
+    def zeros(self, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        """Return zeros for a parameter with the shape and strides of `like`, by default on the device of `like`."""
+        if self.block == 1:
+            return torch.zeros_like(like, dtype=self.dtype, device=device)
+        return torch.zeros(self.numel(like.numel()), dtype=self.dtype, device=device or like.device)
+
+    def shaped(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the flat `values`, those of the whole parameter `like`, in the shape of the statistic, as a view."""
+        return values.as_strided(like.shape, like.stride()) if self.block == 1 else values
+
+
+def is_alike(value: torch.Tensor, like: torch.Tensor) -> bool:
+    """Return whether `value`, which has the shape of `like`, has its elements in the same order in memory."""
+    strides = zip(value.stride(), like.stride(), like.shape, strict=True)
+    return all(own == other for own, other, size in strides if size > 1)
+
+
+def in_order_of(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `value`, shaped like `like`, with its elements in the memory order of `like`; a copy if it has another."""
+    if is_alike(value, like):
+        return value
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def flat_order(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `value`, shaped like `like`, in the memory order of `like`: a view if it has the order."""
+    return flat(in_order_of(value, like))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How many steps a counter of an optimizer state has counted, without waiting for the device that holds it.
+#
+# A counter on a device is read once; whoever counts on notes the number. A counter that somebody else has written since
+# has another version, and is read again. A write through `.data` raises no version, and is not noticed.
+
+
+_known = WeakTensorKeyDictionary()
+"""By counter on a device, its version and its number."""
+
+
+def num_steps(counter: torch.Tensor | float) -> int:
+    """Return the number of steps in `counter`, a number or a tensor of one element."""
+    if not isinstance(counter, torch.Tensor) or counter.device.type == "cpu":
+        return int(counter)
+    known = _known.get(counter)
+    if known is not None and known[0] == counter._version:
+        return known[1]
+    number = int(counter)
+    note_num_steps(counter, number)
+    return number
+
+
+def note_num_steps(counter: object, number: int) -> None:
+    """Remember that `counter` has counted `number` steps."""
+    if isinstance(counter, torch.Tensor) and counter.device.type != "cpu":
+        _known[counter] = (counter._version, number)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
+#
+# A rule does not know placements. `BucketUpdate` calls it with the tensors and hyperparameters of a group slice, which
+# were copied when the update was requested. `adamw_rule` has the rule of AdamW, `generic.class_rule` that of any other
+# optimizer class.
+
 
 State = MutableMapping[str, Any]
 """The optimizer state of a parameter by name: its statistics, and counters such as `step`."""

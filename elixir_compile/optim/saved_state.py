@@ -20,21 +20,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.graph.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_like, part_of_rows
 from elixir_compile.optim.host.flat_step import joined, split
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm
 from elixir_compile.optim.precision import (
+    BLOCK,
     CODED,
     MOMENTS,
     STORED_NAMES,
+    MomentForm,
     begin_master_rest,
     form_of,
     wide_moments,
     with_form,
 )
 from elixir_compile.optim.rule import UpdateRule
-from elixir_compile.runtime.slab import flat
+from elixir_compile.runtime.bucket import flat
 
 
 def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:

@@ -1,4 +1,6 @@
-"""The state of an optimizer: created at the first update of a parameter, and moved when the plan changes."""
+"""The state of an optimizer: created at the first update of a parameter, moved to where the plan in force has it, saved
+and loaded.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -10,14 +12,36 @@ from torch import nn
 
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import own_part
-from elixir_compile.ir import Tier
-from elixir_compile.optim.disk.updates import DiskStates
-from elixir_compile.optim.layout import StatisticLayout
-from elixir_compile.optim.planned import bucket_of
-from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.ir import Bucket, Tier
+from elixir_compile.optim.disk import DiskStates
+from elixir_compile.optim.rule import StatisticLayout, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.executor import Executor, executor_of_slot
 from elixir_compile.runtime.lanes import CopyLane
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the plan in force says about a parameter.
+
+
+def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
+    """Return the bucket of `param` in the active plan and its executor; None if no plan has the parameter."""
+    slot = slot_of(param)
+    if slot is None:
+        return None
+    executor = executor_of_slot(slot)
+    bucket = executor.buckets.of(slot)
+    return None if bucket is None else (bucket, executor)
+
+
+def planned_spec(param: torch.Tensor) -> Bucket | None:
+    """Return the bucket of `param` as the active plan describes it; None if no plan has the parameter."""
+    found = bucket_of(param)
+    return None if found is None else found[0].spec
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The state of an optimizer: created at the first update of a parameter, and moved when the plan changes.
+
 
 _Kind = tuple[str, StatisticLayout]
 

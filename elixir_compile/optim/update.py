@@ -19,20 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.compat.platforms.update_threads import at_least_threads
+from elixir_compile.compat.platforms.host import at_least_threads
 from elixir_compile.ir import BucketRef, GradientRef, Kept, Lane, Tier, Update, Verb, label
 from elixir_compile.optim.adamw_rule import AdamWRule
-from elixir_compile.optim.disk.updates import DiskUpdate
+from elixir_compile.optim.disk import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
-from elixir_compile.optim.host.threads import host_threads_for, on_host_threads
+from elixir_compile.optim.host.kernel import host_threads_for, on_host_threads
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.landing import LandingUpdate
 from elixir_compile.runtime.lanes import Event
-from elixir_compile.runtime.updates import UpdateLine, Work
+from elixir_compile.runtime.updates import LandingUpdate, UpdateLine, Work
 
 
 class Updater:

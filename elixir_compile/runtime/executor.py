@@ -1,6 +1,6 @@
 """Run the actions of a schedule: each prepared model has one executor.
 
-A program (see `rewrite`) calls the verbs of `Executor` in schedule order. `gather` and `offload` start a copy and
+A program (see `graph.rewrite`) calls the verbs of `Executor` in schedule order. `gather` and `offload` start a copy and
 return a `Transfer`; `wait` takes the transfer. The executor's `PlacedBuckets` own every gathered copy, and its
 `GradientAccumulator` owns every gradient from its op to `param.grad`. No other object holds them, so `abandon` can
 clean up after a program that raised an exception.
@@ -17,24 +17,19 @@ from elixir_compile.base.errors import IncompleteStep, StaleParameters, Unsuppor
 from elixir_compile.graph.ops.optimizers import PlainState
 from elixir_compile.graph.ops.reads import EagerReads, Sites
 from elixir_compile.graph.ops.registry import Slot, forget, new_slot, slot_of
-from elixir_compile.graph.ops.tensor_axis import TensorAxis
-from elixir_compile.graph.rewrite.divided_graph import Layout
+from elixir_compile.graph.ops.shards import TensorAxis
+from elixir_compile.graph.rewrite.regions import Layout
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
-from elixir_compile.runtime.backward_pass import BackwardPass, refuse_hooks
-from elixir_compile.runtime.distributed.peers import Peers
+from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
-from elixir_compile.runtime.distributed.reducers import Reducers
 from elixir_compile.runtime.distributed.sharded import ShardReduce
-from elixir_compile.runtime.gathers import Gathers
-from elixir_compile.runtime.gradients import GradientAccumulator
+from elixir_compile.runtime.gathers import Gathers, PlacedBuckets, StepCalls
+from elixir_compile.runtime.gradients import GradientAccumulator, Reducers
 from elixir_compile.runtime.lanes import Transfer, lanes_for
-from elixir_compile.runtime.ledger import ledger_for
-from elixir_compile.runtime.parts import InParts
-from elixir_compile.runtime.phases import Phases
-from elixir_compile.runtime.placed import PlacedBuckets
+from elixir_compile.runtime.published import BackwardPass, refuse_hooks
+from elixir_compile.runtime.recording import Phases, ledger_for
 from elixir_compile.runtime.saved import SavedActivations, number_of
-from elixir_compile.runtime.slices import LeavingView, Slicing
-from elixir_compile.runtime.step_calls import StepCalls
+from elixir_compile.runtime.slices import InParts, LeavingView, Slicing
 
 Program = Callable[[list[Any]], Any]
 """A program of a graph: it empties the list of its inputs."""
@@ -349,6 +344,6 @@ def synchronize_executors(model: torch.nn.Module) -> None:
 
 
 def executor_of_slot(slot: Slot) -> Executor:
-    """Return the executor that owns `slot`; `ops` knows it only as a `SlotOwner`."""
+    """Return the executor that owns `slot`; `graph.ops` knows it only as a `SlotOwner`."""
     assert isinstance(slot.sink, Executor)
     return slot.sink

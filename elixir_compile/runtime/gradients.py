@@ -1,17 +1,4 @@
-"""Collect the gradients of an executor's graphs, and add them to `param.grad` or hand them to autograd.
-
-    the backward asks for            the gradient of p is
-    every gradient                   added to p.grad when the backward ends, or before an early update of its bucket
-    every gradient, p has hooks      handed to autograd, which calls the hooks and accumulates; the reducer of a
-                                     DistributedDataParallel has a hook on each of its parameters
-    inputs=[p, ...]                  added or handed over, as in the two rows above
-    inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
-    torch.autograd.grad(loss, [p])   handed to autograd, which returns it
-
-Autograd takes gradients at the gate (see `graph.ops.gather`), which runs after all graphs of the backward that read the
-gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own
-gradients.
-"""
+"""Gradients of a backward: sums over calls, reduction over ranks, and where the update reads them."""
 
 import functools
 from collections import Counter
@@ -19,24 +6,105 @@ from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedBackward
-from elixir_compile.graph.ops.optimizers import let_update
+from elixir_compile.base.process import Living
+from elixir_compile.graph.ops.optimizers import has_master, let_update
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.graph.ops.shards import as_dtensor, own_part
 from elixir_compile.ir import BucketRef, GradientRef, InnerVerb, Kept, Lane, Update, Verb, label
-from elixir_compile.runtime.backward_pass import BackwardPass
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.call_sums import SumsOfCalls
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
+from elixir_compile.runtime.gathers import PlacedBuckets, StepCalls
 from elixir_compile.runtime.lanes import Lanes, LateTransfer, Transfer
-from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.placed import PlacedBuckets
-from elixir_compile.runtime.published import GradNormCache, fitted, publish, widen_sum
+from elixir_compile.runtime.published import BackwardPass, GradNormCache, fitted, publish, widen_sum
+from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.step_calls import StepCalls
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sums of the gradients of the calls of a step, kept on the device until the last call reduces them.
+#
+#   backward 1    g1 -> sum           the gradient itself becomes the sum
+#   backward 2    sum += g2
+#   backward 3    sum += g3, reduce   one collective and one copy to the host, whatever the number of calls
+
+
+class SumsOfCalls:
+    """The unreduced sums of an executor, by the key of the slot of their parameter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add(
+        self,
+        bucket: RunningBucket,
+        positions: Sequence[int],
+        grads: list[torch.Tensor],
+        *,
+        in_fp32: bool,
+    ) -> None:
+        """Add `grads`, of the parameters at `positions` of `bucket`, to their sums, and empty `grads`.
+
+        If sums are `in_fp32`, so are those of parameters with a master; else a sum has the dtype of its gradients.
+        """
+        for place, position in enumerate(positions):
+            key, grad = bucket.slots[position].key, grads[place]
+            wide = torch.float32 if in_fp32 and has_master(bucket.slots[position].param) else grad.dtype
+            total = self._sums.get(key)
+            if total is None:
+                # Not a view, as a transposed product is: a view keeps its base.
+                self._sums[key] = grad.detach().to(wide)
+            else:
+                total.add_(grad)
+        grads.clear()
+
+    def with_sums(
+        self, bucket: RunningBucket, positions: Sequence[int], grads: list[torch.Tensor]
+    ) -> tuple[Sequence[int], list[torch.Tensor]]:
+        """Return `positions` and `grads` of the last call with the sums of the earlier calls added, and forget these.
+
+        The list that is returned is `grads` itself, which the caller may empty.
+        """
+        if not self._sums:
+            return positions, grads
+        found = list(positions)
+        for place, position in enumerate(positions):
+            total = self._sums.pop(bucket.slots[position].key, None)
+            if total is not None:
+                grads[place] = total.add_(grads[place])
+        for position, slot in enumerate(bucket.slots):
+            total = self._sums.pop(slot.key, None)
+            if total is not None:  # the last call, for example of other experts, has no gradient of the parameter
+                found.append(position)
+                grads.append(total)
+        return found, grads
+
+    def holds_any_of(self, bucket: RunningBucket) -> bool:
+        """Return whether there is a sum of a parameter of `bucket`."""
+        return bool(self._sums) and any(slot.key in self._sums for slot in bucket.slots)
+
+    def clear(self) -> None:
+        """Forget all sums; called after an exception."""
+        self._sums.clear()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collect the gradients of an executor's graphs, and add them to `param.grad` or hand them to autograd.
+#
+#     the backward asks for            the gradient of p is
+#     every gradient                   added to p.grad when the backward ends, or before an early update of its bucket
+#     every gradient, p has hooks      handed to autograd, which calls the hooks and accumulates; the reducer of a
+#                                      DistributedDataParallel has a hook on each of its parameters
+#     inputs=[p, ...]                  added or handed over, as in the two rows above
+#     inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
+#     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
+#
+# Autograd takes gradients at the gate (see `graph.ops.gather`), which runs after all graphs of the backward that read
+# the gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its
+# own gradients.
 
 
 class GradientAccumulator:
@@ -366,3 +434,53 @@ class GradientAccumulator:
     def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
         bucket = self._buckets.of(slot) if self.sums_in_fp32 else None
         return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The DistributedDataParallel modules that reduce the gradients of an executor's parameters.
+#
+# Such a module has a reducer in C++, which hangs a hook on the autograd node of each parameter. The hooks copy
+# gradients into flat buckets, and sum the buckets over all ranks while the backward runs. So three things hold for its
+# parameters:
+#
+#     gradients    go through autograd, which calls the hooks (see `runtime.gradients`), and not to `.grad` directly
+#     updates      never run in the backward, whose gradients are summed only when it ends
+#     parameters   stay on their device: on another one they would get another node, without the hook
+
+
+_COUNTS_BYTES = 8
+"""Of each parameter: how often it was used on this rank, and on all, in 4 bytes each."""
+
+
+class Reducers:
+    """The DistributedDataParallel modules in whose forwards graphs of an executor have run."""
+
+    def __init__(self) -> None:
+        self._found: Living[DistributedDataParallel] = Living()
+
+    def __bool__(self) -> bool:
+        """Whether any such module exists."""
+        return bool(self._found)
+
+    def __contains__(self, ddp: DistributedDataParallel) -> bool:
+        return ddp in self._found
+
+    def add(self, ddp: DistributedDataParallel, slots: Iterable[Slot]) -> None:
+        """Note that `ddp` reduces the gradients of those `slots` whose parameters it has."""
+        reduced = {id(param) for param in compat.reduced_by(ddp)}
+        for slot in slots:
+            if id(slot.param) in reduced:
+                slot.note_reducer(ddp)
+        self._found.add(ddp)
+
+    def bucket_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the buckets on `device`: as many as the gradients have.
+
+        The same again counts for the copies that a communication hook makes, whatever it is.
+        """
+        total = 0
+        for ddp in self._found:
+            params = [param for param in compat.reduced_by(ddp) if param.device == device]
+            copies = 2 if compat.has_communication_hook(ddp) else 1
+            total += sum(copies * param.nbytes + _COUNTS_BYTES for param in params)
+        return total

@@ -15,11 +15,10 @@ from torch.fx.node import map_aggregate
 from elixir_compile import compat
 from elixir_compile.graph.capture.markers import parameter
 from elixir_compile.graph.rewrite.own_memory import with_own_memory
-from elixir_compile.graph.rewrite.recompute import RECOMPUTED
-from elixir_compile.graph.rewrite.regions import RegionGraph
+from elixir_compile.graph.rewrite.regions import RECOMPUTED, RegionGraph
 from elixir_compile.ir import Lane, Phase
 from elixir_compile.runtime.lanes import Lanes
-from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.recording import Ledger
 
 
 class CompiledRegion(torch.nn.Module):

@@ -4,13 +4,13 @@
   for each micro-batch j      body(slice j of each input)  -->  slice j of each whole result, part j of each sum
 ```
 
-A result that only regions in micro-batches read stays in parts, if the plan counts on it (see `parts`).
+A result that only regions in micro-batches read stays in parts, if the plan counts on it (see `slices`).
 
 Parts of 16 bits add up in fp32, and their sum is rounded once. Offloaded activations leave the device and arrive on it
 slice by slice, if the plan counts on it (see `slices`).
 
-The number of rows may be dynamic. Each run then cuts its own batch, see `ir.rows`: the micro-batches of a run differ by
-at most one row, and a short batch has fewer of them.
+The number of rows may be dynamic. Each run then cuts its own batch, see `ir.schedule`: the micro-batches of a run
+differ by at most one row, and a short batch has fewer of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.graph.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
+from elixir_compile.graph.rewrite.regions import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
 from elixir_compile.ir import Lane, sizes
-from elixir_compile.ir.rows import rows_of_micro_batches
+from elixir_compile.ir.schedule import rows_of_micro_batches
 from elixir_compile.runtime.lanes import Lanes
-from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
-from elixir_compile.runtime.parts import InParts, kept_part, viewed
+from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.slices import ArrivingView, LeavingStorage, LeavingView, View
+from elixir_compile.runtime.slices import ArrivingView, InParts, LeavingStorage, LeavingView, View, kept_part, viewed
 
 _SEED_STEP = 0x9E3779B9
 """The seeds of two micro-batches differ by a multiple of this: 2**32 over the golden ratio, as in Philox."""

@@ -1,28 +1,43 @@
-"""Time the work of a step: spans on the clock of the device or of the host, from one origin per step.
-
-```text
-  clock = StepClock(lanes)         a moment on the clock of the host, of the allocators, and of each device
-  clock.at_s(time_ns)              where an event of an allocator is among the spans
-  Recording(clock, lanes)          collects spans that begin before `end`; one that is still open then is added when it
-                                   closes, so that the update of a worker thread is not lost
-```
-
-If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
-worked, not when Python issued the work. A collective works on a stream of its process group, so the second event is on
-a lane that waits for it. Else, and always for a thread of the host, a span is wall-clock time.
-
-Two events are apart in milliseconds of 32 bits: after 1000 s they resolve 60 us. So each step has an origin of its own.
+"""Count the verbs of an executor, record spans of its lanes while a recording is on, and tell observers when forwards
+and backwards begin and end.
 """
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from elixir_compile.ir.kinds import Lane
+import torch
+
+from elixir_compile import compat
+from elixir_compile.base.process import Living
+from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.ir.kinds import Lane, Phase
 from elixir_compile.ir.record import Span
-from elixir_compile.runtime.lanes import Lanes, TimedEvent
+from elixir_compile.ir.schedule import verb_of
+from elixir_compile.runtime.lanes import Announced, Lanes, TimedEvent
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Time the work of a step: spans on the clock of the device or of the host, from one origin per step.
+#
+#   clock = StepClock(lanes)         a moment on the clock of the host, of the allocators, and of each device
+#   clock.at_s(time_ns)              where an event of an allocator is among the spans
+#   Recording(clock, lanes)          collects spans that begin before `end`; one that is still open then is added when
+# it
+#                                    closes, so that the update of a worker thread is not lost
+#
+# If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
+# worked, not when Python issued the work. A collective works on a stream of its process group, so the second event is
+# on a lane that waits for it. Else, and always for a thread of the host, a span is wall-clock time.
+#
+# Two events are apart in milliseconds of 32 bits: after 1000 s they resolve 60 us. So each step has an origin of its
+# own.
+
 
 ON_THREADS = frozenset({Lane.HOST, Lane.DISK, Lane.CALLER})
 """The lanes whose work threads of the host do, so that their spans are wall-clock time."""
@@ -266,3 +281,303 @@ class DeviceSpan:
                 last = self._lanes.timed_event()
         for recording in self._recordings:
             recording.add_on_device(self._work, self._issued_s, self._first, last)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Count the verbs of an executor, and record spans of its lanes while a recording is on.
+
+
+_ledgers: "Living[Ledger]" = Living()
+_NOTHING = nullcontext()
+
+
+def all_ledgers() -> tuple["Ledger", ...]:
+    """Return the ledgers of all executors alive."""
+    return tuple(_ledgers)
+
+
+Started = TypeVar("Started", bound=OnStream)
+
+
+class Ledger:
+    """The counts and spans of the executor with `lanes`."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.graph = ""
+        """The name of the captured graph whose program runs now; empty outside of programs."""
+        self.lanes = lanes
+        """The lanes whose work is counted."""
+        self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
+        self._times: Counter[str] = Counter()
+        self._bytes: Counter[tuple[Lane, str]] = Counter()
+        self._lane_bytes: dict[str, int] = {}
+        self._updated_elements = 0
+        self._recordings: tuple[Recording, ...] = ()
+        self._thread_seconds: ThreadSeconds | None = None
+        _ledgers.add(self)
+
+    def run(self, graph: str, program: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Return the result of `program` for `args`; its spans belong to `graph`, the captured graph of the program."""
+        before, self.graph = self.graph, graph
+        try:
+            return program(args)
+        finally:
+            self.graph = before
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether spans are recorded now."""
+        return bool(self._recordings)
+
+    @property
+    def times(self) -> Mapping[str, int]:
+        """How often each label ran since the ledger was made: `{"gather b1": 4}`."""
+        with self._lock:
+            return dict(self._times)
+
+    @property
+    def bytes(self) -> Mapping[tuple[Lane, str], int]:
+        """Bytes by lane and label since the ledger was made: `{(Lane.REDUCE, "reduce b1"): 4096}`.
+
+        They are the bytes of copies, and of the full buffers of collectives.
+        """
+        with self._lock:
+            return dict(self._bytes)
+
+    @property
+    def lane_bytes(self) -> Mapping[str, int]:
+        """Bytes of `bytes` by the name of the lane that moved them: `{"h2d": 4096}`.
+
+        An observed run reads them at each change of phases, so they are summed as they come: a plan for Llama 7B has
+        760 labels.
+        """
+        with self._lock:
+            return dict(self._lane_bytes)
+
+    @property
+    def updated_elements(self) -> int:
+        """The elements of parameters that the host has updated since the ledger was made."""
+        return self._updated_elements
+
+    def count_updated(self, num_elements: int) -> None:
+        """Note that the host has updated `num_elements` elements of parameters."""
+        with self._lock:
+            self._updated_elements += num_elements
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often each verb ran since the ledger was made: `{"gather": 12}`."""
+        counts: Counter[str] = Counter()
+        for label, times in self.times.items():
+            counts[verb_of(label)] += times
+        return dict(counts)
+
+    def span(
+        self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
+        """Count `label`, made by `ir.label`, and `nbytes`; while recording, time the block.
+
+        `times` is 0 for a part of an action that is counted elsewhere, and `piece` the number of the piece if an action
+        passes the lane in several. `graph` is the captured graph of the work, None for the graph that runs now.
+        """
+        timed = self._timed(lane, label, nbytes, times, piece, graph)
+        if not compat.is_profiling():
+            return timed
+        both = ExitStack()  # while torch's profiler is on, its trace has the label too
+        both.enter_context(torch.profiler.record_function(label))
+        both.enter_context(timed)
+        return both
+
+    def _timed(
+        self, lane: Lane, label: str, nbytes: int, times: int, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
+        with self._lock:
+            if times:
+                self._times[label] += times
+            if nbytes:
+                self._bytes[lane, label] += nbytes
+                self._lane_bytes[lane.value] = self._lane_bytes.get(lane.value, 0) + nbytes
+        recordings = self._recordings_on(lane)
+        if not recordings:
+            return _NOTHING
+        work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
+        if self.lanes.has_clock and lane not in ON_THREADS:
+            return DeviceSpan(self._recordings, self.lanes, work)
+        return HostSpan(recordings, work)
+
+    def _recordings_on(self, lane: Lane) -> Sequence[Recording | ThreadSeconds]:
+        """Return what records work on `lane` now."""
+        if self._thread_seconds is not None and lane in ON_THREADS:
+            return (*self._recordings, self._thread_seconds)
+        return self._recordings
+
+    def begin(self, lane: Lane, label: str, nbytes: int, *, piece: int = 0) -> Callable[[], object]:
+        """Count `nbytes` of work that other threads do for no graph, and return the function that ends its span."""
+        span = self._timed(lane, label, nbytes, 0, piece, "")
+        span.__enter__()
+        return functools.partial(span.__exit__, None, None, None)
+
+    def waits(self, label: str) -> AbstractContextManager[object]:
+        """While recording, time the block, in which the calling thread waits for `label`."""
+        recordings = self._recordings_on(Lane.CALLER)
+        return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
+
+    def takes(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
+        """While recording, note that the device memory of `tensors` is there for the action `label` now."""
+        for recording in self._recordings:
+            recording.taken += (Taken(label, time.time_ns(), tensor.untyped_storage().data_ptr()) for tensor in tensors)
+
+    def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
+        """Count `label` and `nbytes`, and return the collective that `start` starts; while recording, time it."""
+        with self._timed(lane, label, nbytes, 1) as span:
+            collective = start()
+            if isinstance(span, DeviceSpan):
+                span.collective = collective
+        return collective
+
+    def sum_threads(self, seconds: ThreadSeconds | None) -> None:
+        """Add the seconds of the lanes of threads to `seconds` from now on; None ends this."""
+        self._thread_seconds = seconds
+
+    def start_recording(self, clock: StepClock | None = None) -> Recording:
+        """Return a recording of the spans from now on, in seconds of `clock`, or else from this call.
+
+        Several can run at once.
+        """
+        recording = Recording(StepClock([self.lanes]) if clock is None else clock, self.lanes, self._drop)
+        with self._lock:
+            self._recordings = (*self._recordings, recording)
+        return recording
+
+    def _drop(self, recording: Recording) -> None:
+        with self._lock:
+            self._recordings = tuple(other for other in self._recordings if other is not recording)
+
+
+class _AnnouncedLedger(Ledger):
+    """A ledger whose spans also name the accesses of their block, for lanes that check them."""
+
+    def __init__(self, lanes: Lanes, named: Announced) -> None:
+        super().__init__(lanes)
+        self._named = named
+
+    def span(
+        self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1, piece: int = 0, graph: str | None = None
+    ) -> AbstractContextManager[object]:
+        """Count and time the block as a ledger does, and name its accesses `label`."""
+        both = ExitStack()
+        both.enter_context(self._named.announced(label))
+        both.enter_context(super().span(lane, label, nbytes, times=times, piece=piece, graph=graph))
+        return both
+
+    def started(self, lane: Lane, label: str, nbytes: int, start: Callable[[], Started]) -> Started:
+        """Start and time the collective as a ledger does, and name the accesses of `start` `label`."""
+        with self._named.announced(label):
+            return super().started(lane, label, nbytes, start)
+
+
+def ledger_for(lanes: Lanes) -> Ledger:
+    """Return a new ledger for the executor with `lanes`."""
+    return _AnnouncedLedger(lanes, lanes) if isinstance(lanes, Announced) else Ledger(lanes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tell observers when the forwards and the backwards of training steps begin and end.
+#
+#   forward     around the checks, the plan and the program of one forward
+#   backward    from the first program of a backward pass to its published gradients
+#
+# Nothing is timed here. Without an observer, a forward and a backward look at an empty tuple.
+
+
+class PhaseObserver(Protocol):
+    """Is told of the phases of every executor of the process, on the thread that runs them."""
+
+    def phase_begins(self, phases: "Phases", phase: Phase) -> None:
+        """Note that `phase` begins on the executor of `phases`. Phases may be nested."""
+        ...
+
+    def phase_ends(self, phases: "Phases", phase: Phase) -> None:
+        """Note that the innermost `phase` on the executor of `phases` ends, if one is open."""
+        ...
+
+    def files_of(self, phases: "Phases") -> str:
+        """Return where figures of the executor of `phases` are written, as text; empty if nowhere."""
+        ...
+
+
+_observers: tuple[PhaseObserver, ...] = ()
+_lock = threading.Lock()
+_UNTIMED: AbstractContextManager[object] = nullcontext()
+
+
+def observe_phases(observer: PhaseObserver) -> Callable[[], None]:
+    """Tell `observer` of all phases from now on, and return the function that ends this."""
+    global _observers
+    with _lock:
+        _observers = (*_observers, observer)
+
+    def leave() -> None:
+        global _observers
+        with _lock:
+            _observers = tuple(other for other in _observers if other is not observer)
+
+    return leave
+
+
+def observed_files(phases: "Phases") -> tuple[str, ...]:
+    """Return where observations have written figures of the executor of `phases`, a text for each."""
+    return tuple(found for observer in _observers if (found := observer.files_of(phases)))
+
+
+class Phases:
+    """The phases of one executor, whose parameters are those of `slots`."""
+
+    def __init__(self, slots: Mapping[str, Slot], lanes: Lanes, ledger: Ledger) -> None:
+        self.slots = slots
+        self.lanes = lanes
+        self.ledger = ledger
+        self._open: list[int] = []
+        """Autograd's numbers of the backward passes whose phase is open."""
+
+    def forward(self, *, is_training: bool) -> AbstractContextManager[object]:
+        """Return a context around one forward. A forward that is not a training step's is no phase."""
+        return self._forward() if _observers and is_training else _UNTIMED
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        if self._open and compat.backward_pass_id() == -1:
+            self.abandon()  # an exception ended the backward pass before its last callback
+        self._tell(Phase.FORWARD, begins=True)
+        try:
+            yield
+        finally:
+            self._tell(Phase.FORWARD, begins=False)
+
+    def begin_backward(self) -> None:
+        """Begin the phase of the backward pass on this thread, if it has none yet; it ends with the pass.
+
+        Callbacks at the end of the pass that were queued before this call still belong to the phase.
+        """
+        if not _observers:
+            return
+        number = compat.backward_pass_id()
+        if number not in self._open:
+            self._open.append(number)
+            self._tell(Phase.BACKWARD, begins=True)
+            compat.after_backward(partial(self._end_backward, number))
+
+    def _end_backward(self, number: int) -> None:
+        if number in self._open:
+            self._open.remove(number)
+            self._tell(Phase.BACKWARD, begins=False)
+
+    def abandon(self) -> None:
+        """End the phases of all backward passes, after an exception."""
+        while self._open:
+            self._open.pop()
+            self._tell(Phase.BACKWARD, begins=False)
+
+    def _tell(self, phase: Phase, *, begins: bool) -> None:
+        for observer in _observers:
+            (observer.phase_begins if begins else observer.phase_ends)(self, phase)

@@ -1,6 +1,6 @@
-"""Search for the plan of a problem. No other package decides anything about a plan."""
+"""Search for the plan of a problem. No other room decides anything about a plan."""
 
-from elixir_compile.search.limits import Extent, extent_of, extents
+from elixir_compile.search.evaluator import Extent, extent_of, extents
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import NarrowerState, Problem
 

@@ -5,7 +5,7 @@ simulated step is within the tolerance of the bound. In a large MILP the toleran
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
-    counted     how many of like buckets and layers take each option; in large MILPs           `counted`
+    counted     how many of like buckets and layers take each option; in large MILPs            `solver`
     bound       the relaxed optimum; columns and rows are added to the MILP as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
@@ -26,15 +26,21 @@ import numpy as np
 
 from elixir_compile.base.units import GIB, format_s
 from elixir_compile.ir import Plan
-from elixir_compile.search.clock import Clock, Deadline, deadline_in
-from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
-from elixir_compile.search.formulation.counted import CountedMilp
+from elixir_compile.search.evaluator import (
+    Candidate,
+    Certificate,
+    Clock,
+    Deadline,
+    DraftPlan,
+    Evaluator,
+    deadline_in,
+    leanest,
+)
 from elixir_compile.search.formulation.milp import Milp, Vector
-from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
-from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.limits import leanest
+from elixir_compile.search.formulation.solver import CountedMilp, Priced, integral_candidates, priced, rounded
 from elixir_compile.search.reasons import binding, decisions
-from elixir_compile.search.space.modes import modes_by_depth
+from elixir_compile.search.space.layers import modes_by_depth
+from elixir_compile.search.transfers import best_moves
 from elixir_compile.search.tries import Tries, bring_back, flip
 
 log = logging.getLogger("elixir_compile")

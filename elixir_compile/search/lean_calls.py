@@ -22,19 +22,17 @@ from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
 from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
-from elixir_compile.search.clock import Deadline
-from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.heuristics.transfers import just_in_time
+from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.reasons import predicted
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
-from elixir_compile.search.space.modes import modes_by_depth
-from elixir_compile.search.writing import predicted
+from elixir_compile.search.space.layers import modes_by_depth
+from elixir_compile.search.transfers import just_in_time
 from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
 from elixir_compile.step.lean_moves import check_lean_moves
 from elixir_compile.step.plan_rows import PlanRows
 from elixir_compile.step.seconds import FurtherCall, further_call
-from elixir_compile.step.timeline import away_bytes, offloaded_bytes
-from elixir_compile.step.traffic import tensor_traffic
+from elixir_compile.step.timeline import away_bytes, offloaded_bytes, tensor_traffic
 
 _WORTH = 1e-3
 """Two treatments must make the step shorter by more than this share: they compile twice as many regions."""

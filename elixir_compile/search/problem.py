@@ -23,8 +23,8 @@ from elixir_compile.ir import (
 from elixir_compile.ir.cost import Measured
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import Share, have_equal_parts
-from elixir_compile.step.laps import Lap
-from elixir_compile.step.recompute import as_run, first_equal, laps_at
+from elixir_compile.step.as_run import as_run, first_equal, laps_at
+from elixir_compile.step.divide import Lap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,10 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from elixir_compile.search.clock import Deadline
-from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
+from elixir_compile.search.evaluator import Candidate, Deadline, DraftPlan, Evaluator
 from elixir_compile.search.formulation.milp import Milp
-from elixir_compile.search.heuristics.streaming import best_moves, may_be_streamed
-from elixir_compile.search.heuristics.transfers import just_in_time
-from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.buckets import Level
+from elixir_compile.search.transfers import best_moves, just_in_time, may_be_streamed
 
 _MIN_SWAP_GAIN, _MIN_FLIP_GAIN = 1e-5, 1e-4
 """Swaps and flips with a smaller gain, as a share of the step, do not count."""

@@ -1,24 +1,22 @@
-"""`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
-
-prepared model   the graph gathers its parameters: compile it
-plain model      the parameters are inputs of the graph: find their models, rewire the graph to gathers, compile it, and
-                 prepare the models; later captures of these models have gathers
-no parameters    compile the graph as torch does, with a warning
+"""The entry point of `torch.compile(model, backend="elixir")`: find the models of a captured graph, prepare them, and
+compile the graph by callbacks of AOTAutograd.
 """
 
 import logging
 import pkgutil
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.base.collector import collector_off
 from elixir_compile.base.errors import (
     ElixirError,
     ElixirWarning,
@@ -26,35 +24,256 @@ from elixir_compile.base.errors import (
     NoFeasiblePlan,
     NotPrepared,
     ParameterReplaced,
+    UnsupportedModel,
     UnsupportedWrapper,
 )
 from elixir_compile.base.options import Options, parse_options
+from elixir_compile.base.process import collector_off
+from elixir_compile.graph.capture.batch import mark_inputs_of_modules
+from elixir_compile.graph.capture.input_sizes import added_sizes, sizes_in
+from elixir_compile.graph.capture.joint import partition_hidden, reads_parameters, show_in_inference
 from elixir_compile.graph.capture.loss import chunk_loss, find_loss
 from elixir_compile.graph.capture.markers import gather_keys
-from elixir_compile.graph.capture.modules import find_roots, is_swapped_for
-from elixir_compile.graph.capture.nested import inline_regions
+from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, read_plainly
+from elixir_compile.graph.capture.node_facts import outputs_of
 from elixir_compile.graph.capture.rewire import (
+    ParameterInputs,
+    fake_parameter,
+    gathered_among,
     gathers_to_inputs,
     handle_inputs,
+    pass_unmanaged,
     read_functionally,
     rewire,
     split_gathers,
+    with_handles,
+    written_parameters,
 )
-from elixir_compile.graph.capture.tracing import with_deep_calls
-from elixir_compile.graph.capture.written import gathered_among, written_parameters
+from elixir_compile.graph.capture.tracing import inline_regions, with_deep_calls
 from elixir_compile.graph.ops.gather import Gate
-from elixir_compile.graph.ops.registry import follow_all_thaws, slot_by_key
-from elixir_compile.graph.ops.shards import is_dtensor
+from elixir_compile.graph.ops.registry import Slot, follow_all_thaws, forget, slot_by_key, slot_of
+from elixir_compile.graph.ops.shards import is_dtensor, rehome
+from elixir_compile.optim.guard import note_captured, watch_plain_optimizers
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.unplanned import note_captured, watch_plain_optimizers
-from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
+from elixir_compile.runtime.bucket import on_device
+from elixir_compile.search.joint.variants import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 from elixir_compile.session.compiled_code import for_compiled_code
-from elixir_compile.session.front_end import FrontEnd
-from elixir_compile.session.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
+from elixir_compile.session.model import (
+    ManagedModel,
+    managed_model,
+    managed_model_of_slot,
+    prepare_again,
+    refuse_wrappers,
+)
 from elixir_compile.session.plain_state import count_plain_state
+from elixir_compile.session.planned_graph import PlannedGraph
 from elixir_compile.session.saved import load_plan
-from elixir_compile.session.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.session.wrappers import refuse_wrappers
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Make parameters unmanaged if a captured graph uses them in a way that a gather does not allow.
+#
+# plain model      the parameters get no slot, and their modules no property
+# prepared model   their gathers become inputs of the graph, and the executor drops their slots. If another graph
+# gathers
+#                  them, their modules read them plainly again, and Dynamo captures that graph again
+
+
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def stop_managing(model: ManagedModel, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:
+    """Make the parameters of slots of `model` unmanaged, each with a reason; return the slots that another graph
+    gathers.
+
+    Raises UnsupportedModel if a parameter is sharded, or if the backward of an outstanding forward may read it.
+    """
+    executor = model.executor
+    graphs = [graph for graph in model.graphs if not graph.is_superseded]
+    gathered: list[Slot] = []
+    for slot, reason in unmanaged:
+        if slot.is_dtensor:
+            raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
+        readers = [graph for graph in graphs if slot.name in graph.param_names]
+        if readers and executor.saved.outstanding_owners():
+            raise UnsupportedModel(
+                slot.name,
+                f"{reason}, and another graph, which waits for its backward, gathers it. Call the compiled model once "
+                "under `torch.no_grad()` before it is trained",
+            )
+        for graph in readers:
+            graph.is_superseded = True
+        if readers or executor.buckets.of(slot) is not None:
+            gathered.append(slot)
+            executor.buckets.drop([slot])
+        model.note_unmanaged(slot.name, slot.param, reason)
+        del executor.slots[slot.name]
+        forget(slot)
+    return gathered
+
+
+def compile_unmanaged(
+    gm: fx.GraphModule, inputs: Sequence[Any], unmanaged: Mapping[Slot, str], compile_graph: Compile
+) -> Callable[..., Any]:
+    """Compile `gm` by `compile_graph`, with the parameters of the slots `unmanaged` as inputs instead of gathers.
+
+    `unmanaged` has the reason for each slot.
+    """
+    passed = pass_unmanaged(gm, inputs, unmanaged)
+    gathered: list[Slot] = []
+    for slot, reason in unmanaged.items():
+        if slot_of(slot.param) is slot:
+            gathered += stop_managing(managed_model_of_slot(slot), [(slot, reason)])
+    compiled = compile_graph(gm, passed.example_inputs)
+    keys = [slot.key for slot in unmanaged]
+    passed_keys = passed.keys  # `run` must not keep `passed`, which holds the first batch
+    lock, is_first = threading.Lock(), True
+
+    def run(*args: Any) -> Any:
+        nonlocal is_first
+        values = list(args)
+        for place, key in passed_keys.items():
+            values[place] = slot_by_key(key).param
+        with lock:
+            if is_first:  # no earlier: Dynamo compares devices and classes again when the backend returns
+                is_first = False
+                _move_to_device(map(slot_by_key, keys))
+                _capture_again(gathered)
+                gathered.clear()
+        return compiled(*values)
+
+    return run
+
+
+def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], model: ManagedModel) -> Sequence[Any]:
+    """Replace gathers by inputs of `gm` for parameters that cannot be gathers, and return all inputs for its trace.
+
+    `gm` is a graph of a stand-in, which belongs to `model` and which nobody runs.
+    """
+    unmanaged = gathered_among(gm, written_parameters(gm, inputs))
+    passed = pass_unmanaged(gm, inputs, unmanaged)
+    stop_managing(model, unmanaged.items())
+    # All parameters of a stand-in are views of one memory, so a write to a parameter would be a write to all of them.
+    return [
+        fake_parameter(gm, value, model.executor.device) if isinstance(value, torch.nn.Parameter) else value
+        for value in passed.example_inputs
+    ]
+
+
+@torch.no_grad()
+def _move_to_device(slots: Iterable[Slot]) -> None:
+    """Move the parameters of `slots` to the compute device, into memory of their own."""
+    for slot in slots:
+        rehome(slot.param, on_device(slot.own.detach(), slot.device))
+
+
+def _capture_again(slots: Sequence[Slot]) -> None:
+    """Let every module read the parameters of `slots` plainly, so that the guards of graphs that gather them fail."""
+    wanted = {id(slot.param) for slot in slots}
+    for root in find_roots([slot.param for slot in slots]) if slots else ():
+        for module in root.modules():
+            names = [name for name, param in module._parameters.items() if id(param) in wanted]
+            if names and is_swapped(module):
+                read_plainly(module, names)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Callbacks of AOTAutograd for a graph: called once to partition it, and once to compile each half.
+
+
+class FrontEnd:
+    """The callbacks for one captured graph of a model."""
+
+    def __init__(
+        self,
+        model: ManagedModel,
+        graph: PlannedGraph,
+        gate: Gate,
+        given: ParameterInputs,
+        options: Options,
+        attempt: LossAttempt,
+    ) -> None:
+        """`gate` passes the handles to the graph. `given` has the positions of the parameters among its inputs.
+
+        `attempt` has the form of the loss, and the review of the first plan.
+        """
+        # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
+        self._model = weakref.proxy(model)
+        self._graph = weakref.ref(graph)
+        self._gate = weakref.proxy(gate)
+        self._regions = model.regions_for(options.inner)
+        self._keys = given.keys  # `given` holds the first batch
+        self._of_modules = given.of_modules
+        self._attempt = attempt
+        self._is_captured = False
+
+    @property
+    def _planned(self) -> PlannedGraph:
+        graph = self._graph()
+        assert graph is not None, "the gate, which is called first, has the same lifetime"
+        return graph
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph, partitioned as torch does it, and plan the step."""
+        if not reads_parameters(joint.graph, self._keys):
+            return compat.min_cut_partition(joint, joint_inputs, **options)
+        num_outputs = options["num_fwd_outputs"]
+        mark_inputs_of_modules(joint.graph, self._of_modules)
+        forward, backward = partition_hidden(joint, joint_inputs, compat.min_cut_partition, self._keys, **options)
+        self._capture(forward, backward, num_outputs)
+        return forward, backward
+
+    def lower(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        **options: Any,
+    ) -> Callable[[list[Any]], Any]:
+        """Return the function to run the forward or the backward graph `gm`."""
+        if not is_backward:
+            self._check_inputs(gm.graph)
+        if not self._is_captured and reads_parameters(gm.graph, self._keys):
+            show_in_inference(gm, self._keys)
+            self._capture(gm, None, len(outputs_of(gm.graph)))
+        if self._is_captured:
+            run = with_deep_calls(partial(self._planned.runner, is_backward=is_backward))
+            return run if is_backward else compat.boxed(partial(self._run_forward, run, added_sizes(gm.graph)))
+        given = with_handles(gm, examples, self._keys)
+        return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
+
+    def _check_inputs(self, forward: fx.Graph) -> None:
+        """Raise UnsupportedModel if the compiled code would read or write a parameter whose input is only a handle."""
+        for position in sorted(compat.inputs_that_must_be_real(forward) & self._keys.keys()):
+            because = (
+                "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"
+            )
+            raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
+
+    def _run_forward(self, run: Callable[[list[Any]], Any], added: Sequence[tuple[int, int]], args: list[Any]) -> Any:
+        args += sizes_in(args, added)
+        with self._model.executor.phases.forward(is_training=not self._planned.is_inference):
+            self._gate.begin(partial(self._model.begin_forward, self._planned, args))
+            return run(args)
+
+    def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
+        attempt, self._attempt = self._attempt, LossAttempt()  # compiled code must not keep it
+        self._planned.capture(forward, backward, num_outputs, attempt)
+        self._is_captured = True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
+#
+# prepared model   the graph gathers its parameters: compile it
+# plain model      the parameters are inputs of the graph: find their models, rewire the graph to gathers, compile it,
+# and
+#                  prepare the models; later captures of these models have gathers
+# no parameters    compile the graph as torch does, with a warning
+
 
 log = logging.getLogger("elixir_compile")
 

@@ -1,31 +1,23 @@
-"""A prepared model: its parameters read as gathers, so that a plan may place them in any memory.
-
-Who owns whom:
-
-```text
-  modules --> ManagedModel --> Executor: slots, buckets, slabs, outstanding activations
-                   |
-                   +--> PlannedGraph, one for each captured graph --> programs, plans
-                   +--> gates, between autograd and the graphs
-
-  parameter --> slot --> Executor                 gathers it and takes its gradient; `ops` and `runtime` need no more
-  slot --> modules that read it --> ManagedModel  finds the model for a captured graph
-  compiled code ..> Gate, PlannedGraph            weak: Dynamo may keep it until `torch._dynamo.reset()`
-  autograd --> ticket --> PlannedGraph            an outstanding forward keeps the programs of its backward
-```
+"""A prepared model, whose parameters read as gathers: its captured graphs as a user reads them, and the wrappers of
+other libraries that it follows or refuses.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, fx, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from elixir_compile.base.errors import InvalidOption, NotPrepared, UnsupportedModel
+from elixir_compile import compat
+from elixir_compile.base.errors import InvalidOption, NotPrepared, RanksApart, UnsupportedModel, UnsupportedWrapper
 from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.modules import (
+    executor_of,
     gathered_names,
     is_swapped,
     model_of,
@@ -33,24 +25,235 @@ from elixir_compile.graph.capture.modules import (
     undo_swap,
     unmanaged_reason,
 )
-from elixir_compile.graph.ops.aliases import aliases, moved_together
 from elixir_compile.graph.ops.gather import Gate
-from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.graph.ops.shards import is_dtensor
-from elixir_compile.graph.ops.tensor_axis import TensorAxis
-from elixir_compile.runtime.distributed.peers import Peers
+from elixir_compile.graph.ops.registry import Slot, aliases, moved_together
+from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor
+from elixir_compile.graph.rewrite.program import program_text
+from elixir_compile.ir import Plan, StepGraph
+from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor, executor_of_slot
+from elixir_compile.runtime.gathers import take_replaced
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.placed import take_replaced
+from elixir_compile.search.question import Question
 from elixir_compile.session.cast_and_shard import check_masters, check_reduces
-from elixir_compile.session.compilation import Compilation
+from elixir_compile.session.machine import RegionProfile
 from elixir_compile.session.outstanding import OutstandingForwards
 from elixir_compile.session.planned_graph import PlannedGraph
+from elixir_compile.session.programs import ActivePlan
 from elixir_compile.session.saved import disk_of, load_plan
 from elixir_compile.session.stages import StagesOfRank
-from elixir_compile.session.wrappers import check_for_ddp, follow_ddp, warn_if_apart
-from elixir_compile.step.rank_peak import Run
+from elixir_compile.step import MemoryTimeline, plan_timeline
+from elixir_compile.step.stages import Run
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a user reads of a captured graph: its plan, its programs, and the bytes and seconds planned.
+
+
+class Compilation:
+    """The record of a captured graph. The backend makes it; the user reads it."""
+
+    def __init__(self, planned: PlannedGraph, loss_chunks: int | None, outstanding: OutstandingForwards) -> None:
+        self._planned, self._outstanding = planned, outstanding
+        self.loss_chunks = loss_chunks
+        """The number of chunks of the loss; None if no loss that could be chunked was found."""
+
+    @property
+    def name(self) -> str:
+        """The name of the graph: the class of the model, and a number from the second graph on."""
+        return self._planned.name
+
+    @property
+    def forward(self) -> fx.GraphModule | None:
+        """The program of the next forward."""
+        return self._planned.programs.forward
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The program of the backward; None before the first backward, and for inference."""
+        return self._planned.programs.backward
+
+    @property
+    def active(self) -> ActivePlan:
+        """The plan in use, with its capture and problem; exists once the graph was planned."""
+        return self._planned.active
+
+    @property
+    def graph(self) -> StepGraph | None:
+        """The captured step, torch-free; None before it was planned."""
+        return self.active.graph if self._planned.is_planned else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the graph; None before it was planned."""
+        return self.active.plan if self._planned.is_planned else None
+
+    @property
+    def question(self) -> Question | None:
+        """What the plan answers: the graph, the machine and the budgets; None before the graph was planned."""
+        return self._planned.planner.question(self.active) if self._planned.is_planned else None
+
+    @property
+    def timeline(self) -> MemoryTimeline:
+        """Live bytes by kind at every op under the plan."""
+        return plan_timeline(self.active.graph, self.active.plan)
+
+    @property
+    def rank_peak_bytes(self) -> int:
+        """The planned peak of this rank: of all stages of a pipeline that it runs and that have a plan, together, in
+        the order of their schedule. Without other stages it is the peak of the plan.
+
+        Example:
+            compilation = elixir.compilations(stage)[-1]
+            print(compilation.rank_peak_bytes, "of", compilation.plan.budget_bytes)
+        """
+        active, stages = self.active, self._outstanding.stages
+        if stages is None or self.is_inference:
+            return active.plan.prediction.device_peak_bytes
+        return stages.peak_bytes(self._outstanding, self._outstanding.planned())
+
+    @property
+    def profile(self) -> RegionProfile | None:
+        """Seconds and bytes of each region, measured before planning; None without the option `profile_regions`."""
+        return self._planned.planner.profile
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether the graph has no backward."""
+        return self._planned.is_inference
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later capture of the same step took its place."""
+        return self._planned.is_superseded
+
+    def __str__(self) -> str:
+        if not self._planned.is_planned:
+            return f"{self.name}: not planned"
+        return program_text(self.active.plan, self.timeline, self.active.graph, self.forward, self.backward)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Wrappers of torch and of other libraries that train a model on several devices: followed, or refused by name.
+#
+# DistributedDataParallel              followed: its reducer takes the gradients (see `runtime.gradients`)
+# DataParallel on several devices      refused: each forward runs copies, without parameters, in threads
+# fully_shard, FullyShardedDataParallel, the engine of DeepSpeed
+#                                      refused: they place parameters and gradients themselves
+# none, several ranks                  a warning: nothing averages the gradients
+
+
+def refuse_wrappers(gm: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedWrapper if another library places the parameters of the captured graph `gm`, which it reads from
+    the modules `roots` and those in them."""
+    if compat.is_in_data_parallel():
+        because = "on several devices each forward runs copies of it, which have no parameters, in threads"
+        raise UnsupportedWrapper(_name(roots), "DataParallel", because, _ONE_PROCESS_EACH)
+    modules = [module for root in roots for module in root.modules()]
+    if compat.reads_fully_sharded(gm) or any(map(compat.is_fully_sharded, modules)):
+        because = "both would place its parameters and reduce its gradients"
+        raise UnsupportedWrapper(_name(roots), "FSDP (fully_shard or FullyShardedDataParallel)", because)
+    if any(map(_is_of_deepspeed, modules)):
+        because = "both would place its parameters, gradients and optimizer state"
+        raise UnsupportedWrapper(_name(roots), "the engine of DeepSpeed", because)
+
+
+_ONE_PROCESS_EACH = (
+    "Start one process for each device, as `torchrun --nproc-per-node <devices>` does; then DistributedDataParallel, "
+    "which Trainer, Accelerate and Lightning use by themselves, can take its place"
+)
+
+
+def follow_ddp(executor: Executor) -> None:
+    """If a DistributedDataParallel runs this forward, have it take the gradients of its parameters in `executor`.
+
+    Raises UnsupportedWrapper if the ranks share the model already, or the wrapper casts parameters.
+    """
+    ddp = compat.active_ddp()
+    if ddp is None or ddp in executor.reducers:
+        return
+    _refuse_sharing_twice(executor)
+    if ddp.mixed_precision is not None:
+        because = f"{ddp.mixed_precision} replaces parameters in each forward"
+        instead = "Leave `mixed_precision` out, and use `torch.autocast` or the option `param_dtype`"
+        raise UnsupportedWrapper(_name([ddp.module]), "DistributedDataParallel", because, instead)
+    executor.reducers.add(ddp, executor.slots.values())
+
+
+def _refuse_wrapping(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise UnsupportedWrapper if `module` is a DistributedDataParallel that gets a shared model as its `child`.
+
+    Called when a module gets a child: the wrapper would fail later, at a broadcast of DTensors.
+    """
+    if isinstance(module, DistributedDataParallel) and child is not None:
+        executor = executor_of(child)
+        if executor is not None:
+            _refuse_sharing_twice(executor)
+
+
+register_module_module_registration_hook(_refuse_wrapping)
+
+
+def _refuse_sharing_twice(executor: Executor) -> None:
+    if executor.peers is not None:
+        because = "`prepare(model, mesh=...)` has the ranks share it already, and average its gradients"
+        raise UnsupportedWrapper(executor.name, "DistributedDataParallel", because, _LEAVE_OUT_ONE)
+
+
+_LEAVE_OUT_ONE = (
+    "Leave the wrapper out: for Accelerate, `accelerator.prepare_model(model, evaluation_mode=True)`. Or leave out "
+    "`prepare`, as for the Trainer and Lightning, which wrap each model: then each rank holds all of it"
+)
+
+
+def check_for_ddp(executor: Executor, options: Options) -> None:
+    """Raise InvalidOption if an option does not go with the DistributedDataParallel that reduces gradients."""
+    if not executor.reducers:
+        return
+    for name, value in (("update", "in_backward"), ("reduce_dtype", "float32")):
+        if getattr(options, name) == value:
+            because = (
+                "a DistributedDataParallel reduces gradients when the backward ends, in the dtype of the parameter"
+            )
+            raise InvalidOption(
+                name, value, f"another value, as {because}; or `prepare(model, mesh=...)` instead of it"
+            )
+
+
+def warn_if_apart(executor: Executor) -> None:
+    """Warn if several ranks run, and nothing shares the model of `executor` among them, nor makes it a stage of a
+    pipeline, another one on each rank."""
+    is_shared = executor.peers is not None or bool(executor.reducers) or compat.is_in_pipeline()
+    if is_shared or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if distributed.get_world_size() > 1:
+        warnings.warn(RanksApart(executor.name, distributed.get_world_size()), stacklevel=2)
+
+
+def _name(roots: Iterable[nn.Module]) -> str:
+    return next((type(root).__name__ for root in roots), "the model")
+
+
+def _is_of_deepspeed(module: nn.Module) -> bool:
+    """Return whether `module` is an engine of DeepSpeed, which need not be installed."""
+    return any(kind.__module__.startswith("deepspeed.") for kind in type(module).__mro__)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A prepared model: its parameters read as gathers, so that a plan may place them in any memory.
+#
+# Who owns whom:
+#
+#   modules --> ManagedModel --> Executor: slots, buckets, slabs, outstanding activations
+#                    |
+#                    +--> PlannedGraph, one for each captured graph --> programs, plans
+#                    +--> gates, between autograd and the graphs
+#
+#   parameter --> slot --> Executor                 gathers it and takes its gradient; `ops` and `runtime` need no more
+#   slot --> modules that read it --> ManagedModel  finds the model for a captured graph
+#   compiled code ..> Gate, PlannedGraph            weak: Dynamo may keep it until `torch._dynamo.reset()`
+#   autograd --> ticket --> PlannedGraph            an outstanding forward keeps the programs of its backward
+
 
 prepare_lock = threading.RLock()
 

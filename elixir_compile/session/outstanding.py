@@ -36,18 +36,17 @@ from elixir_compile.search.joint.joint_budget import (
     plan_leanest,
     rebased,
 )
-from elixir_compile.session.agreement.agreement import any_of_all
+from elixir_compile.session.agreement import any_of_all
 from elixir_compile.session.allocator_gaps import AllocatorGaps
 from elixir_compile.session.graph_planner import GraphPlanner
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import Neighbours
 from elixir_compile.session.over_budget import TOLERATED_BYTES, Outside, StepWatch, note_overrun
 from elixir_compile.session.planning import ExternalUsage, may_move_back
-from elixir_compile.session.programs import Programs
+from elixir_compile.session.programs import ActivePlan, Programs
 from elixir_compile.session.stages import StagesOfRank
 from elixir_compile.session.step_profiler import foreign_bytes
 from elixir_compile.session.trial import Trial, with_margin
-from elixir_compile.session.variants import ActivePlan
 
 log = logging.getLogger("elixir_compile")
 Answer = TypeVar("Answer")

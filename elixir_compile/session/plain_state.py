@@ -20,11 +20,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from elixir_compile.base.living import Living
+from elixir_compile.base.process import Living
 from elixir_compile.base.units import format_bytes
 from elixir_compile.graph.ops.registry import num_slots, slot_of
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.session.model import ManagedModel
 
 log = logging.getLogger("elixir_compile")

@@ -1,15 +1,10 @@
-"""A captured graph on its way from capture to running programs.
-
-```text
-  capture --> problem --> plan --> programs --> forward, backward          first steps --> corrected plan --> programs
-```
-"""
+"""A captured graph with its plans and programs, and the earlier captures of the same step."""
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import fx
 
@@ -23,26 +18,112 @@ from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem, extents
-from elixir_compile.search.joint.loss import LossAttempt, is_pressed
 from elixir_compile.search.joint.replan import StepStats
-from elixir_compile.session.agreement.agreement import adopt_by_all, any_of_all, asked_by_all, plan_for_all
-from elixir_compile.session.agreement.in_step import planned_in_step
-from elixir_compile.session.agreement.rank_facts import roll_key
-from elixir_compile.session.agreement.roll_call import Step
+from elixir_compile.search.joint.variants import LossAttempt, is_pressed
+from elixir_compile.session.agreement import Step, adopt_by_all, any_of_all, asked_by_all, plan_for_all, planned_in_step
 from elixir_compile.session.compiled_code import for_compiled_code
-from elixir_compile.session.graph_planner import GraphPlanner
-from elixir_compile.session.out_of_memory import EarlyShortage
-from elixir_compile.session.outside import unplanned_bytes, unread_bytes
+from elixir_compile.session.graph_planner import GraphPlanner, ProgramVersions
+from elixir_compile.session.neighbours import unplanned_bytes, unread_bytes
 from elixir_compile.session.outstanding import Beside, GraphRuns, OutstandingForwards
+from elixir_compile.session.over_budget import EarlyShortage
 from elixir_compile.session.planning import ExternalUsage, param_names_of
-from elixir_compile.session.program_versions import ProgramVersions
-from elixir_compile.session.programs import Programs, storages_of, ticket_position
-from elixir_compile.session.same_step import EarlierCaptures
+from elixir_compile.session.programs import (
+    ActivePlan,
+    PlanVariant,
+    PlanVariants,
+    Programs,
+    active_plan,
+    storages_of,
+    ticket_position,
+    with_neighbours,
+)
+from elixir_compile.session.rank_facts import roll_key
 from elixir_compile.session.saved import require_disk
 from elixir_compile.session.staying_gradients import StayingGradients
 from elixir_compile.session.step_profiler import Progress, StepProfiler
-from elixir_compile.session.variants import ActivePlan, PlanVariant, PlanVariants, active_plan, with_neighbours
 from elixir_compile.step import closing_verbs
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the earlier captures of a step: of the first call of a plain model, or of a compilation under other options.
+
+
+_MOST_RETURNS = 4
+"""So many times a graph takes the homes of buckets back from the same step under other options. Without a limit, two
+compilations of a step that run in turn would move the parameters before each of their steps."""
+
+
+class CapturedStep(Protocol):
+    """A captured graph with its planner: a `PlannedGraph`."""
+
+    planner: GraphPlanner
+    is_superseded: bool
+
+    @property
+    def is_planned(self) -> bool: ...
+
+    @property
+    def is_inference(self) -> bool: ...
+
+    @property
+    def active(self) -> ActivePlan: ...
+
+
+_Captured = TypeVar("_Captured", bound=CapturedStep)
+
+
+class EarlierCaptures:
+    """Finds the captures of the same step that a graph takes over or replaces."""
+
+    def __init__(self, executor: Executor, staying: StayingGradients) -> None:
+        """`staying` are the gradients that stay in the graph."""
+        self._executor = executor
+        self._staying = staying
+        self._num_returns = 0
+        """Times that the graph was superseded and took the homes of buckets back."""
+
+    def in_force(
+        self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph, external: ExternalUsage
+    ) -> _Captured | None:
+        """Return the first capture of `step`, the step of `own`, among `graphs` whose plan is in force and serves `own`
+        beside the outstanding forwards and the models in turn of `external`; None if there is none."""
+        for other in self._of(own, graphs, step):
+            plan = other.active.plan
+            is_same = own.planner.plans_like(other.planner)
+            is_same = is_same and other.active.beside_bytes >= external.outstanding_bytes
+            is_same = is_same and other.active.neighbour_bytes >= external.neighbour_bytes
+            is_same = is_same and not self._staying.is_missing_in(plan)
+            if is_same and self._executor.buckets.agree(plan.buckets, plan.placements, may_adopt=False):
+                return other
+        return None
+
+    def outdated(self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph) -> _Captured | None:
+        """Return the newest capture of `step` among `graphs` that `own` replaces; None if it replaces none.
+
+        `own` replaces a capture with other options if `own` has no plan yet, or if `own` itself was replaced and the
+        user returned to its options, at most `_MOST_RETURNS` times. The plan of `own` may then move the buckets.
+        """
+        is_back = own.is_superseded and self._num_returns < _MOST_RETURNS
+        if own.is_inference or not (is_back or not own.is_planned):
+            return None
+        newest = next((other for other in reversed(self._of(own, graphs, step)) if not other.is_superseded), None)
+        return None if newest is None or own.planner.plans_like(newest.planner) else newest
+
+    def replaced_by(self, own: CapturedStep) -> None:
+        """Note that `own` has a plan that replaces the capture found by `outdated`."""
+        self._num_returns += own.is_superseded
+        own.is_superseded = False
+
+    def _of(self, own: _Captured, graphs: Sequence[_Captured], step: StepGraph) -> list[_Captured]:
+        if self._executor.peers is not None:  # another rank may have no such capture, and would wait for this rank
+            return []
+        return [other for other in graphs if other is not own and other.is_planned and other.active.is_of(step)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A captured graph on its way from capture to running programs.
+#
+#   capture --> problem --> plan --> programs --> forward, backward          first steps --> corrected plan --> programs
+
 
 _compile_lock = threading.RLock()
 _USES_RESULTS = "code that uses its results, as a loss"

@@ -1,28 +1,30 @@
-"""From a captured step, its machine and its options to a problem for the planner.
-
-`build_problem` makes every problem: of the step of a model that trains, by `problem_of`, and of a step captured without
-training, by `tools.preview`.
+"""Make a problem for the planner from a captured step, its machine and its options, with its calls, its micro-batches
+and the bytes of attention kernels.
 """
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
-from elixir_compile.base.errors import InvalidOption
+from elixir_compile import compat
+from elixir_compile.base.errors import ElixirWarning, InvalidOption
 from elixir_compile.base.options import Options
-from elixir_compile.graph.capture.convert import Captured, step_graph, with_siblings
-from elixir_compile.graph.ops.masters import has_master
-from elixir_compile.graph.ops.optimizers import ParamState, planned_states
+from elixir_compile.graph.capture.convert import Captured, step_graph, storages_behind, with_siblings
+from elixir_compile.graph.capture.node_facts import tensor_of
+from elixir_compile.graph.ops.optimizers import ParamState, has_master, planned_states
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.ir import ONCE, Bucket, Calls, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir import ONCE, Bucket, Calls, Phase, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
-from elixir_compile.runtime.distributed.peers import Peers
+from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import NarrowerState, Problem
 from elixir_compile.session.machine import (
+    RegionProfile,
     device_budget_bytes,
     host_budget_bytes,
     library_bytes,
@@ -30,8 +32,7 @@ from elixir_compile.session.machine import (
     num_sharing_host,
     scalar_bytes,
 )
-from elixir_compile.session.micro_batches import micro_batches_asked
-from elixir_compile.session.outside import (
+from elixir_compile.session.neighbours import (
     device_bytes,
     grad_dtype_of,
     outside_bytes,
@@ -39,7 +40,128 @@ from elixir_compile.session.outside import (
     state_of_hybrid_adamw,
     unplanned_bytes,
 )
-from elixir_compile.session.planned_calls import calls_of
+from elixir_compile.step.as_run import laps_at
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the option `micro_batches` and a captured step to the number of micro-batches of a problem.
+
+
+def micro_batches_asked(graph: StepGraph, options: Options) -> int:
+    """Return the number of micro-batches in which the laps of `graph` run; 1 if the search has to choose.
+
+    Raises InvalidOption if the rows of the batch are not divided by the number that the user asks for. Warns
+    ElixirWarning if no lap of a training step can be divided.
+    """
+    asked = options.micro_batches
+    if isinstance(asked, str) or asked == 1 or not any(op.phase is Phase.UPDATE for op in graph.ops):
+        return 1
+    if graph.batch == 1 and not graph.batch_size:
+        _warn_undivided(graph, asked, graph.undivided or "no inputs share a batch of more than one row")
+        return 1
+    if not graph.batch_size and graph.batch % asked:
+        divisors = [str(number) for number in range(1, graph.batch + 1) if graph.batch % number == 0]
+        expected = f"a divisor of the batch of {graph.batch}: {', '.join(divisors)}"
+        raise InvalidOption("micro_batches", asked, expected)
+    if not laps_at(graph, (), asked):
+        mixing = next((op for op in graph.ops if op.mixes), None)
+        found = "no op reads the batch" if mixing is None else f"{mixing.id} mixes the batch: {mixing.mixes}"
+        _warn_undivided(graph, asked, found + (f" ({mixing.source})" if mixing is not None and mixing.source else ""))
+        return 1
+    return asked
+
+
+def _warn_undivided(graph: StepGraph, asked: int, why: str) -> None:
+    warnings.warn(
+        f"{graph.name} runs on the whole batch instead of in {asked} micro-batches: {why}.", ElixirWarning, stacklevel=2
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the calls of a step that `prepare` was given, and the captured inputs, to the calls of a problem.
+
+
+def calls_of(executor: Executor, captured: Captured, *, stay: bool) -> Calls:
+    """Return the calls of a step that trains `captured`; `stay` if gradients of earlier steps stay."""
+    spec = executor.calls.spec
+    if spec.num == 1:
+        return spec
+    return replace(spec, sums_in_fp32=executor.gradients.sums_in_fp32, sums_stay=stay, shared=shared_inputs(captured))
+
+
+def shared_inputs(captured: Captured) -> tuple[StorageId, ...]:
+    """Return the inputs of `captured` that are parts of larger tensors, as a batch cut into micro-batches makes them.
+
+    The inputs of other calls are parts of the same tensors.
+    """
+    behind = storages_behind(captured)
+    found = (name for node in behind if _is_part(node) for name in behind[node])
+    return tuple(dict.fromkeys(found))
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Return whether the example of a placeholder has fewer elements than its memory."""
+    value = node.meta.get("val")
+    if node.op != "placeholder" or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    nbytes, memory_bytes = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+    return compat.evaluate_size(nbytes, {}) < compat.evaluate_size(memory_bytes, {})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bytes that the kernels of attention allocate for themselves, by a formula.
+#
+# The backward of flash attention adds up the gradient of the queries in fp32, and keeps a sum for each row:
+#
+#     rows of the queries, rounded up to 128  x  heads  x  (head size, rounded up to 32, + 1)  x  4 bytes
+#
+# FlashAttention-2, `mha_bwd`: `dq_accum` and `softmax_d`. If keys have fewer heads than queries, their gradients are
+# made for each head of the queries first (`dk_expanded`, `dv_expanded`).
+#
+# Kernels without a formula, whose library chooses the workspace, are run once: see `cache.KnownKernels`.
+
+
+_FP32_BYTES = 4
+_ROWS_TOGETHER = 128
+_HEAD_SIZES_TOGETHER = 32
+_BACKWARDS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+}
+"""Queries and keys are their second and third arguments, [batch, heads, rows, head size]."""
+
+
+def workspace_bytes(captured: Captured, sizes: Mapping[str, int], profile: RegionProfile | None) -> int:
+    """Return the most bytes that one region of `captured` allocates beside its tensors.
+
+    They are the largest measured difference of `profile`, or the formula for attention if that is more. `sizes` are the
+    values of the symbols of `captured`.
+    """
+    measured_bytes = 0 if profile is None else profile.workspace_bytes
+    if captured.backward is None:
+        return measured_bytes
+    nodes = captured.backward.graph.nodes
+    return max([measured_bytes, *(attention_bytes(node, sizes) for node in nodes if node.target in _BACKWARDS)])
+
+
+def attention_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of the workspace of `node`, the backward of an attention kernel for accelerators."""
+    queries, keys = (tensor_of(source) for source in node.args[1:3] if isinstance(source, fx.Node))
+    batch, heads, rows, head_size = (compat.evaluate_size(size, sizes) for size in queries.shape)
+    _, key_heads, key_rows, _ = (compat.evaluate_size(size, sizes) for size in keys.shape)
+    numel = batch * heads * _rounded(rows, _ROWS_TOGETHER) * (_rounded(head_size, _HEAD_SIZES_TOGETHER) + 1)
+    expanded_bytes = 0 if key_heads == heads else 2 * batch * heads * key_rows * head_size * keys.element_size()
+    return _FP32_BYTES * numel + expanded_bytes
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a captured step, its machine and its options to a problem for the planner.
+#
+# `build_problem` makes every problem: of the step of a model that trains, by `problem_of`, and of a step captured
+# without training, by `tools.preview`.
 
 
 def cluster_of(cluster: Cluster, peers: Peers | None, options: Options) -> Cluster:

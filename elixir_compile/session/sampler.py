@@ -21,8 +21,8 @@ from torch.utils.data import Sampler
 
 from elixir_compile.base.errors import InvalidOption
 from elixir_compile.ir.share import Share, batch_of, check_shares, largest_remainder
-from elixir_compile.session.agreement.shares import require_same_shares, take_rows
 from elixir_compile.session.prepare import prepared_model
+from elixir_compile.session.rank_facts import require_same_shares, take_rows
 
 _ROWS_THAT_COUNT_0 = 2
 """Torch traces a batch of one row in another way than any larger one, so its graph would differ from the others."""

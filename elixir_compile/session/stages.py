@@ -21,10 +21,10 @@ from elixir_compile.base.options import Options
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
-from elixir_compile.session.agreement.agreement import any_of_all
+from elixir_compile.session.agreement import any_of_all
 from elixir_compile.session.machine import library_bytes
-from elixir_compile.session.outside import on_device_bytes, present_bytes, training_bytes
-from elixir_compile.step.rank_peak import Run, StageBytes, most_beside, stage_peaks
+from elixir_compile.session.neighbours import on_device_bytes, present_bytes, training_bytes
+from elixir_compile.step.stages import Run, StageBytes, most_beside, stage_peaks
 
 _MOST_TRIES = 6
 """Plans of a stage with less and less memory, until all stages fit together."""

@@ -18,7 +18,7 @@ from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Plan
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
-from elixir_compile.session.agreement.agreement import any_of_all, asked_by_all
+from elixir_compile.session.agreement import any_of_all, asked_by_all
 from elixir_compile.session.cache import forget_accumulation, remember_accumulation, remembers_accumulation
 from elixir_compile.session.step_profiler import Progress
 

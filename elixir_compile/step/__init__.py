@@ -1,10 +1,18 @@
-"""Facts about graphs and plans: live bytes, windows of buckets, groups of activations, and whether a plan is legal."""
+"""Facts about graphs and plans: live bytes, windows of buckets, legality, and the record of a simulated step."""
 
-from elixir_compile.step.activations import Depth, Group, activation_groups
+from elixir_compile.step.as_run import Repeat, as_run, fused, repeats
 from elixir_compile.step.formula import peak_formula, plan_at, resized
-from elixir_compile.step.fusion import fused
-from elixir_compile.step.liveness import Life, Liveness, liveness
-from elixir_compile.step.recompute import Repeat, as_run, repeats
+from elixir_compile.step.liveness import (
+    Depth,
+    Group,
+    Life,
+    Liveness,
+    Window,
+    activation_groups,
+    closing_verbs,
+    liveness,
+    use_windows,
+)
 from elixir_compile.step.timeline import (
     MemoryTimeline,
     Peak,
@@ -14,7 +22,6 @@ from elixir_compile.step.timeline import (
     with_peaks,
 )
 from elixir_compile.step.verify import verify
-from elixir_compile.step.windows import Window, closing_verbs, use_windows
 
 __all__ = [
     "Depth",

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, Plan, StepGraph, kernels_digest, sizes
-from elixir_compile.step.laps import laps_of
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.divide import laps_of
 from elixir_compile.step.plan_rows import PlanRows
-from elixir_compile.step.recompute import as_run
 from elixir_compile.step.structure import check_activations, check_regions
 from elixir_compile.step.timeline import with_peaks
 

@@ -1,24 +1,5 @@
-"""Find two accesses to the same memory that the waits of a schedule leave unordered, before anything runs.
-
-```text
-  gather b1     h2d writes the copy
-  run fwd.1     compute reads it; `wait b1` must let compute wait for h2d before
-```
-
-Of two accesses to one cell, one of which writes or frees it, one must be behind the other by the works of two
-consecutive steps (see `works`). Every access must be before the free, and every read behind a write, unless the memory
-keeps its values from step to step. The check of a run compares accesses by the same rule: see
-`tests/races/happens_before.py`.
-
-```text
-  work                       behind       before it (bits)     memory
-  0  gather b1, compute                   0000                 allocates the copy
-  1  gather b1, h2d          0            0001                 writes the copy
-  2  run fwd.1, compute      0, and 1     0011                 reads the copy; without `wait b1` it is behind 0 alone
-```
-
-A moment is a number with a bit for each work that is over by then, so the moments of all works are the transitive
-closure of their order.
+"""Check that every access of a plan's schedule is behind the writes that it needs, on the lanes and threads of the
+runtime.
 """
 
 from collections import defaultdict
@@ -27,11 +8,26 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from elixir_compile.base.collector import collector_off
-from elixir_compile.ir import BucketId, GradientRef, GroupId, GroupRef, Phase, Plan, Region, RegionId, Saving, Update
-from elixir_compile.step.excerpt import illegal_actions
-from elixir_compile.step.touches import Touch
-from elixir_compile.step.windows import closing_verbs
+from elixir_compile.base.process import collector_off
+from elixir_compile.ir import (
+    BucketId,
+    GradientRef,
+    GroupId,
+    GroupRef,
+    Phase,
+    Plan,
+    Region,
+    RegionId,
+    Saving,
+    StepGraph,
+    StorageId,
+    Target,
+    Update,
+)
+from elixir_compile.step.divide import arrived_name, leaving_name, offloaded_names
+from elixir_compile.step.lifecycles import Event
+from elixir_compile.step.liveness import closing_verbs
+from elixir_compile.step.structure import illegal_actions
 from elixir_compile.step.works import (
     COMPUTE,
     D2H,
@@ -53,6 +49,101 @@ from elixir_compile.step.works import (
     Work,
     last_forward,
 )
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the gradients and the offloaded activations that each region of a plan touches.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touch:
+    """An access of a region to the gradient of a bucket, or to a group of offloaded activations."""
+
+    event: Event
+    target: Target
+    is_written: bool
+    """Whether an op of the region writes a whole storage of the target."""
+    is_whole: bool
+    """Whether the region touches whole storages of the target, and not only slices."""
+    leaves: bool = False
+    """Whether the region makes storages of the group that leave the device in slices."""
+    arrives: bool = False
+    """Whether the region reads storages of the group that arrive on the device in slices."""
+
+
+def region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[Touch, ...]]:
+    """Return the gradients and the offloaded activations touched by the ops of each region.
+
+    A region completes a gradient if no later region writes it, and activations if no later region of the forward
+    touches them.
+    """
+    grads, groups = _gradient_owners(step, plan), _offloaded(plan)
+    leaving, arriving = _slice_names(plan)
+    owners: dict[StorageId, Target] = {**grads, **groups}
+    index = {op.id: number for number, op in enumerate(step.ops)}
+    touched: dict[RegionId, dict[Target, set[StorageId]]] = {}
+    written: dict[RegionId, set[Target]] = {}
+    completed_by: dict[Target, RegionId] = {}
+    for region in plan.regions:
+        ops = step.ops[index[region.first] : index[region.last] + 1]
+        found = touched[region.id] = {}
+        for op in ops:
+            for name in (*op.reads, *op.writes):
+                if name in owners:
+                    found.setdefault(owners[name], set()).add(name)
+        written[region.id] = {owners[name] for op in ops for name in op.writes if name in owners}
+        completed_by |= {target: region.id for target in written[region.id] if isinstance(target, GradientRef)}
+        if region.phase is Phase.FORWARD:
+            completed_by |= {target: region.id for target in found if isinstance(target, GroupRef)}
+    return {
+        region: tuple(
+            Touch(
+                event=Event.COMPLETE if completed_by.get(target) == region else Event.RUN,
+                target=target,
+                is_written=target in written[region],
+                is_whole=not names <= leaving | arriving,
+                leaves=not names.isdisjoint(leaving),
+                arrives=not names.isdisjoint(arriving),
+            )
+            for target, names in found.items()
+        )
+        for region, found in touched.items()
+    }
+
+
+def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, GradientRef]:
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    return {s.id: GradientRef(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
+
+
+def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
+    return {name: GroupRef(group) for name, group in offloaded_names(plan.activations).items()}
+
+
+def _slice_names(plan: Plan) -> tuple[frozenset[StorageId], frozenset[StorageId]]:
+    """Return the storages of slices that leave the device, and the storages of slices that arrive there."""
+    names = [name for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages]
+    return frozenset(map(leaving_name, names)), frozenset(map(arrived_name, names))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find two accesses to the same memory that the waits of a schedule leave unordered, before anything runs.
+#
+#   gather b1     h2d writes the copy
+#   run fwd.1     compute reads it; `wait b1` must let compute wait for h2d before
+#
+# Of two accesses to one cell, one of which writes or frees it, one must be behind the other by the works of two
+# consecutive steps (see `works`). Every access must be before the free, and every read behind a write, unless the
+# memory keeps its values from step to step. The check of a run compares accesses by the same rule: see
+# `tests/races/happens_before.py`.
+#
+#   work                       behind       before it (bits)     memory
+#   0  gather b1, compute                   0000                 allocates the copy
+#   1  gather b1, h2d          0            0001                 writes the copy
+#   2  run fwd.1, compute      0, and 1     0011                 reads the copy; without `wait b1` it is behind 0 alone
+#
+# A moment is a number with a bit for each work that is over by then, so the moments of all works are the transitive
+# closure of their order.
+
 
 NUM_STEPS = 2
 """The steps that are checked: one without queued updates, as the first of a run, and one behind queued updates, which

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elixir_compile.ir import Action, GroupRef, Phase, Plan, RegionRef, Verb
-from elixir_compile.step.excerpt import illegal
+from elixir_compile.step.structure import illegal
 from elixir_compile.step.works import num_forward
 
 _ORDERED = (Verb.GATHER, Verb.REDUCE)

@@ -1,30 +1,20 @@
-"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them.
-
-```text
-  bucket b3     param     86.0 MiB   op 0 to 4378          its home is the device
-  bucket b4     gathered  86.0 MiB   op 210 to 261         from its gather to its release
-  storage s17   saved     64.0 MiB   op 31 to 4120         an activation that is kept
-  joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
-```
-
-The rows of all owners add up to the timeline of the plan, and the rows of an owner to its own bytes. Buckets that take
-turns have one joint row, with the bytes of the largest of them.
-
-Rows are on an axis with a position for each op, and one for each reduce with buffers, which stands between two ops
-where the schedule has it. A row that a release or a wait ends before the reduce is not there at the position of the
-reduce, nor is a row that only the op before it reads.
+"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them, and scale
+a captured step to another number of rows of the batch.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import (
+    Action,
     Bucket,
     BucketId,
     BucketRef,
@@ -32,6 +22,7 @@ from elixir_compile.ir import (
     GroupId,
     GroupRef,
     Kind,
+    OpId,
     Plan,
     RegionRef,
     StepGraph,
@@ -40,22 +31,100 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.ir.bucket import streamed, streamed_bytes
-from elixir_compile.step.axis import Axis, actions_of, axis_of
+from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import Births, Held, Sizes, last_unreduced, last_with_gradients, resting
 from elixir_compile.step.call_bytes import (
     ONLY,
     BucketGradients,
     CallKind,
+    Ops,
     copy_of_call,
     gradients_of_call,
     storages_of_calls,
     sum_nbytes,
     waiting_bytes,
 )
-from elixir_compile.step.laps import laps_of
+from elixir_compile.step.divide import arrived_name, laps_of, leaving_name
 from elixir_compile.step.liveness import Life, liveness
-from elixir_compile.step.recompute import as_run
-from elixir_compile.step.slices import arrived_name, leaving_name
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The axis of rows of bytes: the ops of a step, and its reduces with buffers, which stand between two ops.
+#
+#   op         0    1    2         3    4      a reduce holds gradients and a flat buffer, and nothing that only
+#   position   0    1    2    3    4    5      op 2 reads last
+#   reduce                    ^
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The ops of a step and its reduces with buffers in one order."""
+
+    ops: Ops
+    """How many positions there are in all, and before the backward and the update."""
+    of: Mapping[OpId, int]
+    """The position of each op."""
+    op_of: tuple[int, ...]
+    """By position: the index of its op, or of the op before a reduce."""
+    with_moment: frozenset[BucketId]
+    """The buckets whose reduce has a position."""
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The positions of the ops, in order."""
+        return tuple(self.of.values())
+
+    def op_from(self, position: int) -> int:
+        """Return the index of the first op that is not before `position`; the number of ops if there is none."""
+        if position >= len(self.op_of):
+            return self.op_of[-1] + 1
+        is_reduce = position > 0 and self.op_of[position] == self.op_of[position - 1]
+        return self.op_of[position] + is_reduce
+
+    def op_to(self, position: int) -> int:
+        """Return the index of the last op that is not behind `position`; -1 if there is none."""
+        return -1 if position < 0 else self.op_of[position]
+
+
+def axis_of(step: StepGraph, plan: Plan, rank: int) -> Axis:
+    """Return the axis of `step`, the ops that `plan` runs, with the reduces of the schedule of `rank`."""
+    buckets = [(bucket.id, Sizes.of(bucket, plan.num_copies)) for bucket in plan.buckets]
+    with_moment = frozenset(name for name, sizes in buckets if sizes.has_moment)
+    index = {op.id: number for number, op in enumerate(step.ops)}
+    lasts = {region.id: index[region.last] for region in plan.regions}
+    moments: Counter[int] = Counter()
+    done = 0  # a reduce before the first op, if a plan has one, counts behind it
+    for action in actions_of(plan, rank):
+        match action.verb, action.target:
+            case Verb.RUN, RegionRef(region):
+                done = lasts[region]
+            case Verb.REDUCE, BucketRef(bucket) if bucket in with_moment:
+                moments[done] += 1
+    op_of = tuple(number for number in range(len(step.ops)) for _ in range(1 + moments[number]))
+    starts = [0, *accumulate(1 + moments[number] for number in range(len(step.ops)))]
+    counted = Ops.of(step)
+    ops = Ops(starts[counted.num_forward], starts[counted.num_run], starts[counted.num])
+    return Axis(ops, {op.id: starts[number] for number, op in enumerate(step.ops)}, op_of, with_moment)
+
+
+def actions_of(plan: Plan, rank: int) -> tuple[Action, ...]:
+    """Return the actions of `rank`, or of the first rank if all have the same."""
+    return next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0]).actions
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them.
+#
+#   bucket b3     param     86.0 MiB   op 0 to 4378          its home is the device
+#   bucket b4     gathered  86.0 MiB   op 210 to 261         from its gather to its release
+#   storage s17   saved     64.0 MiB   op 31 to 4120         an activation that is kept
+#   joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
+#
+# The rows of all owners add up to the timeline of the plan, and the rows of an owner to its own bytes. Buckets that
+# take turns have one joint row, with the bytes of the largest of them.
+#
+# Rows are on an axis with a position for each op, and one for each reduce with buffers, which stands between two ops
+# where the schedule has it. A row that a release or a wait ends before the reduce is not there at the position of the
+# reduce, nor is a row that only the op before it reads.
 
 
 class PlanRows:

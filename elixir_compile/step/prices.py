@@ -26,9 +26,8 @@ from elixir_compile.ir.cost import (
 from elixir_compile.ir.graph import Op, StepGraph
 from elixir_compile.ir.hardware import Cluster, Link
 from elixir_compile.ir.kinds import GroupId, Lane, Saving, StorageId, Tier
-from elixir_compile.step.laps import Lap
-from elixir_compile.step.recompute import as_run, laps_at, repeated_op
-from elixir_compile.step.slices import WHOLE, Crossing, Crossings, crossings
+from elixir_compile.step.as_run import as_run, laps_at, repeated_op
+from elixir_compile.step.divide import WHOLE, Crossing, Crossings, Lap, crossings
 from elixir_compile.step.works import Deed, Do
 
 _NOT_MEASURED = Measured()

@@ -26,7 +26,7 @@ Ranks have one order of collectives. If they differ, the i-th collective starts 
 it, and ends for all at once.
 
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
-rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; that collectives share a
+rate (see `ir.cost`). Not modelled: which of them becomes slower under contention; that collectives share a
 link, and so `gather` and `reduce` are lanes of their own; the start of an early update by the device on several ranks,
 which is at the wait for the gradient and not, as here, at the issue of its reduce.
 """
@@ -49,12 +49,11 @@ from elixir_compile.ir.kinds import BucketId, GroupId, Lane, RegionId, Update, V
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef, Target
-from elixir_compile.step.laps import laps_of
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.divide import laps_of
+from elixir_compile.step.liveness import closing_verbs
 from elixir_compile.step.prices import LapCopies, Prices, prices
-from elixir_compile.step.recompute import as_run
-from elixir_compile.step.timeline import plan_timeline
-from elixir_compile.step.traffic import traffic
-from elixir_compile.step.windows import closing_verbs
+from elixir_compile.step.timeline import plan_timeline, traffic
 from elixir_compile.step.works import (
     COMPUTE,
     D2H,

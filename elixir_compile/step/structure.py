@@ -1,41 +1,143 @@
-"""Check the parts of a plan besides the order of its actions: buckets, placements, activations, regions, ranks,
-peaks."""
+"""Check the parts of a plan besides the order of its actions, list its collectives in the order of issue, and show the
+lines of a printed plan around a fault.
+"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from elixir_compile.base.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import (
     ITEM_BYTES,
+    Action,
     Activations,
     Bucket,
     BucketId,
+    BucketRef,
     GradientRef,
     Kind,
     Op,
     OpId,
     Phase,
     Placement,
-    Plan,
     Region,
     Saving,
     StepGraph,
     Storage,
     StorageId,
     Tier,
+    Verb,
     sizes,
 )
-from elixir_compile.step.excerpt import (
-    illegal_action,
-    illegal_activations,
-    illegal_bucket,
-    illegal_claim,
-    illegal_region,
-)
-from elixir_compile.step.fusion import is_drawn
-from elixir_compile.step.recompute import makers, repeated_op, repeats, saved_storages
+from elixir_compile.ir.plan import Plan, bucket_text
+from elixir_compile.step.as_run import is_drawn, makers, repeated_op, repeats, saved_storages
 from elixir_compile.step.timeline import host_bytes, plan_timeline
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The collectives of a plan, in the order in which its schedule issues them: one order on all ranks, or they wait for
+# each other forever.
+#
+#   gather b1        an all-gather of the shards of b1; a bucket that is not sharded is copied by each rank for itself
+#   reduce b1        a reduce-scatter of the gradients of b1; an all-reduce if the bucket is not sharded
+
+
+class Collective(NamedTuple):
+    """A gather or a reduce of a bucket by all ranks."""
+
+    verb: Verb
+    bucket: BucketId
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.bucket}"
+
+
+def collective_of(action: Action, sharded: frozenset[BucketId]) -> Collective | None:
+    """Return the collective that `action` issues if the buckets `sharded` are sharded; None if it issues none."""
+    if not isinstance(action.target, BucketRef):
+        return None
+    is_one = action.verb is Verb.REDUCE or (action.verb is Verb.GATHER and action.target.bucket in sharded)
+    return Collective(action.verb, action.target.bucket) if is_one else None
+
+
+def sharded_buckets(plan: Plan) -> frozenset[BucketId]:
+    """Return the buckets of `plan` that are sharded over ranks."""
+    return frozenset(bucket.id for bucket in plan.buckets if bucket.is_sharded)
+
+
+def collectives_of(plan: Plan) -> tuple[Collective, ...]:
+    """Return the collectives of `plan` in the order of its schedule, if several ranks run it."""
+    sharded = sharded_buckets(plan)
+    found = (collective_of(action, sharded) for action in plan.schedules[0].actions)
+    return tuple(collective for collective in found if collective is not None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Make the errors of `verify`, with the lines of the printed plan around the fault.
+
+
+_NUM_AROUND = 3
+
+
+def illegal(sentence: str, title: str, lines: Sequence[str], *places: int) -> IllegalSchedule:
+    """Return an error with `sentence` and the lines around the numbers `places`, which are marked `<-- here`."""
+    lines = lines or ["(none)"]
+    shown = [title]
+    last = -1
+    for at, line in enumerate(lines):
+        if all(abs(at - place) > _NUM_AROUND for place in places):
+            continue
+        if at > last + 1:
+            shown.append("  ...")
+        shown.append(f"  {line}  <-- here" if at in places else f"  {line}")
+        last = at
+    if last < len(lines) - 1:
+        shown.append("  ...")
+    return IllegalSchedule(sentence, "\n".join(shown))
+
+
+def illegal_bucket(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
+    """Return an error about bucket number `at` of the plan, or about its placement."""
+    placed = zip(plan.buckets, plan.placements, strict=True)
+    return illegal(sentence, "buckets", [bucket_text(bucket, placement) for bucket, placement in placed], at)
+
+
+def illegal_activations(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
+    """Return an error about group number `at` of the plan's activations."""
+    return illegal(sentence, "activations", _texts(plan.activations), at)
+
+
+def illegal_region(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
+    """Return an error about region number `at` of the plan."""
+    return illegal(sentence, "regions", _texts(plan.regions), at)
+
+
+def illegal_action(sentence: str, plan: Plan, rank_index: int, at: int) -> IllegalSchedule:
+    """Return an error about action number `at` of schedule number `rank_index`."""
+    schedule = plan.schedules[rank_index]
+    return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), at)
+
+
+def illegal_actions(sentence: str, plan: Plan, rank_index: int, places: Collection[int]) -> IllegalSchedule:
+    """Return an error about the actions number `places` of schedule number `rank_index`: each is marked."""
+    schedule = plan.schedules[rank_index]
+    return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), *places)
+
+
+def illegal_claim(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
+    """Return an error about line number `at` below the plan's title: 0 for its budget, 2 for its peaks."""
+    title, *claims = str(plan).split("\n")[:4]
+    return illegal(sentence, title, [claim.strip() for claim in claims], at)
+
+
+def _texts(values: Iterable[object]) -> list[str]:
+    return [str(value) for value in values]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Check the parts of a plan besides the order of its actions: buckets, placements, activations, regions, ranks,
+# peaks.
+
 
 LEGAL_HOMES = frozenset(
     {

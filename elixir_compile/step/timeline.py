@@ -1,31 +1,4 @@
-"""Count the live bytes on the device at each op of a step, by kind, under a plan or with everything kept there.
-
-```text
-  live_bytes[kind][op] = sum of nbytes over the storages of the kind live at op
-```
-
-Each storage adds its bytes at its first op and subtracts them after its last, so a running sum per kind counts the
-step: O(ops + storages + actions). An offloaded activation does so twice:
-
-```text
-  op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
-  activation   ----------------                   --------
-  schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
-  second ```
-
-On several ranks two actions between ops need more bytes than the ops around them:
-
-```text
-  gather, wait    the flat buffer and the parameters copied out of it       count at the op after the wait
-  reduce          gradients and the flat buffer into which they are         a position of its own, with the bytes
-                  packed, or their means                                    between the two ops
-```
-
-An op has the bytes of its fullest position: its own, or that of a reduce behind it.
-
-Not modelled: memory allocated inside a kernel, rounding of the allocator, and the moment between two ops in
-which a gather before a release in the schedule holds both copies.
-"""
+"""Live bytes of every op of a plan, the peaks, and the traffic on the lanes."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,14 +7,45 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Activations, Kind, OpId, Phase, Plan, Saving, StepGraph, StorageId, Tier
-from elixir_compile.ir.staging import disk_staging_bytes
+from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier
+from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
+from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.hardware import Cluster
+from elixir_compile.ir.kinds import Kind, Saving
+from elixir_compile.ir.plan import Plan, TensorTraffic
+from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.call_bytes import call_kinds
-from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms
+from elixir_compile.step.divide import WHOLE, crossings, laps_of
+from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
 from elixir_compile.step.liveness import Life, liveness
 from elixir_compile.step.plan_rows import PlanRows
-from elixir_compile.step.recompute import as_run
+from elixir_compile.step.works import Deed, Do
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Count the live bytes on the device at each op of a step, by kind, under a plan or with everything kept there.
+#
+#   live_bytes[kind][op] = sum of nbytes over the storages of the kind live at op
+#
+# Each storage adds its bytes at its first op and subtracts them after its last, so a running sum per kind counts the
+# step: O(ops + storages + actions). An offloaded activation does so twice:
+#
+#   op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
+#   activation   ----------------                   --------
+#   schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
+#   second ```
+#
+# On several ranks two actions between ops need more bytes than the ops around them:
+#
+#   gather, wait    the flat buffer and the parameters copied out of it       count at the op after the wait
+#   reduce          gradients and the flat buffer into which they are         a position of its own, with the bytes
+#                   packed, or their means                                    between the two ops
+#
+# An op has the bytes of its fullest position: its own, or that of a reduce behind it.
+#
+# Not modelled: memory allocated inside a kernel, rounding of the allocator, and the moment between two ops in
+# which a gather before a release in the schedule holds both copies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,3 +235,79 @@ class _Tally:
             host_bytes=host_bytes,
             positions=tuple(fullest.tolist()),
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The bytes that works of a step move, as a ledger counts them in a run.
+#
+#   gather b1 on h2d            the parameters of the bucket, or the padded shard of a rank
+#   gather b1 on gather         the flat buffer of all ranks
+#   offload b1.grad on d2h      the gradients that the step makes
+#   gather b1.state on h2d      statistics, and parameters and gradients too if their home is the host
+
+
+def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
+    """Return the bytes that each work of rank 0 moves, by what it does and its bucket or group, in a step of `plan` for
+    `graph`."""
+    trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
+    param_bytes = {s.id: s.nbytes for s in graph.storages if s.kind is Kind.PARAM and s.id in trained}
+    found: dict[tuple[Deed, str], int] = {}
+    for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
+        trained_bytes = sum(param_bytes.get(name, 0) for name in bucket.params)
+        found |= {(do, bucket.id): nbytes for do, nbytes in _of_bucket(bucket, placement, trained_bytes).items()}
+    away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]
+    laps = laps_of(plan)
+    sliced = crossings(as_run(graph, plan.activations, laps), away) if away and laps else {}
+    for group in away:
+        crosses = sliced.get(group.id, WHOLE)
+        for whole, slices, crossing in (
+            (Do.OFFLOAD_GROUP, Do.SLICES_LEAVE, crosses.leaving),
+            (Do.PREFETCH, Do.SLICES_ARRIVE, crosses.arriving),
+        ):
+            beside_bytes = 0 if crossing is None else crossing.beside_bytes
+            found[slices, group.id], found[whole, group.id] = beside_bytes, group.nbytes - beside_bytes
+    return found
+
+
+def tensor_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> TensorTraffic | None:
+    """Return the traffic of all calls of a step of `plan` for `graph` along the tensor axis of `cluster`; None if there
+    is no such axis."""
+    if cluster.tensor is None:
+        return None
+    num_full = plan.calls.num if plan.lean is None else num_full_calls(plan.calls, plan.lean.num_full)
+    programs = [(num_full, plan)] + ([] if plan.lean is None else [(plan.calls.num - num_full, plan.of_lean_calls())])
+    runs = [
+        (num, op, op.ring)
+        for num, own in programs
+        for op in as_run(graph, own.activations, laps_of(own)).ops
+        if op.ring is not None
+    ]
+    return TensorTraffic(
+        num_ranks=cluster.tensor.num_ranks,
+        num_collectives=sum(num * op.times for num, op, _ in runs),
+        nbytes=sum(num * ring.nbytes for num, _, ring in runs),
+        run_s=sum(num * ring_s(op, cluster.tensor) for num, op, _ in runs),
+    )
+
+
+def _of_bucket(bucket: Bucket, placement: Placement, trained_bytes: int) -> Mapping[Deed, int]:
+    """Return the bytes of all that may be done with `bucket`.
+
+    `trained_bytes` are the bytes of its parameters for which the step makes gradients.
+    """
+    own_grad_bytes = bucket.shard_grad_nbytes() if bucket.is_sharded else bucket.grad_ratio * trained_bytes
+    there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
+    return {
+        Do.GATHER: bucket.flat_shard_nbytes,
+        Do.RETURN: bucket.flat_shard_nbytes,
+        Do.STAGE: bucket.shard_nbytes(),
+        Do.ALL_GATHER: bucket.flat_nbytes,
+        Do.REDUCE: bucket.flat_grad_nbytes if bucket.is_sharded else own_grad_bytes,
+        Do.AVERAGE: bucket.reduced_nbytes if bucket.is_sharded else own_grad_bytes,
+        Do.OFFLOAD: own_grad_bytes,
+        Do.STAGE_GRADIENT: own_grad_bytes,
+        Do.STREAM_THERE: there_bytes,
+        Do.STREAM_BACK: back_bytes,
+        Do.READ: bucket.shard_state_nbytes(),
+        Do.WRITE: bucket.shard_state_nbytes(),
+    }

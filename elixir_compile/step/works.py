@@ -10,8 +10,8 @@ This is the one place that says what an action does. Readers fold the works of a
   run fwd.1   run fwd.1                   compute                               reads the copy
 
   reader                      a moment is          gives
-  analysis.lane_order         a set of works       two accesses to the same memory that nothing orders
-  simulate.seconds            seconds              the spans and the seconds of a step
+  step.lane_order             a set of works       two accesses to the same memory that nothing orders
+  step.seconds                seconds              the spans and the seconds of a step
 ```
 
 A work is behind the work before it on its actor, a lane or a thread, and behind all that the program knows to be over

@@ -14,7 +14,7 @@ from elixir_compile.base.options import Options, parse_options
 from elixir_compile.ir import Plan
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.loss import Chunks, LossAttempt, with_chosen_loss
+from elixir_compile.search.joint.variants import Chunks, LossAttempt, with_chosen_loss
 from elixir_compile.search.question import question_of
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.machine import device_budget_bytes, host_budget_bytes, machine

@@ -15,14 +15,13 @@ from elixir_compile.base.errors import InvalidOption, InvalidPlan, UnsupportedMo
 from elixir_compile.base.options import Options, parse_options
 from elixir_compile.ir import StepGraph
 from elixir_compile.ir.hardware import Cluster, Fleet, fleet_of, preset_of_ranks, with_devices
-from elixir_compile.ir.pipeline import TorchSchedule, parse_schedule, pipeline_order
-from elixir_compile.ir.pipeline_plan import PipelinePlan
-from elixir_compile.search.shares.offers import Budget
+from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule, parse_schedule, pipeline_order
+from elixir_compile.search.shares.choose import Budget
 from elixir_compile.search.stages.choose import StageAsk, StageSearch
 from elixir_compile.search.stages.costs import TrainedBytes
 from elixir_compile.session.machine import machine, named_fleet
 from elixir_compile.session.planning import savings_of
-from elixir_compile.step.rows import graph_of_rows
+from elixir_compile.step.batch_rows import graph_of_rows
 from elixir_compile.tools.preview.capture import Capture, Inputs
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import find_described

@@ -32,11 +32,11 @@ from elixir_compile.ir.cost import stream_bytes
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import InnerVerb
 from elixir_compile.ir.schedule import what_of
+from elixir_compile.runtime import lanes as accelerator
 from elixir_compile.runtime import recording, updates
-from elixir_compile.runtime.lanes import accelerator
-from elixir_compile.runtime.lanes.accelerator import Accelerator, StreamLane
-from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.lanes import Accelerator, StreamLane
 from elixir_compile.runtime.micro_batches import DividedRegion
+from elixir_compile.runtime.recording import Ledger
 from elixir_compile.step.prices import Prices
 from elixir_compile.step.seconds import player_of
 from tests.cuda_standin import device as standin

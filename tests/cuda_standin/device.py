@@ -45,7 +45,7 @@ def is_gpu() -> bool:
 
 def start() -> ctypes.CDLL:
     """Return the library. The update kernel of the host, which is no op of torch, says what it reads and writes."""
-    from elixir_compile.runtime.lanes.accelerator import Accelerator
+    from elixir_compile.runtime.lanes import Accelerator
 
     found = _library()
     assert found is not None, "start this process by `python -m tests.cuda_standin.build`"

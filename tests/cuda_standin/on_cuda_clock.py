@@ -14,8 +14,7 @@ from elixir_compile.ir import plan_to_json
 from elixir_compile.ir.hardware import preset
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.gradients import GradientAccumulator
-from elixir_compile.runtime.lanes import Event
-from elixir_compile.runtime.lanes.accelerator import StreamLane
+from elixir_compile.runtime.lanes import Event, StreamLane
 from elixir_compile.step.seconds import simulate
 from tests.cuda_standin.clock import clocked
 from tests.cuda_standin.clocked_plans import CASES, DEVICE, Case, clocked_step

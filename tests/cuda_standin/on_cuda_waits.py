@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elixir_compile.ir import Update
-from elixir_compile.runtime.lanes.accelerator import Accelerator, StreamLane
+from elixir_compile.runtime.lanes import Accelerator, StreamLane
 from tests.cuda_standin import device as standin
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_offloads, assert_same, by_elixir, by_torch, tight_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.compat.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.compat.platforms.platform import AcceleratorPlatform
 from tests.device.build import library
 
 NAME = "fakegpu"

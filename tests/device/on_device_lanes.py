@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from elixir_compile.runtime.lanes.accelerator import StreamLane
+from elixir_compile.runtime.lanes import StreamLane
 from tests.device import emulated
 
 DEVICE = torch.device(emulated.NAME, 0)

@@ -12,14 +12,14 @@ from torch._subclasses import FakeTensorMode
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedDevice
 from elixir_compile.base.options import parse_options
-from elixir_compile.compat.platforms import blocks, lane_stream
-from elixir_compile.compat.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.compat.platforms import lane_stream
+from elixir_compile.compat.platforms import platform as blocks
+from elixir_compile.compat.platforms.platform import AcceleratorPlatform
 from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall, may_differ
 from elixir_compile.ir.hardware import preset
-from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.lanes.accelerator import Accelerator
-from elixir_compile.runtime.measure import regions
-from elixir_compile.runtime.measure.kernel_bytes import measured_bytes
+from elixir_compile.runtime import measure as regions
+from elixir_compile.runtime.lanes import Accelerator, lanes_for
+from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.session import machine as machine_module
 from elixir_compile.session.machine import device_budget_bytes, library_bytes
 from tests.device import fakegpu

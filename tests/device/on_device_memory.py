@@ -13,8 +13,9 @@ import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.base.options import parse_options
 from elixir_compile.base.units import GIB
-from elixir_compile.compat.platforms import PeakRecord, blocks, platform_of
-from elixir_compile.compat.platforms.accelerator import AcceleratorPlatform
+from elixir_compile.compat.platforms import PeakRecord, platform_of
+from elixir_compile.compat.platforms import platform as blocks
+from elixir_compile.compat.platforms.platform import AcceleratorPlatform
 from elixir_compile.optim import adamw_rule
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem

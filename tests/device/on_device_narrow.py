@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.precision import form_of
+from elixir_compile.optim.precision import MomentForm, form_of
 from tests.device import emulated
 from tests.run.optim.test_mixed_precision import ADAM, BF16, mixed_run, recorded
 from tests.run.optim.test_narrow_state import NARROW, narrow_adamw, rows, steps

@@ -15,7 +15,8 @@ from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.updates import Work
 from elixir_compile.tools.cli import demo
-from elixir_compile.tools.measure.machine import measure_machine, rates
+from elixir_compile.tools.measure import machine as rates
+from elixir_compile.tools.measure.machine import measure_machine
 from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, tight_bytes

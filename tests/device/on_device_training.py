@@ -14,7 +14,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.runtime.gradients import GradientAccumulator
-from elixir_compile.runtime.lanes.accelerator import Accelerator
+from elixir_compile.runtime.lanes import Accelerator
 from elixir_compile.session import machine, planning
 from tests.device import emulated
 from tests.run.models import Stack, seeded, vectors

@@ -8,7 +8,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.compat import boxed, compile_with_aot_eager, min_cut_partition
-from elixir_compile.session.compilation import Compilation
+from elixir_compile.session.model import Compilation
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -31,7 +31,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef
 from elixir_compile.search import Problem
 from elixir_compile.step import Depth, Group, activation_groups, as_run, with_peaks
-from elixir_compile.step.laps import laps
+from elixir_compile.step.divide import laps
 from elixir_compile.step.verify import verify
 
 Choice = Callable[[Group], Saving | None]

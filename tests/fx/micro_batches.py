@@ -1,4 +1,5 @@
-"""Run a graph in micro-batches op by op, by the states that `graph.capture.batch` found, and put the results together."""
+"""Run a graph in micro-batches op by op, by the states that `graph.capture.batch` found, and put the results
+together."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +9,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from elixir_compile.graph.capture.batch import Walked, walk
 from elixir_compile.graph.capture.batch_call import State, States, states_in
-from elixir_compile.graph.capture.batch_walk import Walked, walk
 from elixir_compile.ir import Batched
 
 _aten = torch.ops.aten

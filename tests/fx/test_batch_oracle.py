@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elixir_compile.graph.capture.batch import step_states
+from elixir_compile.graph.capture.batch import Walked, step_states
 from elixir_compile.graph.capture.batch_call import State, states_in
-from elixir_compile.graph.capture.batch_walk import Walked
 from elixir_compile.graph.capture.markers import MARKERS
 from elixir_compile.ir import Batched
 from tests.fx.captures import record_of

@@ -1,4 +1,5 @@
-"""Each rule of `graph.capture.batch_rules`: an op on micro-batches, put together, is the op on the whole batch, in fp64."""
+"""Each rule of `graph.capture.batch_rules`: an op on micro-batches, put together, is the op on the whole batch, in
+fp64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

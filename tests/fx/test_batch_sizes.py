@@ -1,4 +1,4 @@
-"""`graph.capture.batch_sizes`: which ops can run on fewer rows if the number of rows is a symbol."""
+"""`graph.capture.batch_call`: which ops can run on fewer rows if the number of rows is a symbol."""
 
 import re
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from elixir_compile import compat
+from elixir_compile.graph.capture.batch import Walked, walk
 from elixir_compile.graph.capture.batch_call import SUM, TOTAL, each
-from elixir_compile.graph.capture.batch_walk import Walked, walk
 from elixir_compile.graph.capture.node_facts import tensor_of
 from tests.fx.micro_batches import mixing
 

@@ -3,9 +3,8 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from elixir_compile.graph.capture.batch import walk
+from elixir_compile.graph.capture.batch import scattered, walk
 from elixir_compile.graph.capture.batch_call import each
-from elixir_compile.graph.capture.consecutive import scattered
 from elixir_compile.ir import Phase, StorageId
 
 BATCH, TOKENS, WIDTH = 8, 4, 6

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 import elixir_compile as elixir
-from elixir_compile.base.collector import collector_off
+from elixir_compile.base.process import collector_off
 from elixir_compile.compat import dynamo
 from elixir_compile.graph.capture import convert, joint
 from elixir_compile.graph.capture.node_facts import source_line
@@ -109,7 +109,7 @@ def test_the_collector_is_off_only_while_a_step_is_captured(monkeypatch: pytest.
         during.append(gc.isenabled())
         return partition(*args, **options)
 
-    monkeypatch.setattr("elixir_compile.session.front_end.partition_hidden", look)
+    monkeypatch.setattr("elixir_compile.session.backend.partition_hidden", look)
     options = {"inner": "aot_eager", "report": False}
     torch.compile(Stack(num_blocks=1), backend="elixir", options=options)(vectors(1)[0])
     torch._dynamo.reset()

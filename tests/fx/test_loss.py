@@ -7,8 +7,7 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.compat import storage_key
-from elixir_compile.graph.capture.chunked import chunked_cross_entropy
-from elixir_compile.graph.capture.loss import chunk_loss, find_loss
+from elixir_compile.graph.capture.loss import chunk_loss, chunked_cross_entropy, find_loss
 from elixir_compile.graph.ops.gather import GATHER
 from tests.fx.losses import (
     CLASSES,

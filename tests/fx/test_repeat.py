@@ -1,4 +1,4 @@
-"""`graph.rewrite.recompute` and `graph.capture.additions`: the rewritten halves are the step that the planner counts."""
+"""`graph.rewrite.regions` and `graph.capture.additions`: the rewritten halves are the step that the planner counts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,10 +13,9 @@ from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.graph.capture.additions import add_extra_saved
 from elixir_compile.graph.capture.convert import Captured, step_graph
 from elixir_compile.graph.capture.markers import TICKET, parameter, ticket
+from elixir_compile.graph.capture.rewire import by_owner, path_to
 from elixir_compile.graph.capture.tracing import trace_step
-from elixir_compile.graph.capture.views import by_owner, path_to
-from elixir_compile.graph.rewrite.recompute import RECOMPUTED, partition_of
-from elixir_compile.graph.rewrite.regions import split_regions
+from elixir_compile.graph.rewrite.regions import RECOMPUTED, partition_of, split_regions
 from elixir_compile.ir import Activations, GroupId, Phase, Region, RegionId, Saving, StepGraph, StorageId, fingerprint
 from elixir_compile.step import Depth, as_run, fused, repeats
 from tests.covering import covering

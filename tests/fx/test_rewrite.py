@@ -8,10 +8,9 @@ import torch
 from torch import fx, nn
 
 from elixir_compile.base.errors import IllegalSchedule
-from elixir_compile.graph.rewrite.check import check
-from elixir_compile.graph.rewrite.program import actions_of, write_program
-from elixir_compile.graph.rewrite.recompute import partition_of
-from elixir_compile.graph.rewrite.sliced_values import SlicedValues
+from elixir_compile.graph.rewrite.micro_batches import SlicedValues
+from elixir_compile.graph.rewrite.program import actions_of, check, write_program
+from elixir_compile.graph.rewrite.regions import partition_of
 from elixir_compile.ir import Phase, Verb
 from elixir_compile.step import verify
 from tests.fx.captures import GOLDENS, Pair, Shared, record_of, tight

@@ -13,10 +13,10 @@ from elixir_compile.graph.capture.joint import _Hidden, _rebuild_view, _view_cha
 from elixir_compile.graph.capture.kernel_bytes import as_traced
 from elixir_compile.graph.capture.markers import parameter
 from elixir_compile.graph.capture.node_facts import kernel_of
+from elixir_compile.graph.capture.rewire import is_view, view_chain, viewed
 from elixir_compile.graph.capture.tracing import _renamed
-from elixir_compile.graph.capture.views import is_view, view_chain, viewed
 from elixir_compile.ir import Kernel, Kind, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, sizes
-from elixir_compile.session.compilation import Compilation
+from elixir_compile.session.model import Compilation
 from elixir_compile.step import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
 from tests.fx.captures import Pair, halves_of_torch, record_of, tight
 

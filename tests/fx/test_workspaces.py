@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elixir_compile.session.workspaces import attention_bytes
+from elixir_compile.session.planning import attention_bytes
 
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.slab import is_slab_memory
 from tests.gpu.accelerator import (
     DEVICE,
     INNER,

@@ -5,9 +5,10 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.compat.platforms import blocks, platform_of
+from elixir_compile.compat.platforms import platform as blocks
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir import Kind
-from elixir_compile.tools.study.observed import FullStep
+from elixir_compile.tools.observed import FullStep
 from tests.gpu.accelerator import DEVICE, INNER, inputs, stack
 from tests.run.training import Run, by_elixir, plain_step
 

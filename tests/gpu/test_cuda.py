@@ -21,7 +21,7 @@ import elixir_compile as elixir
 from elixir_compile.compat.platforms import cores_beside
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir.record import Record
-from elixir_compile.runtime.slab import Slab, _pin
+from elixir_compile.runtime.bucket import Slab, _pin
 from elixir_compile.session.step_profiler import own_bytes
 from tests.gpu.accelerator import (
     LOSS_RTOL,

@@ -12,10 +12,10 @@ import pytest
 
 ACROSS_THREADS = (
     "checkpoint/saving.py:",
-    "runtime/measure/kernel_bytes.py:",
-    "compat/platforms/cores.py:",
-    "runtime/disk/disk_queue.py:",
-    "runtime/disk/read_ahead.py:",
+    "runtime/measure.py:",
+    "compat/platforms/host.py:",
+    "runtime/disk_file.py:",
+    "runtime/disk_store.py:",
 )
 """Files whose threads keep an error for another thread, with the frames of their own alone."""
 PACKAGE = Path(__file__).parents[2] / "elixir_compile"

@@ -16,7 +16,7 @@ from elixir_compile.graph.capture.modules import unmanaged_reason
 from elixir_compile.ir import Tier
 from elixir_compile.ir.hardware import preset
 from elixir_compile.ir.hardware.presets import MACHINES
-from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.buckets import Level
 from elixir_compile.tools.cli.main import app
 
 ROOT = Path(__file__).parents[2]

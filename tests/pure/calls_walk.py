@@ -1,6 +1,6 @@
 """Count the device bytes of a step of several calls by carrying out all of its calls, one after another, on one rank.
 
-`analysis.plan_timeline` counts the same bytes from kinds of calls. This count keeps the set of allocations of all
+`step.plan_timeline` counts the same bytes from kinds of calls. This count keeps the set of allocations of all
 calls. They share the ops that run and the stretches in which a call's own storages are on the device
 (`step.timeline.device_lives`), which other tests count a second time.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Verb
 from elixir_compile.ir.schedule import BucketRef, GradientRef, RegionRef
+from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import resting
-from elixir_compile.step.laps import laps_of
-from elixir_compile.step.recompute import as_run
+from elixir_compile.step.divide import laps_of
 from elixir_compile.step.timeline import device_lives
 
 

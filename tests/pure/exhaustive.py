@@ -3,9 +3,9 @@
 from elixir_compile.ir import Plan
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, num_placements, place_exhaustively
+from elixir_compile.search.greedy import MAX_PLACEMENTS, num_placements, place_exhaustively
+from elixir_compile.search.reasons import write_out
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.writing import write_out
 from elixir_compile.step import verify
 
 

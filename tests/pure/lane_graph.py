@@ -11,8 +11,7 @@ from typing import Any
 import networkx as nx
 
 from elixir_compile.ir import Plan, RegionId
-from elixir_compile.step.lane_order import KEPT, Cell, Order, Ordered, works_of
-from elixir_compile.step.touches import Touch
+from elixir_compile.step.lane_order import KEPT, Cell, Order, Ordered, Touch, works_of
 from elixir_compile.step.works import Work
 
 

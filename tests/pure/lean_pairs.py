@@ -7,10 +7,10 @@ from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Plan, StepGraph, Sto
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.lean_calls import paired
+from elixir_compile.search.reasons import written
+from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level
-from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.search.writing import written
+from elixir_compile.search.space.profiles import moves_at_use
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import DraftPlan as DraftGraph
 

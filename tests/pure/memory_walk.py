@@ -1,22 +1,22 @@
 """Count the device bytes of one step by carrying the step out: allocate, free, and add up the allocations at each op.
 
-`analysis.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
+`step.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
 while it walks through actions and ops. The two share no arithmetic, so tests compare them: this count does not read the
-table `step.bucket_bytes`. They share the list of the ops that run (`step.recompute.as_run`), the sizes of a
-bucket (`ir.Bucket`) and the sizes of the buffers of a disk (`ir.staging`).
+table `step.bucket_bytes`. They share the list of the ops that run (`step.as_run.as_run`), the sizes of a
+bucket (`ir.Bucket`) and the sizes of the buffers of a disk (`ir.cost`).
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.cost import disk_staging_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, Phase, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
-from elixir_compile.ir.staging import disk_staging_bytes
-from elixir_compile.step.laps import laps_of
-from elixir_compile.step.recompute import as_run
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.divide import laps_of
 
 _PASSING = (Kind.TEMP, Kind.WORKSPACE, Kind.SAVED, Kind.GRAD)
 """Kinds that are allocated during the step."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.search import Problem, evaluator, host_memory, plan
+from elixir_compile.search import Problem, evaluator, plan
+from elixir_compile.search import planner as host_memory
 from elixir_compile.step import timeline
 from tests.pure import memory_walk
 from tests.pure.search.test_planner import chain_of, problem_of

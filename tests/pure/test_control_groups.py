@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elixir_compile.base import control_groups
-from elixir_compile.base.control_groups import group_limit_bytes, num_usable_cores, quota_cores
+from elixir_compile.base import process as control_groups
+from elixir_compile.base.process import group_limit_bytes, num_usable_cores, quota_cores
 from elixir_compile.base.units import GIB
 
 

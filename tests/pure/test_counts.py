@@ -1,4 +1,4 @@
-"""`units.parse_count`: numbers with units as users write them."""
+"""`base.units.parse_count`: numbers with units as users write them."""
 
 import pytest
 

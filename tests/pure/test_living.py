@@ -2,7 +2,7 @@
 
 import pytest
 
-from elixir_compile.base.living import Living
+from elixir_compile.base.process import Living
 
 
 class Thing:

@@ -13,7 +13,7 @@ from elixir_compile.ir import Calls, Kind, Saving, Update
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.ir.share import equal_shares
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.agreement.rank_facts import (
+from elixir_compile.session.rank_facts import (
     Divide,
     RankFacts,
     classes_of,

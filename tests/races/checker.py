@@ -14,13 +14,13 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirError
 from elixir_compile.base.units import format_bytes
 from elixir_compile.runtime import lanes
-from elixir_compile.runtime.slab import slab_at
+from elixir_compile.runtime.bucket import slab_at
 from tests.races.happens_before import Access, Actor, Cell, Clock, Source, shown
 
 _HISTORY = 200
 """The actions that are kept for the text of an error."""
-_HIDDEN = (*(path.rpartition("/")[0] for path in (__file__, lanes.__file__)), "<")
-"""Where no access comes from: this folder, that of lanes, and code without a file."""
+_HIDDEN = (__file__.rpartition("/")[0], str(lanes.__file__), "<")
+"""Where no access comes from: this folder, the file of lanes, and code without a file."""
 
 
 class Race(ElixirError, RuntimeError):  # noqa: N818 - named for the event, as errors of the package are

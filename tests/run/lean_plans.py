@@ -9,7 +9,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.ir import Plan
 from elixir_compile.search import Problem
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.modes import Layer, deepest
+from elixir_compile.search.space.layers import Layer, deepest
 from elixir_compile.session import graph_planner
 from elixir_compile.session.cache import plan_for
 from elixir_compile.step import Depth

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm, Moments, num_scales
+from elixir_compile.optim.precision import BLOCK, MomentForm, Moments, num_scales
 
 
 def reference_noise(first: np.ndarray, second: np.ndarray, key: int) -> np.ndarray:

@@ -32,7 +32,7 @@ _LOADED = [
     "torch.distributed.tensor",
     "torch._inductor.compile_fx",
     "scipy.optimize",
-    "elixir_compile.session.compilation",
+    "elixir_compile.session.model",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "pytest",

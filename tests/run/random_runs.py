@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 import elixir_compile as elixir
 from elixir_compile.compat.platforms import platform_of
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from elixir_compile.session import machine
 from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run.models import seeded

@@ -16,10 +16,10 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.shards import is_sharded, own_grad
 from elixir_compile.ir import Bucket, Lane, Tier, verb_of
-from elixir_compile.optim import clipping
+from elixir_compile.optim import hybrid as clipping
+from elixir_compile.runtime.bucket import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.distributed.ranks import Collective
-from elixir_compile.runtime.measure.step import Resident
-from elixir_compile.runtime.slab import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
+from elixir_compile.runtime.measure import Resident
 from tests.pure.collectives import collectives
 from tests.run.ranks_models import batches, odd
 from tests.run.ranks_training import (

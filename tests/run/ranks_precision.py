@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.shards import is_sharded, own_grad, own_part
 from elixir_compile.ir import Lane, Plan, Verb
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.pure.collectives import collectives
 from tests.run.ranks_training import full, own_rows
 

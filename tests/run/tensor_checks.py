@@ -15,10 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.shards import own_part, part_like
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.precision import with_form
+from elixir_compile.optim.precision import MomentForm, with_form
 from elixir_compile.optim.saved_state import decoded_entry
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid
 from tests.run.tensor_models import LENGTH, batch, decoder, parallel
 

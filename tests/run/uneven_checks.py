@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import elixir_compile as elixir
-from elixir_compile.graph.ops.portion import Portion, new_portion, rows_of
-from elixir_compile.graph.ops.shards import full, own_part
-from elixir_compile.graph.ops.tensor_axis import TensorAxis
+from elixir_compile.graph.ops.shards import Portion, TensorAxis, full, new_portion, own_part, rows_of
 from elixir_compile.ir.share import Share
 from elixir_compile.optim.guard import watch
 from elixir_compile.runtime.distributed.ranks import Ranks

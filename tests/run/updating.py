@@ -17,11 +17,12 @@ from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
 from elixir_compile.optim import adamw_rule
-from elixir_compile.optim.disk import updates as disk_updates
+from elixir_compile.optim import disk as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.runtime import disk_file, disk_store
+from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
-from elixir_compile.runtime.disk.disk_store import StagingBuffer, StagingBuffers
+from elixir_compile.runtime.disk_store import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
 from elixir_compile.session.cache import plan_for
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, same_losses, tight_bytes

@@ -3,25 +3,29 @@
     platform_of(device)     the `Platform` of the device's type
     accelerator()           the current accelerator of the calling thread, or None
 
-No other package but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
+No room but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
 """
 
-from elixir_compile.compat.platforms.accelerator import lane_stream
-from elixir_compile.compat.platforms.blocks import BlockRecord
-from elixir_compile.compat.platforms.cores import bind_thread, cores_beside, on_cores
 from elixir_compile.compat.platforms.host import (
     available_host_bytes,
+    bind_thread,
+    cores_beside,
     host_memory_bytes,
     memory_sizes_bytes,
     num_local_ranks,
+    on_cores,
 )
-from elixir_compile.compat.platforms.peaks import PeakRecord
-from elixir_compile.compat.platforms.platform import Memory, PinningError, Platform
-from elixir_compile.compat.platforms.platforms import (
+from elixir_compile.compat.platforms.platform import (
+    BlockRecord,
+    Memory,
+    PeakRecord,
+    PinningError,
+    Platform,
     accelerator,
     accelerator_platform,
     accelerator_type,
     is_accelerator_in_use,
+    lane_stream,
     platform_of,
 )
 

@@ -37,11 +37,11 @@ from elixir_compile.graph.capture.convert import Captured, op_id, step_graph, st
 from elixir_compile.graph.capture.input_sizes import add_numbers, add_placeholders
 from elixir_compile.graph.capture.markers import TICKET, gradient, key_of, marker_node, merge_markers, parameter
 from elixir_compile.graph.capture.node_facts import has_tensor, is_number, outputs_of, set_outputs, tensor_of
-from elixir_compile.graph.capture.views import by_owner, is_view, ops_of, path_to, view_chain
+from elixir_compile.graph.capture.rewire import by_owner, is_view, ops_of, path_to, view_chain
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import Phase, StepGraph
-from elixir_compile.step.activations import activation_groups
-from elixir_compile.step.recompute import saved_storages
+from elixir_compile.step.as_run import saved_storages
+from elixir_compile.step.liveness import activation_groups
 
 
 def add_extra_saved(captured: Captured) -> StepGraph:

@@ -39,7 +39,7 @@ from elixir_compile.graph.capture.node_facts import (
     tensor_of,
     value_of,
 )
-from elixir_compile.graph.capture.views import fresh_value, view_chain
+from elixir_compile.graph.capture.rewire import fresh_value, view_chain
 
 _SIZE_OF = "elixir_size_of"
 """The key in `node.meta` of an added input: the position of the tensor among the inputs, and the dimension."""

@@ -44,7 +44,7 @@ from elixir_compile.graph.capture.node_facts import (
     tensor_of,
     value_of,
 )
-from elixir_compile.graph.capture.views import viewed
+from elixir_compile.graph.capture.rewire import viewed
 from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.graph.ops.registry import slot_by_key
 

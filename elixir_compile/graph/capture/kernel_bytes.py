@@ -19,7 +19,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import kernel_of, leaves_of, op_of, value_of
-from elixir_compile.graph.capture.views import is_view
+from elixir_compile.graph.capture.rewire import is_view
 from elixir_compile.ir import Kernel
 
 NEGLIGIBLE_BYTES = 4096

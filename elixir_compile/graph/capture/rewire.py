@@ -1,51 +1,247 @@
-"""Turn parameter inputs of a Dynamo graph into gathers, and gathers into parameter inputs.
-
-`rewire` turns a graph whose inputs are parameters into the graph of the prepared model, which gathers them:
-
-    before   w = placeholder;                       linear(x, w)
-    after    h = placeholder;  w = gather(h, ...);  linear(x, w)
-
-Each use has a separate gather, so the graph of the first call and the graph of the prepared model are the same step.
-
-`gathers_to_inputs` turns gathers into parameter inputs before AOTAutograd traces the graph:
-
-    before   h = placeholder;  v = gather(h, ...);  w = gather(h, ...)
-    after    v = placeholder;  ...;  w = placeholder
-
-AOTAutograd takes 7.5 ms to trace a gather and its gradient; an input costs nothing. Each gather becomes a separate
-input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter with
-two reads has two gradients, and neither is kept until the other is computed. `graph/capture/joint.py` turns these inputs
-into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
-
-Gathers in the branches of a `cond`, or in the body of a loop, move before it: torch runs these graphs as they are, so
-nothing else would know of a parameter that is read there alone.
-
-Two kinds of gathers stay as they are: gathers in the graphs that AOTAutograd traces as part of the step, such as the
-inside of a `checkpoint`, and gathers of parameters in the memory of an output, because AOTAutograd would make such an
-output from the input, which is a handle.
+"""Turn parameter inputs of a Dynamo graph into gathers and gathers into parameter inputs, and find parameters that the
+graph writes and the views of a storage.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+import types
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.nn.utils import stateless
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
-from elixir_compile.graph.capture.markers import key_of
+from elixir_compile.graph.capture.markers import MARKERS, is_wait, key_of, parameter
 from elixir_compile.graph.capture.node_facts import (
     bodies_of,
     example_of,
+    int_of,
     ints_of,
+    is_number,
+    leaves_of,
     source_of,
     storages_of,
     tensor_example_of,
+    tensor_of,
+    tensors_of,
+    value_of,
+    values_of_arguments,
 )
 from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.graph.ops.registry import Slot, slot_by_key, slot_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the views among nodes, and how one view of a storage is rebuilt from another.
+
+
+_VIEWS_BEYOND_SCHEMAS = (operator.getitem, torch.ops.aten._unsafe_view.default)
+"""Targets that return a view although their schema does not say so."""
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """Return the node of which `node` is a view, or None if `node` is no view.
+
+    With dynamic shapes, the sizes of a view are inputs of the node too: `view(x, [s0, 64])`.
+    """
+    is_one = node.target in _VIEWS_BEYOND_SCHEMAS or getattr(node.target, "is_view", False) or is_wait(node.target)
+    if not is_one:
+        return None
+    bases = [source for source in node.all_input_nodes if not is_number(source)]
+    return bases[0] if len(bases) == 1 else None
+
+
+def view_chain(node: fx.Node) -> list[fx.Node]:
+    """Return `node`, the node of which it is a view, and so on, to the owner of the memory."""
+    found = [node]
+    while (base := viewed(found[-1])) is not None:
+        found.append(base)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether `node` is a view of another node, or one of the results of another node."""
+    return viewed(node) is not None
+
+
+def ops_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of `graph` for the ops of the `StepGraph`, in order.
+
+    A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
+    parameter among the outputs of the step.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
+    return [node for node in calls if not is_view(node) or _is_returned_parameter_view(node)] or calls
+
+
+def is_parameter_view(node: fx.Node) -> bool:
+    """Return whether `node` is a view of a parameter, or a view of such a view."""
+    while (base := viewed(node)) is not None:
+        node = base
+        if node.target is parameter:
+            return True
+    return False
+
+
+def _is_returned_parameter_view(node: fx.Node) -> bool:
+    return is_parameter_view(node) and any(user.op == "output" for user in node.users)
+
+
+_aten = torch.ops.aten
+_RESHAPES = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+}
+_SELF_INVERSE = {_aten.alias.default, _aten.detach.default, _aten.transpose.int, _aten.t.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The way to a view of a storage: start with `source`, undo views, then apply other views."""
+
+    source: fx.Node
+    undo: tuple[fx.Node, ...]
+    """Views of the forward to undo, the last view first."""
+    redo: tuple[fx.Node, ...]
+    """Views of the forward to apply, the first view first."""
+
+
+def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Container[str]) -> Path | None:
+    """Return the shortest path from an available value to `wanted`, a node of the forward; None if there is no path.
+
+    `there` has the available nodes, by the owner of their memory. `numbers` has the names of the available
+    dynamic sizes.
+    """
+    chain_of_wanted = view_chain(wanted)
+    for at, common in enumerate(chain_of_wanted):
+        redo = tuple(reversed(chain_of_wanted[:at]))
+        if not all(number.name in numbers for view in redo for number in view.all_input_nodes if is_number(number)):
+            return None
+        for source in there.get(chain_of_wanted[-1], ()):
+            chain = view_chain(source)
+            if common not in chain:
+                continue
+            undo = tuple(chain[: chain.index(common)])
+            if all(map(_can_undo, undo)):
+                return Path(source=source, undo=undo, redo=redo)
+    return None
+
+
+def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list[fx.Node]]:
+    """Return `nodes` grouped by the owner of their memory."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        found.setdefault(view_chain(node)[-1], []).append(node)
+    return found
+
+
+def undo(view: fx.Node, value: fx.Node) -> fx.Node:
+    """Add a node at the insertion point that undoes `view` for `value`, a node in place of `view`; return the node."""
+    graph, base = value.graph, source_of(view)
+    if view.target in _RESHAPES:
+        made = graph.call_function(_aten.view.default, (value, list(tensor_of(base).shape)))
+    elif view.target is _aten.permute.default:
+        dims = [dim % len(ints_of(view, 1)) for dim in ints_of(view, 1)]
+        made = graph.call_function(_aten.permute.default, (value, [dims.index(place) for place in range(len(dims))]))
+    elif view.target in _SELF_INVERSE:
+        made = graph.create_node("call_function", view.target, (value, *view.args[1:]))
+    else:
+        raise AssertionError(f"{view.target} is not among the views that can be undone")
+    made.meta = {**base.meta, "val": fresh_value(base, value)}
+    return made
+
+
+def fresh_value(node: fx.Node, base: fx.Node | None = None) -> object:
+    """Return new fake tensors like the values of `node`: views of the values of `base`, or with separate memory.
+
+    They are for a node in place of `node` in the backward. The partitioner may have recomputed `node` there with the
+    same fake tensors, and two values with one storage would count as views of each other.
+    """
+    value, under = value_of(node), None if base is None else value_of(base)
+    if isinstance(under, (tuple, list)) and not isinstance(value, (tuple, list)):
+        under = under[int_of(node, 1)]
+    return renewed(value, _memory_under(value, under))
+
+
+def _memory_under(value: object, under: object) -> dict[int, torch.Tensor]:
+    """Return the tensors of `under` by the storages of the tensors of `value` that become views of them."""
+    if isinstance(value, (tuple, list)):
+        parts = zip(value, under, strict=True) if isinstance(under, (tuple, list)) else ((v, under) for v in value)
+        return {key: tensor for pair in parts for key, tensor in _memory_under(*pair).items()}
+    if isinstance(value, torch.Tensor) and isinstance(under, torch.Tensor):
+        return {compat.storage_key(value): under}
+    return {}
+
+
+def renewed(value: object, memory: dict[int, torch.Tensor]) -> object:
+    """Return `value` with new fake tensors in place of its own.
+
+    A tensor whose storage has its key in `memory` becomes a view of the tensor there. Other tensors get new memory,
+    which is added to `memory`.
+    """
+    if isinstance(value, (tuple, list)):
+        return type(value)([renewed(part, memory) for part in value])
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    key = compat.storage_key(value)
+    with compat.own_fake_mode(value):
+        if key not in memory:
+            return memory.setdefault(key, _memory_like(value))
+        source = memory[key]
+        flat = compat.with_bits(source, compat.LazyBits())
+        flat = flat if flat.dtype is value.dtype else flat.view(value.dtype)
+        made = torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
+        return compat.with_bits(made, compat.lazy_bits(value))
+
+
+def _memory_like(value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value.storage_offset(), int) or value.storage_offset() == 0:
+        return compat.like_in_strides(value, value.stride())
+    numel = value.untyped_storage().nbytes() // value.element_size()
+    flat = torch.empty(numel, dtype=value.dtype, device=value.device)
+    made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+    return compat.with_bits(made, compat.lazy_bits(value))
+
+
+def _can_undo(view: fx.Node) -> bool:
+    if view.target in _RESHAPES:
+        return all(isinstance(size, int) for size in tensor_of(source_of(view)).shape)
+    return view.target is _aten.permute.default or view.target in _SELF_INVERSE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Turn parameter inputs of a Dynamo graph into gathers, and gathers into parameter inputs.
+#
+# `rewire` turns a graph whose inputs are parameters into the graph of the prepared model, which gathers them:
+#
+#     before   w = placeholder;                       linear(x, w)
+#     after    h = placeholder;  w = gather(h, ...);  linear(x, w)
+#
+# Each use has a separate gather, so the graph of the first call and the graph of the prepared model are the same step.
+#
+# `gathers_to_inputs` turns gathers into parameter inputs before AOTAutograd traces the graph:
+#
+#     before   h = placeholder;  v = gather(h, ...);  w = gather(h, ...)
+#     after    v = placeholder;  ...;  w = placeholder
+#
+# AOTAutograd takes 7.5 ms to trace a gather and its gradient; an input costs nothing. Each gather becomes a separate
+# input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter
+# with two reads has two gradients, and neither is kept until the other is computed. `graph/capture/joint.py` turns
+# these inputs into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
+#
+# Gathers in the branches of a `cond`, or in the body of a loop, move before it: torch runs these graphs as they are, so
+# nothing else would know of a parameter that is read there alone.
+#
+# Two kinds of gathers stay as they are: gathers in the graphs that AOTAutograd traces as part of the step, such as the
+# inside of a `checkpoint`, and gathers of parameters in the memory of an output, because AOTAutograd would make such an
+# output from the input, which is a handle.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,3 +490,209 @@ def with_handles(gm: fx.GraphModule, examples: Sequence[Any], keys: Mapping[int,
         with compat.own_fake_mode(example):
             given[places[node]] = node.meta["val"] = torch.empty(1, dtype=example.dtype, device=example.device)
     return given
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the parameters written by Dynamo's graph. They cannot be gathers, because a gather returns a copy.
+#
+#     weight.clamp_(-1, 1)                 embedding(ids, weight, max_norm=1.0)          weight.data = ...
+#     torch.mul(a, b, out=weight)          torch._foreach_lerp_(targets, sources, 0.01)
+#
+# Few nodes take a parameter or a view of a parameter, and most of these write no argument, by their name. The others
+# are called a second time on the fake tensors of the capture, and the schemas of the ops inside say which arguments
+# they write.
+
+
+_WRITES_STATISTICS = ("batch_norm", "instance_norm", "fake_quant", "embedding")
+"""Parts of the names of torch's compiled functions that write an input, or whose gradient may be sparse."""
+
+_Roots = frozenset[int]
+
+
+@dataclass(slots=True)
+class _Found:
+    """The parameters of a graph and the reasons found so far why some of them cannot be gathered."""
+
+    params: dict[int, nn.Parameter] = field(default_factory=dict)
+    """The parameters that the graph takes or gathers, by their id."""
+    roots: dict[fx.Node, _Roots] = field(default_factory=dict)
+    """The ids of the parameters with which a node shares memory."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """The reason why a parameter cannot be gathered, by its id."""
+
+    def mark(self, roots: _Roots, reason: str) -> None:
+        for root in roots:
+            self.reasons.setdefault(root, reason)
+
+
+def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[nn.Parameter, str]]:
+    """Return the parameters of `gm` that must be plain inputs instead of gathers, each with the reason.
+
+    A parameter must be an input if `gm` writes it, if `gm` returns it to eager code behind a graph break, which may
+    write it, if its gradient is sparse, or if an earlier graph made it an input.
+
+    Raises UnsupportedModel for a write to a parameter with gradients on, which eager PyTorch refuses.
+    """
+    found = _Found()
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, nn.Parameter):
+            found.params[id(value)] = value
+            found.roots[node] = frozenset({id(value)})
+    for node in gathers_of(gm):
+        param = slot_by_key(key_of(node)).param
+        found.params[id(param)] = param
+        found.roots[node] = frozenset({id(param)})
+        if slot_of(param) is None:
+            found.mark(found.roots[node], "an earlier graph writes it")
+    if found.roots:
+        _walk(gm, found, is_grad_on=torch.is_grad_enabled())
+    if found.roots and compat.graph_break_of(gm) is not None:
+        for node in gm.graph.output_node().all_input_nodes:
+            found.mark(found.roots.get(node, frozenset()), "eager code behind a graph break may write it")
+    return [(found.params[root], reason) for root, reason in found.reasons.items()]
+
+
+def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
+    """Return the slots of `params` that `gm` gathers, or reads by name beside gathers, with the reason of each.
+
+    A graph without gathers reads all its parameters where they live, and can write them there.
+    """
+    reasons = {id(param): reason for param, reason in params}
+    gathers = gathers_of(gm) if reasons else []
+    slots = dict.fromkeys(slot_by_key(key_of(node)) for node in gathers)
+    if gathers:
+        by_name = (slot for param, _ in params if (slot := slot_of(param)) is not None)
+        slots |= dict.fromkeys(slot for slot in by_name if not slot.is_dtensor)
+    return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
+
+
+def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
+    """Follow the parameters through `gm` in order, from the roots of its placeholders and gathers."""
+    for node in gm.graph.nodes:
+        is_grad_on = compat.sets_gradients(node, is_grad_on)
+        taken = [source for source in node.all_input_nodes if source in found.roots]
+        bodies = bodies_of(gm, node)
+        for body in bodies:
+            _enter(body, taken, found)
+            _walk(body, found, is_grad_on=is_grad_on)
+        if not taken or bodies or node.op == "output":
+            continue
+        if compat.is_higher_order(node.target):
+            # Such a function may write any input, as a Triton kernel does: it has no schema.
+            found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
+        elif _may_write(node):
+            _call(node, taken, found, is_grad_on=is_grad_on)
+        _follow(node, taken, found)
+
+
+def _enter(body: fx.GraphModule, taken: Sequence[fx.Node], found: _Found) -> None:
+    """Give each placeholder of `body`, a graph that a node runs, the roots of the nodes `taken` with its memory."""
+    for node in body.graph.find_nodes(op="placeholder"):
+        _follow(node, taken, found)
+
+
+def _follow(node: fx.Node, taken: Sequence[fx.Node], found: _Found) -> None:
+    """Give `node` the roots of each node in `taken` with which its result shares memory."""
+    keys = storages_of(node)
+    shared = [found.roots[source] for source in taken if not keys.isdisjoint(storages_of(source))]
+    if shared and node not in found.roots:
+        found.roots[node] = frozenset().union(*shared)
+
+
+def _may_write(node: fx.Node) -> bool:
+    target = node.target
+    if node.kwargs.get("out") is not None:
+        return True
+    if isinstance(target, str):
+        return target.endswith("_")
+    if target is GATHER:
+        return False
+    if isinstance(target, types.FunctionType) or compat.is_operator(target):
+        return True
+    name = getattr(target, "__name__", "_")
+    if getattr(target, "__module__", None) == "_operator":
+        return name == "setitem" or name.startswith("i")
+    return name.endswith("_") or any(part in name for part in _WRITES_STATISTICS)
+
+
+def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on: bool) -> None:
+    """Call `node` on fake tensors, and mark the written parameters."""
+    by_object = {id(leaf): found.roots[source] for source in taken for leaf in tensors_of(source)}
+    by_storage: dict[int, _Roots] = {}
+    for source in taken:
+        for key in storages_of(source):
+            by_storage[key] = by_storage.get(key, frozenset()) | found.roots[source]
+
+    def note(value: object, reason: str, *, is_write: bool) -> None:
+        for leaf in leaves_of(value):
+            if not isinstance(leaf, torch.Tensor) or leaf.is_sparse:
+                continue
+            roots = by_object.get(id(leaf)) or by_storage.get(compat.storage_key(leaf), frozenset())
+            if is_write and is_grad_on and leaf.requires_grad:
+                _refuse_leaf(roots, found, reason)
+            found.mark(roots, reason)
+
+    def see(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written, is_only_writing = _writes_of(op, args, kwargs)
+        for value in written:
+            note(value, _reason(node), is_write=True)
+        if _argument(op, args, kwargs, "sparse") is True:
+            note(args[0], "its gradient is sparse", is_write=False)
+        if not is_only_writing:
+            return op(*args, **kwargs)
+        # `set_` and `t_` are not run: they would change shape or memory of the fake tensors of the capture.
+        num_returns = len(compat.schema_of(op).returns)
+        return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
+
+    args, kwargs = values_of_arguments(node, _inner_example)
+    function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
+    fakes = compat.own_fake_mode(next(iter(tensors_of(taken[0]))))
+    try:
+        with torch.no_grad(), fakes, compat.ops_seen_by(see):
+            function(*args, **kwargs)
+    except UnsupportedModel:
+        raise
+    except Exception:
+        # The call can fail although it works in the graph, as under autocast. Its writes until the error are known. A
+        # function of torch writes first; another function may write later, so all its parameters are marked.
+        if not str(getattr(function, "__module__", "")).startswith("torch"):
+            found.mark(frozenset().union(*by_object.values()), _reason(node))
+
+
+def _inner_example(node: fx.Node) -> object:
+    """Return Dynamo's example value of `node` without the wrappers of function transforms, whose levels are gone."""
+    return map_aggregate(example_of(node), compat.unwrapped)  # pyright: ignore[reportArgumentType]  it maps any value
+
+
+def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Return the arguments written by `op`, and whether all its results are such arguments."""
+    schema = compat.schema_of(op)
+    if not schema.is_mutable:
+        return [], False
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return written, bool(written) and all(value.alias_info is not None for value in schema.returns)
+
+
+def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    for place, argument in enumerate(compat.schema_of(op).arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name)
+    return None
+
+
+def _refuse_leaf(roots: _Roots, found: _Found, reason: str) -> None:
+    for root in roots:
+        slot = slot_of(found.params[root])
+        name = "a parameter" if slot is None else slot.name
+        because = f"{reason} while gradients are on, which PyTorch refuses for a leaf that requires one. "
+        raise UnsupportedModel(name, f"{because}Write it under `torch.no_grad()`")
+
+
+def _reason(node: fx.Node) -> str:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return f"the forward writes it ({name})"

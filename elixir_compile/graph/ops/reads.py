@@ -21,7 +21,7 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.base.errors import StaleParameters, UnsupportedModel
-from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.registry import Slot, slot_of
 from elixir_compile.graph.ops.shards import has_layout_of
 

@@ -1,44 +1,444 @@
-"""Split the graph of a region that runs in n micro-batches: ops before the loop, ops of one micro-batch, ops behind it.
-
-```text
-  region   mask = ge(...)            head   mask = ge(...)                      once, before the first micro-batch
-           y = addmm(b, x, w)        body   y = addmm(b, x', w)                 n times, on slices x' of x
-           p = where(mask, y, ..)           p = where(mask, y, ..)
-           s = sum(p)                       s = sum(p)                          its n results are added up
-           m = div(s, k)             tail   m = div(s, k)                       once, behind the last micro-batch
-```
-
-`graph.capture.batch` says how each value is made of its values in micro-batches. The sizes among the arguments of the body's
-ops become those of one micro-batch, and every result is checked: it has the shape of the whole value, divided by n
-along the dimension of its slices.
-
-If the number of rows is a symbol, the ops of the body stay as they are, and the symbol counts the rows of a micro-batch
-there: see `graph.capture.batch_sizes`. Other dynamic sizes are the same in all parts.
+"""Split the graph of a region that runs in micro-batches into the ops before the loop, the ops of one micro-batch, and
+the ops behind it.
 """
 
+import ast
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from elixir_compile import compat
-from elixir_compile.graph.capture.batch_call import State, States, known_shape, states_in
-from elixir_compile.graph.capture.batch_sizes import ends_at_rows, is_seeded
-from elixir_compile.graph.capture.batch_walk import Walked
-from elixir_compile.graph.capture.node_facts import is_number, leaves_of, outputs_of, tensor_of, value_of
+from elixir_compile.graph.capture.batch import Walked
+from elixir_compile.graph.capture.batch_call import (
+    State,
+    States,
+    ends_at_rows,
+    is_seeded,
+    known_shape,
+    rows_place,
+    shape_place,
+    states_in,
+)
+from elixir_compile.graph.capture.convert import storages_behind
+from elixir_compile.graph.capture.node_facts import (
+    as_node,
+    is_number,
+    leaves_of,
+    outputs_of,
+    tensor_of,
+    value_of,
+    values_of_arguments,
+)
 from elixir_compile.graph.capture.node_facts import size_of as number_of
-from elixir_compile.graph.capture.views import view_chain
-from elixir_compile.graph.rewrite.body_results import BodyResults, layout_of, local_shape
-from elixir_compile.graph.rewrite.divided_graph import DividedGraph, Memory, Part, PartsView, Read, Result, size_of
-from elixir_compile.graph.rewrite.local_args import copied, is_created, local_args
-from elixir_compile.graph.rewrite.local_numbers import Numbers, symbols_of
-from elixir_compile.graph.rewrite.local_values import computed, narrowed, strides_by_rows
-from elixir_compile.graph.rewrite.region_states import views_taken_apart, walked
-from elixir_compile.graph.rewrite.regions import RegionGraph
-from elixir_compile.graph.rewrite.sliced_values import SlicedValues
-from elixir_compile.ir import Batched
+from elixir_compile.graph.capture.rewire import view_chain
+from elixir_compile.graph.rewrite.regions import (
+    DividedGraph,
+    Filled,
+    Kept,
+    Last,
+    Layout,
+    Memory,
+    Part,
+    Partition,
+    PartsView,
+    Read,
+    RegionGraph,
+    Result,
+    Size,
+    Summed,
+    views_taken_apart,
+    walked,
+)
+from elixir_compile.graph.rewrite.regions import as_size as size_of
+from elixir_compile.ir import Batched, GroupId, Phase, Plan, StepGraph, StorageId
+from elixir_compile.step.as_run import as_run, stays_in_parts
+from elixir_compile.step.divide import Lap, crossings, laps_of, leaving_name, next_name
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fake values of one micro-batch, for the nodes of the body of a divided region.
+
+
+def narrowed(value: object, dim: int, num: int) -> torch.Tensor:
+    """Return the first of `num` slices of the tensor `value` along `dim`."""
+    assert isinstance(value, torch.Tensor)
+    with compat.own_fake_mode(value):
+        return value.narrow(dim, 0, value.shape[dim] // num)
+
+
+def computed(node: fx.Node, like: object) -> object:
+    """Return the value of `node`, computed on the fake values of its arguments; `like` is a value in the same mode."""
+    fake = next(leaf for leaf in leaves_of(like) if isinstance(leaf, torch.Tensor))
+    args, kwargs = values_of_arguments(node, value_of)
+    with compat.own_fake_mode(fake):
+        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+
+def strides_by_rows(value: torch.Tensor, rows: str) -> tuple[Size, ...]:
+    """Return the strides of `value` if they depend on the number of `rows`, a symbol, else none."""
+    is_by_rows = bool(rows) and any(rows in compat.symbols_in(stride) for stride in value.stride())
+    return tuple(map(size_of, value.stride())) if is_by_rows else ()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compute dynamic sizes in a part of a divided region: each part computes its own from the symbols among its inputs.
+#
+#   region   s0, x -> n = mul(s0, 8); y = view(x, [n, 64]); z = div(y, n)
+#   body     rows of the micro-batch, s0, x' -> n' = mul(rows, 8); y = view(x', [n', 64]); n = mul(s0, 8); z = div(y, n)
+#
+# A captured graph may read a size off a tensor, `sym_size(x, 0)`, that the part does not have. So sizes are written
+# anew from their expressions.
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,  # sizes are whole numbers: sympy writes `s0 / 2` only if 2 divides s0
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+_WHOLE_ROWS = "elixir_whole_rows"
+"""The key in `node.meta` of the symbol of the rows of a batch, for the number that stands for all rows in a body."""
+
+
+def symbols_of(region: RegionGraph) -> Mapping[str, tuple[int, fx.Node]]:
+    """Return the place and the node of each symbol among the inputs of `region`, by name."""
+    return {
+        name: (place, node)
+        for place, node in enumerate(region.module.graph.find_nodes(op="placeholder"))
+        if (name := compat.symbol_of(value_of(node)))
+    }
+
+
+class Numbers:
+    """Writes numbers into one part of a divided region."""
+
+    def __init__(self, part: Part, rows: str = "") -> None:
+        """`rows` is the symbol that has the rows of a micro-batch as its value, empty in a head or tail."""
+        self._part = part
+        self._rows = rows
+        self._symbols = symbols_of(part.source)
+        for name in self._symbols:  # a compiler needs each symbol of a shape among the inputs
+            self._symbol(name, is_local=True)
+        self._sizes: dict[tuple[str, bool], Any] = {}
+        self._others: dict[fx.Node, Any] = {}
+
+    def local(self, size: "int | torch.SymInt") -> Any:
+        """Return `size` of one micro-batch: a number, or a node of the part."""
+        return self._size(size, is_local=True)
+
+    def of(self, node: fx.Node, *, is_local: bool = False) -> Any:
+        """Return the value of `node`, a symbolic number of the region, for the whole batch or for one micro-batch."""
+        value = value_of(node)
+        if isinstance(value, torch.SymInt):
+            return self._size(value, is_local=is_local)
+        if node not in self._others:
+            self._others[node] = self._other(node)
+        return self._others[node]
+
+    def _other(self, node: fx.Node) -> fx.Node:
+        """Return a float or a condition, computed from sizes of the whole batch, or an input of the region."""
+        source, inputs = node, self._part.source.inputs
+        placeholders = self._part.source.module.graph.find_nodes(op="placeholder")
+        if node.op == "placeholder":
+            place = placeholders.index(node)
+            source = inputs[place]
+            if source.op == "placeholder":
+                return self._part.read(Read(place=place), node, value_of(node))
+        args = map_arg(source.args, lambda own: self.of(own) if is_number(own) else own)
+        return self._call(source.target, args)  # pyright: ignore[reportArgumentType]
+
+    def _size(self, size: "int | torch.SymInt", *, is_local: bool) -> Any:
+        text = compat.expression_of(size)[0]
+        if not text:
+            return int(size)
+        is_local = is_local or self._rows not in compat.symbols_in(size)
+        if (text, is_local) not in self._sizes:
+            tree = ast.parse(text, mode="eval").body
+            self._sizes[text, is_local] = self._written(tree, is_local=is_local)
+        return self._sizes[text, is_local]
+
+    def _written(self, tree: ast.expr, *, is_local: bool) -> Any:
+        match tree:
+            case ast.Constant(value=int(value)):
+                return value
+            case ast.Name(id=name):
+                return self._symbol(name, is_local=is_local)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self._call(operator.neg, (self._written(operand, is_local=is_local),))
+            case ast.BinOp(left=left, op=op, right=right):
+                sides = (self._written(side, is_local=is_local) for side in (left, right))
+                return self._call(_OPERATORS[type(op)], tuple(sides))
+            case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
+                values = [self._written(value, is_local=is_local) for value in args]
+                return functools.reduce(lambda left, right: self._call(_FUNCTIONS[name], (left, right)), values)
+        raise AssertionError(f"a size of {self._part.source.id} has an expression that is not known: {ast.dump(tree)}")
+
+    def _symbol(self, name: str, *, is_local: bool) -> fx.Node:
+        place, node = self._symbols[name]
+        if name != self._rows:
+            return self._part.read(Read(place=place), node, value_of(node))
+        if is_local:
+            return self._part.read(Read(place=place, is_rows=True), node, value_of(node))
+        meta = self._part.source.inputs[place].meta
+        if _WHOLE_ROWS not in meta:
+            meta[_WHOLE_ROWS] = compat.unknown_number(meta["val"])
+        return self._part.read(Read(place=place, is_unknown=True), node, meta[_WHOLE_ROWS])
+
+    def _call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if not any(isinstance(arg, fx.Node) for arg in args):
+            return target(*args)
+        made = self._part.graph.call_function(target, args)
+        values, _ = values_of_arguments(made, value_of)
+        made.meta = {"val": target(*values)}
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The arguments of an op for one micro-batch: its sizes are divided.
+#
+# `view(x, [64, 512, 768])` of slices of 8 rows becomes `view(x', [8, 512, 768])`.
+
+
+_aten = torch.ops.aten
+_CREATED = (_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.scalar_tensor.default)
+
+
+def is_created(node: fx.Node) -> bool:
+    """Return whether `node` makes a tensor of one value, which any part of a region can make for itself."""
+    return node.target in _CREATED
+
+
+_NEW: dict[Any, Any] = {
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.new_ones.default: _aten.ones.default,
+    _aten.new_full.default: _aten.full.default,
+    _aten.new_empty.default: _aten.empty.memory_format,
+}
+
+
+def copied(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """Return a copy of `node`, an op on the whole batch, in `graph`, where `read(source)` stands for a node `source`.
+
+    A tensor of a stated size that takes only dtype and device from another, as `x.new_zeros(...)` does, is made without
+    it: `x` may exist in slices alone.
+    """
+    target = _NEW.get(node.target)
+    if target is None:
+        return graph.node_copy(node, read)
+    value = tensor_of(node)
+    form = {"dtype": value.dtype, "device": value.device}
+    made = graph.call_function(target, map_arg(node.args[1:], read), form)
+    made.meta = dict(node.meta)
+    return made
+
+
+def local_args(
+    node: fx.Node, dim: int | None, num: int, written: "Callable[[int | torch.SymInt], Any]"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of `node` for a micro-batch, whose slices have one `num`-th of the size.
+
+    `dim` is the dimension of the slices of its result, None if the result has none. `written` turns a size into a
+    number or a node.
+    """
+    rows = rows_place(node)
+    if rows is not None:
+        num_rows = tensor_of(as_node(node.args[0])).shape[0] // num
+        return (*node.args[:rows], written(num_rows), *node.args[rows + 1 :]), dict(node.kwargs)
+    place = shape_place(node)
+    if dim is None or place is None:
+        return node.args, dict(node.kwargs)
+    shape = list(tensor_of(node).shape)
+    shape[dim] //= num
+    return (*node.args[:place], [written(size) for size in shape], *node.args[place + 1 :]), dict(node.kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How the results of the body of a divided region become values of the whole batch: filled, in parts, or added up.
+
+
+@dataclass(slots=True)
+class BodyResults:
+    """Writes the results of one body, and collects the memory of those that are filled."""
+
+    states: Mapping[fx.Node, States]
+    micro_batches: int
+    leaving: Mapping[fx.Node, GroupId]
+    """The group of each value that leaves the device in slices."""
+    in_parts: Collection[fx.Node]
+    """The values that stay in parts."""
+    outputs: Collection[fx.Node]
+    """The nodes whose values the body returns."""
+    wholes: dict[object, Memory] = field(default_factory=dict)
+    memories: dict[fx.Node, int] = field(default_factory=dict)
+    """The number of the memory of values in parts, by the node that owns it."""
+
+    def of(self, node: fx.Node) -> Result:
+        """Return how the results of `node`, one of `outputs`, become its value for the whole batch."""
+        state, value = self.states[node], tensor_of(node)
+        assert isinstance(state, State), f"{node.name} is one tensor"
+        if state.batched is Batched.SUM:
+            return Summed()
+        if state.batched is Batched.SAME:
+            return Last()
+        owner = _owner(node)
+        if node in self.in_parts:
+            memory = self.memories.setdefault(owner, len(self.memories))
+            return Kept(layout=layout_of(value, state, self.micro_batches, memory))
+        key = (owner, value.dtype)
+        numel = value.untyped_storage().nbytes() // value.element_size()
+        group = self.leaving.get(node, "")
+        whole = Memory(numel=size_of(numel), dtype=value.dtype, device=value.device, group=group)
+        self.wholes.setdefault(key, whole)
+        is_in_owner = owner is not node and owner in self.outputs and tensor_of(owner).dtype is value.dtype
+        return Filled(
+            whole=list(self.wholes).index(key),
+            dim=state.dim,
+            shape=tuple(map(size_of, value.shape)),
+            stride=tuple(map(size_of, value.stride())),
+            offset=size_of(value.storage_offset()),
+            bits=compat.lazy_bits(value),
+            is_copied=not is_in_owner,
+        )
+
+
+def layout_of(value: torch.Tensor, state: State, micro_batches: int, memory: int = 0) -> Layout:
+    """Return the layout of the parts of `value`, which are views of the memory with the number `memory`."""
+    return Layout(
+        memory=memory,
+        dim=state.dim,
+        view=replace(compat.MemoryView.of(value), shape=local_shape(value, state, micro_batches)),
+        nbytes=value.untyped_storage().nbytes() // micro_batches,
+    )
+
+
+def local_shape(whole: torch.Tensor, state: State, divisor: int) -> tuple[int, ...]:
+    """Return the shape of one micro-batch's part of `whole`: the size along its slices is divided by `divisor`."""
+    return tuple(
+        size // divisor if state.is_each and dim == state.dim else size for dim, size in enumerate(known_shape(whole))
+    )
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Return the node that owns the memory of `node`: of several results of an op, each owns its own."""
+    *views, last = view_chain(node)
+    is_result = bool(views) and not isinstance(value_of(last), torch.Tensor)
+    return views[-1] if is_result else last
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the values of a capture that are there in slices or in parts, by what the plan counts.
+#
+# Offloaded values may pass between device and host in slices. Others may stay in parts between two laps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedValues:
+    """The values that pass in slices, and those that stay in parts."""
+
+    leaving: Mapping[fx.Node, GroupId] = field(default_factory=dict)
+    """The group of each value of the forward that leaves in slices."""
+    arriving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The dimension and the number of the slices of each value that arrives in slices, by its name."""
+    in_parts: frozenset[fx.Node] = frozenset()
+    """The values of both halves that stay in parts."""
+    saved_in_parts: Mapping[str, Layout] = field(default_factory=dict)
+    """The layout in the capture of each value in parts that the forward saves for the backward, by its name."""
+
+
+def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States]) -> SlicedValues:
+    """Return the values of `halves`, made for the activations of `plan`, that pass in slices or stay in parts.
+
+    `graph` is the step of the capture, and `states` are those of the values of `halves`.
+    """
+    laps = laps_of(plan)
+    leaving, arriving = _passing(halves, graph, plan, states, laps)
+    names = stays_in_parts(graph, plan.activations, laps)
+    if not names:
+        return SlicedValues(leaving=leaving, arriving=arriving)
+    captured = halves.captured
+    in_parts = frozenset(
+        node
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        for node, storages in storages_behind(captured, phase).items()
+        if len(storages) == 1 and storages[0] in names
+    )
+    saved = outputs_of(captured.forward.graph)[captured.num_outputs :]
+    kept = {node.name: node for node in saved if isinstance(node, fx.Node) and node in in_parts}
+    layouts = _layouts(kept, storages_behind(captured), states)
+    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=layouts)
+
+
+def _layouts(
+    kept: Mapping[str, fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]], states: Mapping[fx.Node, States]
+) -> Mapping[str, Layout]:
+    """Return the layout of the whole of each value of `kept`; views of one of `storages` share a memory."""
+    memories: dict[StorageId, int] = {}
+    found: dict[str, Layout] = {}
+    for name, node in kept.items():
+        state = states[node]
+        assert isinstance(state, State), f"{name} is one tensor"
+        memory = memories.setdefault(storages[node][0], len(memories))
+        found[name] = layout_of(tensor_of(node), state, 1, memory)
+    return found
+
+
+def _passing(
+    halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States], laps: tuple[Lap, ...]
+) -> tuple[Mapping[fx.Node, GroupId], Mapping[str, tuple[int, int]]]:
+    """Return the values that leave in slices, and those that arrive in slices."""
+    step = as_run(graph, plan.activations, laps)
+    crosses = crossings(step, plan.activations)
+    leaving: dict[fx.Node, GroupId] = {}
+    arriving: dict[str, tuple[int, int]] = {}
+    if not crosses:
+        return leaving, arriving
+    there = {storage.id for storage in step.storages}
+    forward = halves.captured.forward.graph
+    saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
+    behind = storages_behind(halves.captured)
+    for group, found in crosses.items():
+        for name in halves.away[group]:
+            node = saved[name]
+            (storage,), state = behind[node], states[node]
+            if found.arriving is not None and next_name(storage) in there:
+                assert isinstance(state, State), f"{name} is one tensor"
+                arriving[name] = (state.dim, found.arriving.micro_batches)
+            if leaving_name(storage) in there:
+                leaving[node] = group
+    return leaving, arriving
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Split the graph of a region that runs in n micro-batches: ops before the loop, ops of one micro-batch, ops behind it.
+#
+#   region   mask = ge(...)            head   mask = ge(...)                      once, before the first micro-batch
+#            y = addmm(b, x, w)        body   y = addmm(b, x', w)                 n times, on slices x' of x
+#            p = where(mask, y, ..)           p = where(mask, y, ..)
+#            s = sum(p)                       s = sum(p)                          its n results are added up
+#            m = div(s, k)             tail   m = div(s, k)                       once, behind the last micro-batch
+#
+# `graph.capture.batch` says how each value is made of its values in micro-batches. The sizes among the arguments of the
+# body's ops become those of one micro-batch, and every result is checked: it has the shape of the whole value, divided
+# by n along the dimension of its slices.
+#
+# If the number of rows is a symbol, the ops of the body stay as they are, and the symbol counts the rows of a micro-
+# batch there: see `graph.capture.batch_call`. Other dynamic sizes are the same in all parts.
 
 
 def divide(
@@ -231,7 +631,7 @@ class _Divider:
         args, kwargs = local_args(node, dim, self._divisor, numbers.local)
 
         def local(source: fx.Node) -> fx.Node:
-            if source.graph is part.graph:  # a size that `local_args` has written
+            if source.graph is part.graph:  # a size that was divided already
                 return source
             if is_number(source):
                 return numbers.of(source, is_local=ends_at_rows(node))

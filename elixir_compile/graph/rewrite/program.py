@@ -1,23 +1,5 @@
-"""Write the program of a half of a capture under a plan: an FX graph of calls of regions and of the executor.
-
-    def forward(self, args):                      # a list; emptied, as the program must have the only references
-        primals_1 = args[0]; ...; args.clear()
-        executor = self.executor
-        b1_gather = executor.gather('b1')
-        b1 = executor.wait(b1_gather)
-        fwd_0 = self.fwd_0(boxed(primals_1, b1[0]))
-        executor.release('b1')
-        h_0_matmul_offload = executor.offload_saved('h.0.matmul', [gelu])
-        ...
-        return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value not kept
-
-Saved values that stay in parts are no tensors. The executor keeps them, and autograd saves other tensors for them:
-
-        keep_parts = executor.keep_parts([add_3, ...])
-        kept_parts = executor.kept_parts(ticket, [add_3, ...], saved_layouts)    # in the backward
-
-The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
-planned. The functions here decide nothing: each action comes from the schedule of the plan.
+"""Write the program of a half of a capture under a plan, an FX graph of calls of regions and of the executor, compare
+it with the plan, and print it.
 """
 
 import operator
@@ -29,11 +11,11 @@ from torch import fx
 from torch.fx.node import Argument
 
 from elixir_compile.base.errors import IllegalSchedule
+from elixir_compile.base.units import format_bytes
 from elixir_compile.graph.capture.markers import TICKET, gradient, key_of, parameter, ticket
 from elixir_compile.graph.capture.node_facts import ints_of, is_number, outputs_of, source_of
-from elixir_compile.graph.rewrite.recompute import Partition
-from elixir_compile.graph.rewrite.regions import RegionGraph, split_regions
-from elixir_compile.graph.rewrite.sliced_values import SlicedValues
+from elixir_compile.graph.rewrite.micro_batches import SlicedValues
+from elixir_compile.graph.rewrite.regions import Partition, RegionGraph, name_of, split_regions
 from elixir_compile.ir import (
     Action,
     BucketId,
@@ -41,13 +23,125 @@ from elixir_compile.ir import (
     GradientRef,
     GroupId,
     GroupRef,
+    Lane,
     Phase,
     Plan,
     RegionRef,
+    StepGraph,
     Target,
     Verb,
 )
+from elixir_compile.step import MemoryTimeline
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.divide import laps_of
 from elixir_compile.step.works import num_forward
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Format the programs of a step as text: one line for each node, with its lane and live bytes.
+
+
+_LANES = {"gather": Lane.H2D, "prefetch": Lane.H2D, "offload": Lane.D2H, "offload_saved": Lane.D2H}
+_WIDTH = 72
+
+
+def program_text(
+    plan: Plan,
+    timeline: MemoryTimeline,
+    graph: StepGraph,
+    forward: fx.GraphModule | None,
+    backward: fx.GraphModule | None,
+) -> str:
+    """Return the planned peak and both programs as text.
+
+    A line has the lane of its node and, for a region, the most live bytes during the region.
+    """
+    peaks = _region_peaks(plan, timeline, graph)
+    prediction = plan.prediction
+    lines = [
+        f"{plan.name}: planned peak {format_bytes(prediction.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        f" at {prediction.device_peak_at}"
+    ]
+    for phase, program in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        if program is None:
+            continue
+        lines.append(f"{phase}(args):")
+        lines.extend(_node_lines(program, peaks))
+    return "\n".join(lines)
+
+
+def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
+    index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
+    return {
+        name_of(region.id): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
+        for region in plan.regions
+    }
+
+
+def _node_lines(program: fx.GraphModule, peaks: dict[str, int]) -> list[str]:
+    lines = []
+    for node in program.graph.nodes:
+        text = _call_text(node)
+        if text is None:
+            continue
+        notes = []
+        if node.op == "call_module":
+            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[str(node.target)])}"]
+        elif node.op == "call_method" and str(node.target) in _LANES:
+            notes = [_LANES[str(node.target)].value]
+        lines.append(f"  {text:<{_WIDTH}} # {'  '.join(notes)}" if notes else f"  {text}")
+    return lines
+
+
+def _call_text(node: fx.Node) -> str | None:
+    """Return `node` as a line of Python, None if it only unpacks values."""
+    if node.op == "call_module":
+        made = [user.name for user in node.users]
+        inputs = [_value_text(value) for value in source_of(node).args]
+        return f"{_short(made)} = {node.target}({_short(inputs)})"
+    if node.op == "call_method" and node.target != "clear":
+        args = ", ".join(_value_text(value) for value in node.args[1:])
+        call = f"{node.target}({args})"
+        return f"{node.name} = {call}" if node.users else call
+    if node.op == "output":
+        return f"return {_short([_value_text(value) for value in outputs_of(node.graph)])}"
+    return None
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{_short([_value_text(v) for v in value])}]"
+    if isinstance(value, fx.Node) and value.target is operator.getitem and source_of(value).op == "call_method":
+        return f"{source_of(value).name}[{value.args[1]}]"
+    return value.name if isinstance(value, fx.Node) else repr(value)
+
+
+def _short(names: list[str], most: int = 6) -> str:
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])}, ... {len(names) - most + 1} more"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write the program of a half of a capture under a plan: an FX graph of calls of regions and of the executor.
+#
+#     def forward(self, args):                      # a list; emptied, as the program must have the only references
+#         primals_1 = args[0]; ...; args.clear()
+#         executor = self.executor
+#         b1_gather = executor.gather('b1')
+#         b1 = executor.wait(b1_gather)
+#         fwd_0 = self.fwd_0(boxed(primals_1, b1[0]))
+#         executor.release('b1')
+#         h_0_matmul_offload = executor.offload_saved('h.0.matmul', [gelu])
+#         ...
+#         return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value not kept
+#
+# Saved values that stay in parts are no tensors. The executor keeps them, and autograd saves other tensors for them:
+#
+#         keep_parts = executor.keep_parts([add_3, ...])
+#         kept_parts = executor.kept_parts(ticket, [add_3, ...], saved_layouts)    # in the backward
+#
+# The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
+# planned. The functions here decide nothing: each action comes from the schedule of the plan.
 
 
 def boxed(*values: object) -> list[object]:
@@ -332,3 +426,108 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
 
     given = [value(node) for node in outputs[:num_given]]
     writer.graph.output([*given, *(nothing if node is None else value(node) for node in saved)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compare a program with its plan: its actions, its waits, and its reads of released buckets.
+
+
+_ACTIONS = frozenset({"gather", "wait", "release", "reduce", "offload", "offload_saved", "prefetch"})
+"""The methods of the executor that are actions of a schedule."""
+
+
+def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
+    """Raise IllegalSchedule if `program` does not obey `plan`.
+
+    It must do the actions of `phase` in order, wait once for each transfer, and read no bucket after its release.
+    """
+    _check_order(program, plan, phase)
+    _check_waits(program)
+    _check_releases(program)
+
+
+def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
+    actions = [(action.verb, action.target) for action in actions_of(plan, phase)]
+    regions = {name_of(region.id): RegionRef(region.id) for region in plan.regions}
+    written = [found for node in program.graph.nodes if (found := _action(node, regions)) is not None]
+    for position, (wanted, found) in enumerate(zip(actions, written, strict=False)):
+        if wanted != found:
+            does, has = f"{found[0]} {found[1]}", f"{wanted[0]} {wanted[1]}"
+            raise _fault(actions, position, f"the {phase} program does `{does}` where the schedule has `{has}`")
+    if len(actions) != len(written):
+        position = min(len(actions), len(written))
+        raise _fault(
+            actions, position, f"the {phase} program does {len(written)} actions, the schedule has {len(actions)}"
+        )
+
+
+def _action(node: fx.Node, regions: Mapping[str, RegionRef]) -> tuple[Verb, Target] | None:
+    """Return the action that `node` does, or None if it does none. `regions` holds the regions by attribute name."""
+    if node.op == "call_module":
+        return Verb.RUN, regions[str(node.target)]
+    if node.op != "call_method" or node.target not in _ACTIONS:
+        return None
+    if node.target == Verb.WAIT:
+        waited = source_of(node, 1)
+        return Verb.WAIT, GradientRef(_bucket(waited)) if waited.target == Verb.REDUCE else _target(waited)
+    return Verb.OFFLOAD if node.target == "offload_saved" else Verb(str(node.target)), _target(node)
+
+
+def _target(call: fx.Node) -> Target:
+    """Return the target of a call of the executor."""
+    match call.target:
+        case Verb.OFFLOAD:
+            return GradientRef(_bucket(call))
+        case "offload_saved":
+            return GroupRef(GroupId(str(call.args[1])))
+        case Verb.PREFETCH | "leaving":
+            return GroupRef(GroupId(str(call.args[2])))
+        case _:
+            return BucketRef(_bucket(call))
+
+
+def _bucket(call: fx.Node) -> BucketId:
+    """Return the bucket of a call of the executor."""
+    return BucketId(str(call.args[1]))
+
+
+def _check_waits(program: fx.GraphModule) -> None:
+    for node in program.graph.nodes:
+        if node.op == "call_method" and node.target in (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH, "offload_saved"):
+            num_waits = sum(user.target == Verb.WAIT for user in node.users)
+            # The backward may wait for an offload of the forward, by the ticket.
+            is_left_to_backward = node.target == "offload_saved" and not node.users
+            if not is_left_to_backward and (num_waits != 1 or len(node.users) != 1):
+                raise IllegalSchedule(
+                    f"the handle of `{node.target} {_target(node)}` is waited for {num_waits} times, needs exactly once"
+                )
+
+
+def _check_releases(program: fx.GraphModule) -> None:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    held: dict[BucketId, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_method":
+            continue
+        if node.target == Verb.WAIT and source_of(node, 1).target == Verb.GATHER:
+            held[_bucket(source_of(node, 1))] = node
+        elif node.target == "whole":
+            held[_bucket(node)] = node
+        elif node.target == Verb.RELEASE and _bucket(node) in held:
+            reader = _last_reader(held.pop(_bucket(node)), position)
+            if position[reader] > position[node]:
+                raise IllegalSchedule(f"`{reader.name}` reads bucket {node.args[1]} after `release {node.args[1]}`")
+
+
+def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
+    """Return the last reader of the bucket's tensors, which is the box of a region."""
+    readers = [user for view in bucket.users for user in view.users]
+    return max((bucket, *readers), key=position.__getitem__)
+
+
+def _fault(actions: Sequence[tuple[Verb, Target]], position: int, sentence: str) -> IllegalSchedule:
+    lines = [
+        f"  {verb} {target}{'    <-- here' if index == position else ''}"
+        for index, (verb, target) in enumerate(actions)
+    ]
+    return IllegalSchedule(sentence, "\n".join(lines[max(position - 3, 0) : position + 4]))

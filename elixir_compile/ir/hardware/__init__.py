@@ -1,6 +1,5 @@
 """Machines as values: devices, hosts and links; common machines by name; profiles as JSON."""
 
-from elixir_compile.ir.hardware.along_data import along_data
 from elixir_compile.ir.hardware.cluster import (
     Cluster,
     DeviceProfile,
@@ -8,11 +7,12 @@ from elixir_compile.ir.hardware.cluster import (
     Link,
     Node,
     TensorRing,
+    along_data,
     cluster_from_json,
     cluster_to_json,
     hardware_fingerprint,
+    is_name_of,
 )
-from elixir_compile.ir.hardware.device_names import is_name_of
 from elixir_compile.ir.hardware.fleet import (
     Fleet,
     Seat,
@@ -20,9 +20,10 @@ from elixir_compile.ir.hardware.fleet import (
     fleet_of,
     fleet_of_nodes,
     fleet_to_json,
+    is_fleet,
+    parse_fleet,
     with_like_seats,
 )
-from elixir_compile.ir.hardware.fleet_text import is_fleet, parse_fleet
 from elixir_compile.ir.hardware.presets import (
     parse_hardware,
     preset,

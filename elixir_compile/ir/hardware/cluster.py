@@ -1,12 +1,22 @@
-"""Machines: devices, hosts, links, nodes of equal devices and clusters of equal nodes, and their JSON."""
+"""Machines: devices, hosts, links and clusters of equal nodes, their JSON, the slice of a machine that a tensor-
+parallel model sees, and the two names of a device.
+"""
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidPlan, InvalidProfile, ProfileFileError
+from elixir_compile.base.units import GIB, MIB
+from elixir_compile.ir.hardware.table import MACHINES
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Machines: devices, hosts, links, nodes of equal devices and clusters of equal nodes, and their JSON.
+
 
 _LEAST_RATE, _MOST_RATE = 1e-9, 1e30
 """Limits of rates per second. Between them, seconds of at most 2**63 bytes are finite numbers."""
@@ -174,7 +184,8 @@ class Cluster:
     num_elsewhere: int = field(default=0, metadata=LEFT_OUT)
     """Ranks on other hosts, whatever their devices are, beside those of a single node: see `fleet.Fleet.seen_by`."""
     tensor: TensorRing | None = field(default=None, metadata=LEFT_OUT)
-    """The tensor axis, whose ranks are no ranks of this cluster: see `along_data`. None if there is none."""
+    """The tensor axis, whose ranks are no ranks of this cluster: see the function `along_data`. None if there is
+    none."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -257,3 +268,120 @@ def cluster_from_json(text: str) -> Cluster:
 def hardware_fingerprint(cluster: Cluster) -> str:
     """Return 12 hex digits of the SHA-256 of the JSON of `cluster`, which holds all of its numbers."""
     return hashlib.sha256(cluster_to_json(cluster).encode()).hexdigest()[:12]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The machine as one slice of a tensor-parallel model sees it: the ranks that hold the same part along the tensor axis.
+#
+#   2 nodes of 4 devices, tensor axis of 4      each slice has 1 device of each node, a quarter of each host, and a
+#                                               quarter of the network; the tensor axis is the peer link of a node
+#   2 nodes of 4 devices, tensor axis of 2      each slice has 2 devices of each node, half of each host and network
+#   4 nodes of 2 devices, tensor axis of 4      each slice has 1 device of each two nodes, half of a host; the tensor
+#                                               axis is the network
+#
+# All slices gather and reduce at once, so they share what is shared. The tensor axis is taken to be the last axis of
+# the mesh: its ranks are consecutive. Not modelled: collectives of the tensor axis and of the data axis at the same
+# time.
+
+
+def along_data(cluster: Cluster, num_tensor: int) -> Cluster:
+    """Return the slice of `cluster` along the data axes, with a tensor axis of `num_tensor` ranks.
+
+    Raises InvalidPlan if the ranks of `cluster` cannot be divided so.
+    """
+    num_local = cluster.num_local_ranks
+    if cluster.num_elsewhere or cluster.num_ranks % num_tensor:
+        raise InvalidPlan(
+            f"{cluster.name} has no tensor axis of {num_tensor} ranks: expected equal nodes, divided by it."
+        )
+    if num_tensor == 1:
+        return cluster
+    is_within = num_local % num_tensor == 0
+    num_devices = num_local // num_tensor if is_within else 1
+    num_slices = num_local // num_devices
+    num_nodes = cluster.num_ranks // num_tensor // num_devices
+    first = cluster.nodes[0]
+    node = replace(
+        first,
+        num_devices=num_devices,
+        peer=first.peer if num_devices > 1 else None,
+        host=_part_of_host(first.host, num_slices),
+    )
+    between = cluster.network if cluster.is_over_nodes else first.peer
+    link = first.peer if is_within else between
+    if link is None:
+        raise InvalidPlan(f"{cluster.name} has no link for a tensor axis of {num_tensor} ranks.")
+    return Cluster(
+        nodes=(node,) * num_nodes,
+        network=_part_of_link(between, num_slices) if num_nodes > 1 and between is not None else None,
+        tensor=TensorRing(num_ranks=num_tensor, link=link),
+    )
+
+
+def _part_of_link(link: Link, num_slices: int) -> Link:
+    busy = link.busy_bytes_per_s
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s / num_slices,
+        busy_bytes_per_s=None if busy is None else busy / num_slices,
+    )
+
+
+def _part_of_host(host: HostProfile, num_slices: int) -> HostProfile:
+    rates = {
+        name: None if (rate := getattr(host, name)) is None else rate / num_slices
+        for name in (
+            "memory_bytes_per_s",
+            "update_elements_per_s",
+            "busy_update_elements_per_s",
+            "disk_read_bytes_per_s",
+            "disk_write_bytes_per_s",
+        )
+    }
+    sizes = {name: getattr(host, name) // num_slices for name in ("memory_bytes", "pinned_bytes", "reserve_bytes")}
+    return replace(host, **rates, **sizes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The two names of a device: that of the common machine, `h100-80g`, and that which its driver tells, such as `NVIDIA
+# H100 80GB HBM3`.
+
+
+_OTHER_DEVICES = {"laptop", "mig"}
+"""Words in the names of devices that have a part of the rates: chips of laptops, and partitions of a device."""
+
+
+def machine_name_of(device_name: str, memory_bytes: int) -> str | None:
+    """Return the name in `MACHINES` of a machine with the device `device_name`, which has `memory_bytes`, or None.
+
+    If several machines have the chip, it is the machine whose device has the nearest memory size.
+    """
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    if _OTHER_DEVICES & set(words):
+        return None
+    chips = {*words, *(first + second for first, second in pairwise(words))}
+    found = [name for name in MACHINES if name.split("-")[0] in chips]
+    return min(found, key=lambda name: abs(MACHINES[name].chip.memory_mib * MIB - memory_bytes), default=None)
+
+
+def is_name_of(text: str, cluster: Cluster) -> bool:
+    """Return whether `text`, the name of a cluster in a plan, is a name of `cluster`: `1 x h100-80g` and `1 x NVIDIA
+    H100 80GB HBM3` are one machine.
+
+    Two names that drivers tell are two machines, because chips with one name have several forms: an H100 for PCIe has
+    half of the memory's rate.
+    """
+    device = cluster.device
+    before, _, after = cluster.name.partition(device.name)
+    own = text.removeprefix(before).removesuffix(after)
+    if before + own + after != text:
+        return False
+    names = {own, device.name}
+    machines = {name if name in MACHINES else machine_name_of(name, _memory_bytes(name, cluster)) for name in names}
+    return len(names) == 1 or (len(machines) == 1 and bool(machines & names))
+
+
+def _memory_bytes(device_name: str, cluster: Cluster) -> int:
+    """Return the bytes of memory that `device_name` says, else those of the device of `cluster`."""
+    said = re.search(r"(\d+) ?GB", device_name)
+    return cluster.device.memory_bytes if said is None else int(said.group(1)) * GIB

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.base.errors import InvalidOption, UnknownHardware
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir.hardware.cluster import Cluster, DeviceProfile, HostProfile, Link, Node
-from elixir_compile.ir.hardware.device_names import machine_name_of
+from elixir_compile.ir.hardware.cluster import Cluster, DeviceProfile, HostProfile, Link, Node, machine_name_of
 from elixir_compile.ir.hardware.table import MACHINES, Machine
 
 MAX_DEVICES_PER_NODE = 8

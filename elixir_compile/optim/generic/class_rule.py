@@ -34,20 +34,22 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.graph.ops.optimizers import ParamState
-from elixir_compile.optim.generic.class_step import ClassStep, attributes_of
-from elixir_compile.optim.generic.code import Pass, compiled
-from elixir_compile.optim.generic.dry_step import StateSchema, dry_step, group_key
-from elixir_compile.optim.generic.formula import is_same, samples
-from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
+from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
+from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema, attributes_of, dry_step, group_key
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
-from elixir_compile.optim.layout import StatisticLayout, in_order_of
-from elixir_compile.optim.moment_forms import noise_key, rounded_to_bfloat16, weight_noise
-from elixir_compile.optim.pieces import MemoryRow, Segment, update
-from elixir_compile.optim.precision import EXACT, StatePrecision
-from elixir_compile.optim.rule import ParamUpdate, State, UpdateRule
-from elixir_compile.optim.step_counts import note_num_steps, num_steps
-from elixir_compile.runtime.slab import flat
+from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise
+from elixir_compile.optim.rule import (
+    ParamUpdate,
+    State,
+    StatisticLayout,
+    UpdateRule,
+    in_order_of,
+    note_num_steps,
+    num_steps,
+)
+from elixir_compile.optim.streaming import MemoryRow, Segment, update
+from elixir_compile.runtime.bucket import flat
 
 _BLOCK = 1 << 20
 """Elements in fp32 at a time: 4 MiB for each statistic."""

@@ -1,16 +1,388 @@
-"""Turn recorded steps into C code, compile it with the system's compiler and keep it in the cache."""
+"""Record the step of an optimizer class for a single element, and compile it to C code that gives the same bits as
+torch.
+"""
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import c_float
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from elixir_compile.optim.generic.formula import BY_MKL, FORMULAS, Formula, is_same, samples
-from elixir_compile.optim.generic.tape import Form, Operand, TapeError
+from elixir_compile import compat
 from elixir_compile.optim.host.build import BuildError, loaded
+
+# ----------------------------------------------------------------------------------------------------------------------
+# C expressions for the element-wise fp32 ops of optimizers, bitwise equal to torch's CPU kernels.
+#
+#     torch.add(a, b, alpha=s)     fmaf(s, b, a)    or    a + s * b
+#
+# torch's rounding depends on its build and on the processor, so `code` compiles each expression and compares it with
+# torch once. Steps with other ops, such as exp or a norm, or with an op that no expression reproduces, are not
+# compiled.
+
+
+BY_MKL = "vmsSqrt"
+"""Stands for a call of MKL's vector square root, up to 0.75 ulp off, which torch uses if it is built with MKL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """An element-wise op as C text; `{0}`, `{1}` and so on are its operands."""
+
+    expressions: tuple[str, ...]
+    """The expressions torch may use; they differ only in rounding."""
+    is_mask: bool = False
+    """Whether the result is a mask: true or false."""
+    takes_masks: bool = False
+    """Whether all operands may be masks."""
+    eager: Callable[..., torch.Tensor] | None = None
+    """torch's op, called with tensors and then numbers; None if there is only a single expression."""
+    num_tensors: int = 0
+    numbers: tuple[tuple[float, ...], ...] = ()
+    """The numbers with which `eager` is compared, a tuple for each call."""
+
+
+def _plain(expression: str) -> Formula:
+    return Formula(expressions=(expression,))
+
+
+def _mask(expression: str, *, takes_masks: bool = False) -> Formula:
+    return Formula(expressions=(expression,), is_mask=True, takes_masks=takes_masks)
+
+
+def _root(eager: Callable[..., torch.Tensor]) -> Formula:
+    return Formula(expressions=("sqrtf({0})", BY_MKL), eager=eager, num_tensors=1, numbers=((),))
+
+
+_FACTORS = ((-0.1,), (0.001000000000001,), (3.7,))
+_LARGER = "({0} != {0} ? {0} : {1} != {1} ? {1} : {0} > {1} ? {0} : {1})"
+
+FORMULAS: Mapping[str, Formula] = {
+    "value": Formula(expressions=("{0}",)),
+    "mask": _mask("{0}", takes_masks=True),
+    "number": Formula(expressions=("(float){0}",), takes_masks=True),
+    "mul": _plain("{0} * {1}"),
+    "div": _plain("{0} / {1}"),
+    "neg": _plain("-{0}"),
+    "abs": _plain("fabsf({0})"),
+    "sqrt": _root(torch.sqrt),
+    "rsqrt": _plain("1.0f / sqrtf({0})"),
+    "reciprocal": _plain("1.0f / {0}"),
+    "sign": _plain("(float)(({0} > 0.0f) - ({0} < 0.0f))"),
+    "pow 2": _plain("{0} * {0}"),
+    "pow 3": _plain("{0} * {0} * {0}"),
+    "pow 0.5": _root(lambda a: torch.pow(a, 0.5)),
+    "pow -0.5": _plain("1.0f / sqrtf({0})"),
+    "pow -1": _plain("1.0f / {0}"),
+    "maximum": _plain(_LARGER),
+    "minimum": _plain(_LARGER.replace(">", "<")),
+    "clamp_min": _plain("({0} < {1} ? {1} : {0})"),
+    "clamp_max": _plain("({0} > {1} ? {1} : {0})"),
+    "gt": _mask("{0} > {1}"),
+    "ge": _mask("{0} >= {1}"),
+    "lt": _mask("{0} < {1}"),
+    "le": _mask("{0} <= {1}"),
+    "eq": _mask("{0} == {1}"),
+    "ne": _mask("{0} != {1}"),
+    "not": _mask("!{0}", takes_masks=True),
+    "and": _mask("{0} & {1}", takes_masks=True),
+    "or": _mask("{0} | {1}", takes_masks=True),
+    "where": _plain("({0} ? {1} : {2})"),
+    "add": Formula(
+        expressions=("fmaf({2}, {1}, {0})", "{0} + {2} * {1}"),
+        eager=lambda a, b, s: torch.add(a, b, alpha=s),
+        num_tensors=2,
+        numbers=_FACTORS,
+    ),
+    "div by a number": Formula(
+        expressions=("{0} / {1}", "{0} * (1.0f / {1})"), eager=torch.div, num_tensors=1, numbers=_FACTORS
+    ),
+    "addcmul": Formula(
+        expressions=(
+            "{0} + {3} * {1} * {2}",
+            "fmaf({3} * {1}, {2}, {0})",
+            "fmaf({3}, {1} * {2}, {0})",
+            "{0} + {3} * ({1} * {2})",
+        ),
+        eager=lambda a, b, c, s: torch.addcmul(a, b, c, value=s),
+        num_tensors=3,
+        numbers=_FACTORS,
+    ),
+    "addcmul of 1": Formula(  # some versions of torch round only once here
+        expressions=("{0} + {1} * {2}", "fmaf({1}, {2}, {0})"), eager=torch.addcmul, num_tensors=3, numbers=((),)
+    ),
+    "addcdiv": Formula(
+        expressions=("{0} + {3} * {1} / {2}", "{0} + {3} * ({1} / {2})", "fmaf({3}, {1} / {2}, {0})"),
+        eager=lambda a, b, c, s: torch.addcdiv(a, b, c, value=s),
+        num_tensors=3,
+        numbers=_FACTORS,
+    ),
+    "lerp below half": Formula(
+        expressions=("fmaf({2}, {1} - {0}, {0})", "{0} + {2} * ({1} - {0})"),
+        eager=torch.lerp,
+        num_tensors=2,
+        numbers=((0.09999999999999998,), (0.49,), (-0.2,)),
+    ),
+    "lerp": Formula(
+        expressions=(
+            "fmaf({0} - {1}, 1.0f - {2}, {1})",
+            "fmaf({1} - {0}, {2} - 1.0f, {1})",
+            "{1} - ({1} - {0}) * (1.0f - {2})",
+        ),
+        eager=torch.lerp,
+        num_tensors=2,
+        numbers=((0.9,), (0.5,), (1.3,)),
+    ),
+}
+
+
+def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
+    """Return `num_tensors` flat fp32 tensors of all magnitudes seen in training, with zeros, infinities and NaNs."""
+    made: list[Any] = []
+    generator = torch.Generator().manual_seed(7)
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, float("inf"), float("nan")], device="cpu")
+    for index in range(num_tensors):
+        size = torch.rand(numel, generator=generator, device="cpu") * 8 - 6
+        values = torch.randn(numel, generator=generator, device="cpu") * 10.0**size
+        # With another stride in each tensor, so that special values meet each other and ordinary values.
+        places = slice(index, None, 5 + 2 * index)
+        count = len(values[places])
+        values[places] = torch.where(
+            torch.rand(count, generator=generator, device="cpu") < 0.3,
+            special.repeat(count // 8 + 1)[:count],
+            values[places],
+        )
+        made.append(values)
+    return made
+
+
+def is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two fp32 tensors have the same bits; all NaNs count as equal.
+
+    torch's own kernels give NaNs with different bits from element to element.
+    """
+    return bool(torch.all((first.view(torch.int32) == second.view(torch.int32)) | (first.isnan() & second.isnan())))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Record the arithmetic of an optimizer class's step for a single element, while it runs on tensors without values.
+#
+#     param.add_(grad, alpha=-lr)    ->    add: value 0, value 1, number 0          numbers: (-lr,)
+#
+# The Python code of the step runs in each step, so its arithmetic and branches on plain numbers need no recording.
+# Numbers are inputs of the tape: steps with different learning rates have the same form.
+
+
+Operand = tuple[str, int]
+"""("v", index) for a value, ("s", index) for a number."""
+
+
+class TapeError(Exception):
+    """A step cannot run as a host pass; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The recorded ops of a step without its numbers, such as the learning rate: equal for steps with other numbers.
+
+    Values have indices: the inputs come first, then the result of each op.
+    """
+
+    num_inputs: int
+    ops: tuple[tuple[str, tuple[Operand, ...]], ...]
+    """The ops in order: the name in `FORMULAS`, and the operands."""
+    outputs: tuple[tuple[int, int], ...]
+    """Pairs of an input and the value that the step writes to it; inputs that the step does not change are absent."""
+
+    @property
+    def num_numbers(self) -> int:
+        """Return how many numbers the ops take."""
+        return sum(kind == "s" for _, operands in self.ops for kind, _ in operands)
+
+
+_ONE_OPERAND = ("neg", "abs", "sqrt", "rsqrt", "reciprocal", "sign")
+_TWO_OPERANDS = ("mul", "maximum", "minimum", "clamp_min", "clamp_max", "gt", "ge", "lt", "le", "eq", "ne")
+_MASKS = {
+    "logical_not": "not",
+    "bitwise_not": "not",
+    "logical_and": "and",
+    "bitwise_and": "and",
+    "logical_or": "or",
+    "bitwise_or": "or",
+}
+_VIEWS = ("detach", "alias", "view", "_unsafe_view", "view_as", "lift_fresh")
+
+
+class Recorder:
+    """Handles every torch op while the step runs, through `compat.ops_seen_by`, and records the ops."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._shape, self._stride = inputs[0].shape, inputs[0].stride()
+        self._values: dict[int, int | None] = {compat.storage_key(tensor): index for index, tensor in enumerate(inputs)}
+        """The value in each storage; None if nothing was written to the storage."""
+        self._inputs = list(inputs)
+        self._made: list[torch.Tensor] = []  # kept alive, so that no storage key is reused
+        self._ops: list[tuple[str, tuple[Operand, ...]]] = []
+        self.numbers: list[float] = []
+
+    def see(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Record `op` and return its result if it has an operand on the tape, else run `op`."""
+        if not any(self.holds(tensor) for tensor in _tensors([*args, *kwargs.values()])):
+            return op(*args, **kwargs)
+        name = str(op).split(".")[1]
+        if name in _VIEWS:
+            seen = op(*args, **kwargs)
+            self._check_shape(seen)
+            return seen
+        base = name.removesuffix("_")
+        if base == "empty_like":
+            return self._new(None, torch.float32)
+        formula, operands = self._formula_of(base, args, kwargs)
+        value, is_mask = self._add(formula, operands)
+        target = kwargs.get("out", args[0] if name != base else None)
+        if target is None:
+            return self._new(value, torch.bool if is_mask else torch.float32)
+        self._check_shape(target)
+        if not self.holds(target) or (target.dtype == torch.bool) != is_mask:
+            raise TapeError(f"{op} writes a tensor of another kind")
+        self._values[compat.storage_key(target)] = value
+        return target
+
+    def holds(self, tensor: object) -> bool:
+        """Return whether `tensor` is on the tape."""
+        return isinstance(tensor, torch.Tensor) and compat.storage_key(tensor) in self._values
+
+    def form(self, ends: Sequence[torch.Tensor]) -> Form:
+        """Return the recorded ops; `ends` are the tensors that hold the new values of the inputs, in their order."""
+        values = [self._value(end) for end in ends]
+        masks = [self._is_mask_value(value) for value in values]
+        if any(masks):
+            raise TapeError("it ends with a tensor of booleans")
+        outputs = tuple((index, value) for index, value in enumerate(values) if index != value)
+        return Form(num_inputs=len(self._inputs), ops=tuple(self._ops), outputs=outputs)
+
+    def _formula_of(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
+        """Return the name of an op in `FORMULAS`, and its operands."""
+        if base in _ONE_OPERAND or base in _TWO_OPERANDS:
+            return base, args
+        if base in _MASKS:
+            return _MASKS[base], args
+        if base in ("add", "sub", "rsub"):
+            first, second = (args[1], args[0]) if base == "rsub" else args[:2]
+            alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+            return "add", (first, second, alpha if base == "add" else -alpha)
+        if base == "div" and kwargs.get("rounding_mode") is None:
+            return ("div" if self.holds(args[1]) else "div by a number"), args
+        if base in ("addcmul", "addcdiv"):
+            value = kwargs.get("value", 1)
+            return ("addcmul of 1", args) if base == "addcmul" and _in_fp32(value) == 1 else (base, (*args, value))
+        if base == "lerp" and not self.holds(args[2]):
+            return ("lerp below half" if abs(_in_fp32(args[2])) < 0.5 else "lerp"), args
+        if base == "pow" and isinstance(args[1], int | float) and f"pow {args[1]:g}" in FORMULAS:
+            return f"pow {args[1]:g}", args[:1]
+        return self._copying_formula_of(base, args, kwargs)
+
+    def _copying_formula_of(
+        self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, Sequence[Any]]:
+        """Return the formula name and the operands of an op that fills, copies, bounds or selects elements."""
+        if base in ("zero", "zeros_like"):
+            return "value", (0.0,)
+        if base == "ones_like":
+            return "value", (1.0,)
+        if base in ("fill", "full_like"):
+            return "value", args[1:2]
+        if base == "clamp":
+            least, most = (*args[1:], None, None)[:2]
+            if most is None:
+                return "clamp_min", (args[0], least)
+            return "clamp_max", (args[0] if least is None else self._intermediate("clamp_min", args[0], least), most)
+        if base == "where" and len(args) == 3:
+            return "where", args
+        if base == "masked_fill":
+            return "where", (args[1], args[2], args[0])
+        if base == "index_put" and len(args[1]) == 1 and len(args) == 3 and _is_mask(args[1][0]):
+            return "where", (args[1][0], args[2], args[0])
+        if base in ("copy", "clone", "_to_copy"):
+            source = args[1] if base == "copy" else args[0]
+            wanted = args[0].dtype if base == "copy" else kwargs.get("dtype") or source.dtype
+            if wanted in (torch.float32, source.dtype):
+                return ("value" if not _is_mask(source) else "mask" if wanted == torch.bool else "number"), (source,)
+        raise TapeError(f"it calls {base}, which has no formula")
+
+    def _intermediate(self, formula: str, *operands: Any) -> torch.Tensor:
+        return self._new(self._add(formula, operands)[0], torch.float32)
+
+    def _add(self, formula: str, operands: Sequence[Any]) -> tuple[int, bool]:
+        """Append an op to the tape; return the index of its value, and whether the value is a mask."""
+        known = FORMULAS[formula]
+        are_masks = [_is_mask(operand) for operand in operands if self.holds(operand)]
+        if formula == "where":
+            are_masks = are_masks[1:] or [False]
+        if are_masks and all(are_masks) and not known.takes_masks:
+            raise TapeError("it does arithmetic on tensors of booleans")
+        self._ops.append((formula, tuple(map(self._operand, operands))))
+        return len(self._inputs) + len(self._ops) - 1, known.is_mask
+
+    def _operand(self, given: Any) -> Operand:
+        if self.holds(given):
+            self._check_shape(given)
+            return "v", self._value(given)
+        is_number = isinstance(given, int | float) or (
+            isinstance(given, torch.Tensor) and not given.dim() and given.device.type == "cpu"
+        )
+        if not is_number:
+            raise TapeError("it computes with a value that is neither a number nor a tensor shaped like the parameter")
+        self.numbers.append(float(given))
+        return "s", len(self.numbers) - 1
+
+    def _value(self, tensor: torch.Tensor) -> int:
+        value = self._values.get(compat.storage_key(tensor))
+        if value is None:
+            raise TapeError("it reads memory that it has not written")
+        return value
+
+    def _is_mask_value(self, value: int) -> bool:
+        op = value - len(self._inputs)
+        return op >= 0 and FORMULAS[self._ops[op][0]].is_mask
+
+    def _check_shape(self, tensor: torch.Tensor) -> None:
+        if (tensor.shape, tensor.stride()) != (self._shape, self._stride):
+            raise TapeError(
+                f"it uses a tensor of shape {tuple(tensor.shape)} for a parameter of shape {tuple(self._shape)}"
+            )
+
+    def _new(self, value: int | None, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(self._shape, dtype=dtype, device="meta")
+        self._made.append(made)
+        self._values[compat.storage_key(made)] = value
+        return made
+
+
+def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _in_fp32(number: Any) -> float:
+    """Return `number` rounded to fp32, by which torch's kernels choose their formula."""
+    return c_float(float(number)).value
+
+
+def _is_mask(given: object) -> bool:
+    return isinstance(given, torch.Tensor) and given.dtype == torch.bool
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Turn recorded steps into C code, compile it with the system's compiler and keep it in the cache.
+
 
 BLOCK = 512
 

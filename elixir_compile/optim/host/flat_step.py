@@ -16,8 +16,8 @@ import torch
 from torch.optim.adamw import adamw
 
 from elixir_compile import compat
-from elixir_compile.optim import moment_forms
-from elixir_compile.optim.moment_forms import MomentForm, Moments
+from elixir_compile.optim import precision as moment_forms
+from elixir_compile.optim.precision import MomentForm, Moments
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETER_DTYPES = (torch.bfloat16, torch.float16)

@@ -5,7 +5,7 @@
     bf16_adamw       grad, param, moments -> param, moments               22 B, and no master
     sum_of_squares   grad -> a number                                      2 B
 
-Moments take 8 B of these twice, or 4 or 2.1 B twice in another `MomentForm` (`moment_forms.py`).
+Moments take 8 B of these twice, or 4 or 2.1 B twice in another `MomentForm` (`optim/narrow_state.py`).
 
 They run in C (`kernel.c`, `reduced.c`) if there is a compiler, else in blocks of torch's ops (`flat_step.py`). Calls
 into C release the GIL. Parameters in fp32 with exact moments do not use these passes: torch's own fused AdamW is as
@@ -31,13 +31,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from elixir_compile.base.errors import ElixirWarning
-from elixir_compile.optim.host import flat_step, kernel_calls
+from elixir_compile.optim.host import flat_step
+from elixir_compile.optim.host import kernel as kernel_calls
 from elixir_compile.optim.host.build import BuildError, loaded_kernel
 from elixir_compile.optim.host.flat_step import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
-from elixir_compile.optim.host.kernel_calls import typed
-from elixir_compile.optim.host.threads import HostThreads, host_threads_for
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
+from elixir_compile.optim.host.kernel import HostThreads, host_threads_for, typed
+from elixir_compile.optim.precision import MomentForm
+from elixir_compile.runtime.bucket import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
 
 _BESIDE_THE_RULE = (
     *("max_exp_avg_sq", "total"),
@@ -109,7 +109,7 @@ def mixed_adamw(
     layout or size.
 
     With `form`, the moments are stored in fewer bytes, rounded with noise from `seed` and `step` (see
-    `moment_forms.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
+    `optim/narrow_state.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 

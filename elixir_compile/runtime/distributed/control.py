@@ -1,30 +1,20 @@
-"""The control channel: short texts between ranks over gloo, by which they agree before a plan and before each forward.
-
-```text
-  every exchange         one all-gather of 96 bytes per rank   | purpose 24 | length 8 | first 64 bytes of the text |
-  if one text is longer      then a broadcast from its rank
-  if several are longer      then an all-gather, with the length of the longest text for each rank
-```
-
-So texts of up to 64 bytes cost a single collective. Every row carries the purpose of its exchange. If the purposes
-differ, the ranks are out of step, and all of them raise RanksDiffer. Nothing is pickled. If a rank is dead or silent,
-the others raise PeerFailed within the timeout of the group.
-
-For one rank, and on the `fake` process group, every other rank is taken to send the text of this rank, so plans for any
-number of ranks can be made without a cluster.
+"""Let the ranks that run one model agree before they act, by short texts over gloo, and raise on all of them if one
+fails or differs.
 """
 
 import json
 import os
+import platform
 import struct
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -34,6 +24,21 @@ from torch import distributed
 from elixir_compile import compat
 from elixir_compile.base.errors import ElixirError
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, ranks_text
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The control channel: short texts between ranks over gloo, by which they agree before a plan and before each forward.
+#
+#   every exchange         one all-gather of 96 bytes per rank   | purpose 24 | length 8 | first 64 bytes of the text |
+#   if one text is longer      then a broadcast from its rank
+#   if several are longer      then an all-gather, with the length of the longest text for each rank
+#
+# So texts of up to 64 bytes cost a single collective. Every row carries the purpose of its exchange. If the purposes
+# differ, the ranks are out of step, and all of them raise RanksDiffer. Nothing is pickled. If a rank is dead or silent,
+# the others raise PeerFailed within the timeout of the group.
+#
+# For one rank, and on the `fake` process group, every other rank is taken to send the text of this rank, so plans for
+# any number of ranks can be made without a cluster.
+
 
 _Made = TypeVar("_Made")
 
@@ -281,3 +286,40 @@ def _reason(error: RuntimeError) -> str:
     """Return the first line of `error` without gloo's source file and advice, and without the stack."""
     line = str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]
     return line.partition("] ")[2] if line.startswith("[") and "] " in line else line
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ranks that run one model together: they agree on plans, call the roll before steps, and save together.
+
+
+class Peers:
+    """The processes `ranks`, numbered as in the default process group, which have parts of one model.
+
+    All of them must make this at the same point.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.control = new_control_channel(ranks)
+        """The control channel for training."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of all ranks."""
+        return len(self.control.ranks)
+
+    @cached_property
+    def checkpoint_control(self) -> ControlChannel:
+        """The control channel for checkpoints, separate because training continues during a save.
+
+        All ranks must read this for the first time at the same point.
+        """
+        return new_control_channel(self.control.ranks)
+
+    @cached_property
+    def num_local(self) -> int:
+        """The largest number of ranks on a host, told apart by host name.
+
+        All ranks must read this for the first time at the same point.
+        """
+        names = self.control.exchange(platform.node(), "names of hosts", "is about to run its first graph")
+        return max(Counter(names).values())

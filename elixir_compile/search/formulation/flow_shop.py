@@ -6,7 +6,7 @@ first out, so the shop takes as long as the longest path that goes back neither 
     T = max over i <= j <= k <= l of h_0..h_i + a_i..a_j + c_j..c_k-1 + r_k..r_l + d_l..d_end
 
 with h, a, c, r, d the work on the lanes h2d, gather, compute, reduce and d2h. Each path is linear in the decisions.
-`phases` and `cross_step_updates` make the flow shops of a step. Source: flow shops, Johnson 1954.
+`cross_step_updates` makes the flow shops of a step. Source: flow shops, Johnson 1954.
 
 Some work counts only if a decision is taken: the host waits for the ops of a backward up to the last gradient that
 comes to it, so ops count if a bucket whose gradient is complete behind them has it on the host. `Gated` is such a shop,

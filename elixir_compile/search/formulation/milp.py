@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
 from elixir_compile.search.evaluator import Candidate, Evaluator
-from elixir_compile.search.formulation.cross_step_updates import flow_shops, stream_choices
+from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Gate, Path, Shop
-from elixir_compile.search.formulation.phases import RunTables
-from elixir_compile.search.space.levels import Level, is_gathered
+from elixir_compile.search.space.buckets import Level, Quota, is_gathered, meets
 from elixir_compile.search.space.memory import MemoryModel
-from elixir_compile.search.space.quotas import Quota, meets
 
 SCALE = 1000.0
 TOLERANCE = 1e-7

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Phase, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
-from elixir_compile.search.joint.micro_batches import candidates
+from elixir_compile.search.joint.variants import candidates
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import away_bytes
 

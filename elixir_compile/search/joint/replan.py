@@ -41,7 +41,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link
 from elixir_compile.search.problem import Problem
-from elixir_compile.step.prediction import prediction_of
+from elixir_compile.step.pipeline import prediction_of
 from elixir_compile.step.prices import Prices, prices
 from elixir_compile.step.seconds import simulate
 

@@ -1,37 +1,279 @@
-"""Choose how the tokens of an optimizer step are divided, together with the plan, for the most tokens per second.
-
-```text
-  tokens per step  =  rows of one forward  x  tokens of a row  x  forwards  x  ranks
-  a setting        =  rows, forwards, micro-batches of each layer, bytes of optimizer state per element
-  seconds          =  the step of the plan, with its update  +  (forwards - 1) x its forward and backward alone
-```
-
-Each setting is a problem of its own, and its plan is the plan that the problem gets alone. A setting is searched only
-if its bound leaves room for an improvement. Bounds get sharper in stages, and the setting with the lowest bound always
-comes first:
-
-    compute     the relaxed optimum of the forward and backward alone, in unlimited memory: of more rows, then its own
-    fits        the smallest peak; a setting that does not fit is never searched
-    relaxed     the relaxed optimum of the step, and of the forward and backward alone, in the memory that is there
-
-The best setting of each number of bytes of state is proved apart from the others: state is a choice of precision.
+"""Choose how the tokens of an optimizer step are divided into rows and forwards, together with the plan, for the most
+tokens per second.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Protocol
 
 from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Lane, Plan, Record, Update, Verb
+from elixir_compile.ir.hardware import Cluster, Node
 from elixir_compile.search.best import relaxed_bound_s
-from elixir_compile.search.clock import Clock, Deadline, deadline_in
-from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.joint.accumulated import again_bound_s, again_record, evaluator_of, limits_of
-from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.joint.tuned import Stage, Trial, Tuned, order
-from elixir_compile.search.limits import uniform_modes
+from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, deadline_in, uniform_modes
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.buckets import with_larger_buckets
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.step.pipeline import critical_path
+from elixir_compile.step.seconds import simulate
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Divide the tokens of an optimizer step into forwards of so many rows.
+#
+#   tokens per step  =  rows of one forward  x  tokens of a row  x  forwards  x  ranks
+
+
+TOLERANCE = 0.025
+"""Share by which the tokens of a step may differ from those that were asked for, if these are not a whole number of
+rows. So 64k, which is 64,000, allows 64 rows of 1024 tokens."""
+_MOST_ROWS = 1 << 16
+"""The most rows of one forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to run an optimizer step."""
+
+    rows: int
+    """Rows of each rank in one forward."""
+    forwards: int
+    """Forwards, each with its backward, before each update."""
+    micro_batches: int = 1
+    """Micro-batches of each layer in a forward, of those layers that can be divided."""
+    state_bytes: int | None = None
+    """Bytes of optimizer state per element; None for the state of HybridAdamW."""
+    tokens: int
+    """Tokens of the step, over all ranks."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.forwards} x {self.rows} rows"]
+        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        parts += [f"{self.state_bytes} bytes of state"] if self.state_bytes is not None else []
+        return ", ".join(parts)
+
+
+def splits(
+    tokens: int, seq: int, num_ranks: int = 1, *, rows: int | None = None, divisor: int = 1
+) -> list[tuple[int, int]]:
+    """Return pairs of rows and forwards whose product with `seq` and `num_ranks` is about `tokens`, most rows first.
+
+    There is at most one pair for each doubling of the rows: the rows with the most factors of two. If `tokens` are a
+    whole number of rows, every product is exact; else it differs by at most `TOLERANCE`. If `rows` are given, there is
+    no other pair. Rows are multiples of `divisor`. Raises InvalidOption with the nearest numbers of tokens if there is
+    no pair.
+    """
+    unit = seq * num_ranks
+    asked = tokens / unit
+    allowed = 0.0 if tokens % unit == 0 else TOLERANCE
+    most = min(math.floor(asked * (1 + allowed)), _MOST_ROWS)
+    found: dict[int, tuple[int, int]] = {}
+    for number in range(divisor, most + 1, divisor) if rows is None else (rows,):
+        forwards = max(1, round(asked / number))
+        is_near = abs(number * forwards - asked) <= allowed * asked and number % divisor == 0
+        power = number.bit_length()
+        if is_near and (power not in found or _roundness(number) > _roundness(found[power][0])):
+            found[power] = number, forwards
+    if not found:
+        raise InvalidOption("tokens_per_step", tokens, _nearest(tokens, unit * math.lcm(rows or 1, divisor), unit))
+    return [found[power] for power in sorted(found, reverse=True)]
+
+
+def _nearest(tokens: int, step: int, unit: int) -> str:
+    """Return a text with the multiples of `step` next to `tokens`; `unit` are the tokens of a row on each rank."""
+    near = sorted({max(1, tokens // step) * step, -(-tokens // step) * step})
+    named = " or ".join(map(str, near))
+    rows = "a row" if step == unit else f"{step // unit} rows"
+    return f"{named}: a multiple of {step}, the tokens of {rows} on each rank"
+
+
+def _roundness(rows: int) -> int:
+    """Return the largest power of two that divides `rows`."""
+    return rows & -rows
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Simulate an optimizer step of several forwards: the last with its update, the others without.
+#
+# The module also proves a bound on the seconds of a forward and backward without an update, and says which lanes and
+# memories limit a step.
+
+
+_LEAST_SHARE = 0.05
+"""Share of the critical path from which on a lane limits a step."""
+_INSTANT = 1e29
+"""Elements that are updated per second where updates must take no time."""
+
+
+def again_record(problem: Problem, plan: Plan) -> Record:
+    """Return the simulated record of a forward and backward under `plan` without an update, as between the forwards of
+    a step. `problem` is the problem of the plan."""
+    schedules = tuple(
+        replace(own, actions=tuple(action for action in own.actions if action.verb is not Verb.UPDATE))
+        for own in plan.schedules
+    )
+    without = replace(plan, update=Update.AFTER_BACKWARD, schedules=schedules)
+    return simulate(problem.graph, without, problem.cluster, problem.measured)
+
+
+def limits_of(problem: Problem, plan: Plan, again: Record | None, num_more: int) -> tuple[str, ...]:
+    """Return the lanes on the critical path of an optimizer step with their shares, and the memories that are full.
+
+    The step has a forward with the update and `num_more` forwards as recorded in `again`. Lanes with less than
+    `_LEAST_SHARE` are left out.
+    """
+    step = simulate(problem.graph, plan, problem.cluster, problem.measured)
+    seconds: dict[Lane, float] = {}
+    for record, times in ((step, 1), (again, num_more)):
+        for span in critical_path(record) if record is not None else ():
+            seconds[span.lane] = seconds.get(span.lane, 0.0) + times * (span.end_s - span.start_s)
+    total_s = sum(seconds.values())
+    longest = sorted(seconds, key=lambda lane: -seconds[lane])
+    lanes = [f"{lane} {seconds[lane] / total_s:.0%}" for lane in longest if seconds[lane] > total_s * _LEAST_SHARE]
+    full = [name for name in ("device memory", "host memory") if any(row.startswith(name) for row in plan.binding)]
+    return (*lanes, *full)
+
+
+def again_bound_s(problem: Problem, deadline: Deadline) -> float:
+    """Return a bound on the seconds of `again_record` for every plan of `problem`; 0 if the deadline came first.
+
+    It is the relaxed optimum of the step without optimizer state, with updates that take no time.
+    """
+    free = replace(
+        problem, cluster=_with_instant_updates(problem.cluster), state_nbytes={}, hybrid=False, update=None, disk=False
+    )
+    evaluator = evaluator_of(free)
+    bound_s = relaxed_bound_s(evaluator, max(sum(evaluator.prices.before_s[-1:]), 1e-12), deadline)
+    if bound_s is None:
+        return 0.0
+    # An update that takes no time is still launched once for each bucket.
+    return max(0.0, bound_s - len(evaluator.facts.buckets) * problem.cluster.device.launch_s)
+
+
+def _with_instant_updates(cluster: Cluster) -> Cluster:
+    def instant(node: Node) -> Node:
+        device = replace(node.device, update_elements_per_s=_INSTANT)
+        host = replace(node.host, update_elements_per_s=_INSTANT, busy_update_elements_per_s=None)
+        return replace(node, device=device, host=host)
+
+    return replace(cluster, nodes=tuple(map(instant, cluster.nodes)))
+
+
+def evaluator_of(problem: Problem) -> Evaluator:
+    """Return the evaluator with which a search for a plan of `problem` begins."""
+    return Evaluator(gather_facts(with_larger_buckets(problem) or problem))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The settings of an optimizer step with what a search found out about them: their plans, or why they have none.
+
+
+class Stage(IntEnum):
+    """What is known of a setting."""
+
+    MORE_ROWS = 0
+    """The bound of a forward and backward with more rows."""
+    COMPUTE = 1
+    """The bound of its own forward and backward in unlimited memory."""
+    FITS = 2
+    """That it fits, and, unless it is the first, the bound in the memory that is there."""
+    SEARCHED = 3
+    """Its plan."""
+    TOO_LARGE = 4
+    """That no plan fits."""
+    NOT_BETTER = 5
+    """That its bound shows no gain worth a search."""
+    NOT_SEARCHED = 6
+    """That the time was over before it was searched."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """A setting with all that the search has found out about it."""
+
+    setting: Setting
+    bound_s: float = 0.0
+    """No plan of the setting takes fewer seconds for the tokens of a step."""
+    stage: Stage = Stage.MORE_ROWS
+    """The last fact found out."""
+    plan: Plan | None = None
+    problem: Problem | None = None
+    """What `plan` answers."""
+    step_s: float = math.inf
+    """Seconds of the optimizer step under `plan`: of all its forwards, backwards and its update."""
+    limits: tuple[str, ...] = ()
+    """The lanes on the critical path of the step under `plan`, with their shares, and the full memories."""
+    needed: NoFeasiblePlan | int | None = None
+    """If nothing fits: the error of the search, or the smallest peak in bytes of device memory."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.setting.tokens / self.step_s
+
+    @property
+    def needed_bytes(self) -> int:
+        """If nothing fits, the smallest peak that was found, or 0 if it is not known."""
+        return self.needed.needed_bytes if isinstance(self.needed, NoFeasiblePlan) else self.needed or 0
+
+    @property
+    def most_tokens_per_s(self) -> float:
+        """A limit on the tokens per second of the setting under any plan; 0 if no plan fits."""
+        return 0.0 if self.stage is Stage.TOO_LARGE else self.setting.tokens / max(self.bound_s, 1e-12)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The trials of a search over settings."""
+
+    trials: tuple[Trial, ...]
+    """The trials that have a plan, fastest first, then the other trials by their bounds."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trial was searched, or shown to be no faster or too large, before the time was over."""
+        return all(trial.stage is not Stage.NOT_SEARCHED for trial in self.trials)
+
+    @property
+    def best(self) -> Trial:
+        return self.trials[0]
+
+    @property
+    def gap(self) -> float:
+        """The most by which the tokens per second of any trial could exceed those of the best trial, as a share of the
+        best trial's."""
+        most = max(trial.most_tokens_per_s for trial in self.trials)
+        return max(0.0, most / self.best.tokens_per_s - 1.0)
+
+    def of_state(self, state_bytes: int | None) -> "Tuned | None":
+        """Return the trials with `state_bytes` alone; None if none of them has a plan."""
+        trials = tuple(trial for trial in self.trials if trial.setting.state_bytes == state_bytes)
+        return Tuned(trials=trials) if trials and trials[0].plan is not None else None
+
+
+def order(trial: Trial) -> tuple[bool, float, bool, float]:
+    """Return a key that sorts trials with a plan first, the fastest first, then other trials by their bounds."""
+    is_fit = trial.stage is not Stage.TOO_LARGE
+    return trial.plan is None, trial.step_s / trial.setting.tokens, not is_fit, trial.bound_s / trial.setting.tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choose how the tokens of an optimizer step are divided, together with the plan, for the most tokens per second.
+#
+#   tokens per step  =  rows of one forward  x  tokens of a row  x  forwards  x  ranks
+#   a setting        =  rows, forwards, micro-batches of each layer, bytes of optimizer state per element
+#   seconds          =  the step of the plan, with its update  +  (forwards - 1) x its forward and backward alone
+#
+# Each setting is a problem of its own, and its plan is the plan that the problem gets alone. A setting is searched only
+# if its bound leaves room for an improvement. Bounds get sharper in stages, and the setting with the lowest bound
+# always comes first:
+#
+#     compute     the relaxed optimum of the forward and backward alone, in unlimited memory: of more rows, then its own
+#     fits        the smallest peak; a setting that does not fit is never searched
+#     relaxed     the relaxed optimum of the step, and of the forward and backward alone, in the memory that is there
+#
+# The best setting of each number of bytes of state is proved apart from the others: state is a choice of precision.
+
 
 GAIN = 0.01
 """A setting is not searched if its bound shows that it is faster by at most this share."""

@@ -1,25 +1,36 @@
-"""Who gets how many rows, run in which way, and which part of the state: the exact optimum.
+"""Divide rows, micro-batches and state among ranks that differ: exactly, by rules, and by the seconds that were
+seen."""
 
-```text
-  minimise     max over ranks i of T_i(b_i, w_i)           w: the way in which a rank runs its rows
-  subject to   sum b_i = B,  sum r_i = 1,  r_i S <= C_i(b_i, w_i)                     or r_i = 1 / ranks
-```
-
-For a fixed T, the most state for which a rank has room is a function of its rows, and the most room of all ranks
-together is a max-plus convolution of these functions. T is found by bisection over the values that occur. It costs
-ranks x quanta^2 additions for each step of the bisection.
-
-Of two choices with the same T, that with the smaller maximum of the busy seconds wins: where all ranks wait for the
-same collectives, T alone would not tell an even split from any other. Of choices that are left, one order of ranks
-decides, fastest first: the slowest gets the fewest rows that leave the others within T. So the order in which ranks are
-given decides only between equal ones.
-"""
-
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.base.units import format_s
+from elixir_compile.ir import Phase, StepGraph
+from elixir_compile.ir.cost import op_s
+from elixir_compile.ir.hardware import DeviceProfile
+from elixir_compile.ir.share import largest_remainder
+from elixir_compile.step.batch_rows import graph_of_rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who gets how many rows, run in which way, and which part of the state: the exact optimum.
+#
+#   minimise     max over ranks i of T_i(b_i, w_i)           w: the way in which a rank runs its rows
+#   subject to   sum b_i = B,  sum r_i = 1,  r_i S <= C_i(b_i, w_i)                     or r_i = 1 / ranks
+#
+# For a fixed T, the most state for which a rank has room is a function of its rows, and the most room of all ranks
+# together is a max-plus convolution of these functions. T is found by bisection over the values that occur. It costs
+# ranks x quanta^2 additions for each step of the bisection.
+#
+# Of two choices with the same T, that with the smaller maximum of the busy seconds wins: where all ranks wait for the
+# same collectives, T alone would not tell an even split from any other. Of choices that are left, one order of ranks
+# decides, fastest first: the slowest gets the fewest rows that leave the others within T. So the order in which ranks
+# are given decides only between equal ones.
+
 
 _NONE = -(2**62)
 """The room where nothing fits. Twice this is still a number in 64 bits."""
@@ -207,3 +218,182 @@ def most_room(offers: Sequence[Offers], class_of: Sequence[int]) -> tuple[int, .
         return None
     quanta = _traced(taken, ranks)
     return tuple(int(rooms[number][count]) for number, count in zip(class_of, quanta, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules that share out rows without a proof, to compare the exact search with.
+#
+# `even`      equal rows for all ranks
+# `greedy`    rows in proportion to the speed of each rank alone, rounded
+# `cephalo`   the dynamic program of Cephalo (arXiv 2411.01075) as its authors published it: the shortest step for each
+#             sum of the sizes of micro-batches, of which the shortest wins whose memory, of all devices as one sum, is
+#             enough. Each rank has a row at least. What it leaves out is that every single device has to hold its rows.
+
+
+_FEW_RANKS = 8
+_MOST_TIMES = 8
+
+
+def even(num_ranks: int, total: int) -> tuple[int, ...]:
+    """Return `total` rows or quanta in equal numbers; lower ranks get one more if they cannot be equal."""
+    return largest_remainder(total, [1.0] * num_ranks)
+
+
+def greedy(offers: Sequence[Offers], class_of: Sequence[int]) -> tuple[int, ...]:
+    """Return quanta in proportion to the speed of each rank with an even part of them."""
+    total = offers[0].busy_s.shape[0] - 1
+    each = max(1, total // len(class_of))
+    seconds = [float(np.min(offer.busy_s[each])) for offer in offers]
+    speeds = [0.0 if not np.isfinite(busy_s) else 1 / max(busy_s, 1e-12) for busy_s in seconds]
+    if not any(speeds):
+        return even(len(class_of), total)
+    return largest_remainder(total, [speeds[number] for number in class_of])
+
+
+def cephalo(
+    offers: Sequence[Offers], class_of: Sequence[int], micro_batches: Sequence[int], state_bytes: int
+) -> tuple[int, ...] | None:
+    """Return the quanta of each rank by Cephalo's dynamic program, or None if it finds nothing.
+
+    `micro_batches` is the number of micro-batches of each way. Its table has the shortest step of the first ranks for
+    each number of quanta and each sum of the sizes of their micro-batches. Of many ranks, one gets at most eight times
+    an even part: its options are tried on the whole table.
+    """
+    total = offers[0].busy_s.shape[0] - 1
+    shape = (total + 1, total + 1)
+    table = np.full(shape, np.inf)
+    table[0, 0] = 0.0
+    choices: list[np.ndarray] = []
+    most = total if len(class_of) <= _FEW_RANKS else min(total, _MOST_TIMES * -(-total // len(class_of)))
+    options = [_options(offer, micro_batches, most) for offer in offers]
+    for number in class_of:
+        best, choice = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
+        for place, (quanta, size, step_s, _) in enumerate(options[number]):
+            later = np.full(shape, np.inf)
+            later[quanta:, size:] = np.maximum(table[: total + 1 - quanta, : total + 1 - size], step_s)
+            is_better = later < best
+            best[is_better], choice[is_better] = later[is_better], place
+        table = best
+        choices.append(choice)
+    found: tuple[int, ...] | None = None
+    shortest_s = np.inf
+    for sizes in range(1, total + 1):
+        if not np.isfinite(table[total, sizes]):
+            continue
+        taken = _traced_options(choices, options, class_of, total, sizes)
+        room_bytes = sum(room for _, _, _, room in taken)
+        if table[total, sizes] < shortest_s and (room_bytes >= state_bytes or found is None):
+            found, shortest_s = tuple(quanta for quanta, _, _, _ in taken), float(table[total, sizes])
+    return found
+
+
+_Option = tuple[int, int, float, int]
+"""Quanta, size of a micro-batch in quanta, seconds, and bytes of room."""
+
+
+def _options(offer: Offers, micro_batches: Sequence[int], most: int) -> list[_Option]:
+    """Return the options of a rank, up to `most` quanta: of ways with equal quanta and sizes, the fastest."""
+    found: dict[tuple[int, int], _Option] = {}
+    for quanta in range(1, most + 1):
+        for way, number in enumerate(micro_batches):
+            step_s = float(offer.step_s[quanta, way])
+            size = -(-quanta // number)
+            if np.isfinite(step_s) and step_s < found.get((quanta, size), (0, 0, np.inf, 0))[2]:
+                found[quanta, size] = (quanta, size, step_s, int(offer.room_bytes[quanta, way]))
+    return list(found.values())
+
+
+def _traced_options(
+    choices: Sequence[np.ndarray], options: Sequence[list[_Option]], class_of: Sequence[int], quanta: int, sizes: int
+) -> list[_Option]:
+    found: list[_Option] = []
+    for choice, number in zip(reversed(choices), reversed(class_of), strict=True):
+        option = options[number][int(choice[quanta, sizes])]
+        found.append(option)
+        quanta, sizes = quanta - option[0], sizes - option[1]
+    return found[::-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows for each rank by the seconds that ranks were seen to compute, if some wait for others.
+#
+#   rank     rows   computes     seconds of a row    rows that even it out
+#   0        8      80 ms        10 ms               12
+#   1        8      240 ms       30 ms               4           120 ms instead of 240 ms
+#
+# Some seconds of a step do not depend on rows, as launches and reads of weights: prices tell their share.
+
+
+_FEWEST_ROWS = 2
+"""The fewest rows that a rank is given: torch traces a batch of a single row differently."""
+_UNEVEN = 1.1
+"""Rows are suggested if the slowest rank computes for more than this times the mean."""
+
+
+def fixed_share(graph: StepGraph, device: DeviceProfile) -> float:
+    """Return the share of the seconds of compute of `graph` that more rows do not lengthen, by prices on `device`; 0 if
+    the graph does not say what belongs to its rows."""
+    try:
+        double = graph_of_rows(graph, 2 * graph.batch)
+    except InvalidPlan:
+        return 0.0
+    own_s, double_s = _priced_s(graph, device), _priced_s(double, device)
+    return min(max(2 - double_s / own_s, 0.0), 1.0) if own_s else 0.0
+
+
+def _priced_s(graph: StepGraph, device: DeviceProfile) -> float:
+    dtypes = {storage.id: storage.dtype for storage in graph.storages}
+    ops = [op for op in graph.ops if op.phase is not Phase.UPDATE]
+    return sum(op_s(op, device, dtypes[op.writes[0]] if op.writes else "float32") for op in ops)
+
+
+def balanced_rows(rows: Sequence[int], busy_s: Sequence[float], fixed: Sequence[float] = ()) -> tuple[int, ...]:
+    """Return as many rows as `rows` has, shared out so that the slowest rank computes for the least seconds.
+
+    `busy_s` are the seconds in which each rank computed its `rows`, and `fixed` the share of them that does not depend
+    on rows, by default 0; all rows are taken to need the same seconds of the rest. A rank without rows gets none, any
+    other at least 2, or its own if they are fewer.
+    """
+    found = [min(own, _FEWEST_ROWS) for own in rows]
+    lines = _lines(rows, busy_s, fixed)
+    # The rank that is done first with one more row gets it: no other choice ends earlier.
+    heap = [(_seconds(lines[rank], own + 1), rank) for rank, own in enumerate(found) if rows[rank]]
+    heapq.heapify(heap)
+    for _ in range(sum(rows) - sum(found)):
+        _, rank = heap[0]
+        found[rank] += 1
+        heapq.heapreplace(heap, (_seconds(lines[rank], found[rank] + 1), rank))
+    return tuple(found)
+
+
+_Line = tuple[float, float]
+"""Seconds that do not depend on rows, and seconds of a row."""
+
+
+def _lines(rows: Sequence[int], busy_s: Sequence[float], fixed: Sequence[float]) -> list[_Line]:
+    shares = fixed or (0.0,) * len(rows)
+    return [
+        (seconds * share, seconds * (1 - share) / own) if own else (seconds, 0.0)
+        for own, seconds, share in zip(rows, busy_s, shares, strict=True)
+    ]
+
+
+def _seconds(line: _Line, rows: int) -> float:
+    return line[0] + line[1] * rows
+
+
+def balance_line(rows: Sequence[int], busy_s: Sequence[float], fixed: Sequence[float] = ()) -> str | None:
+    """Return a line that suggests other rows if the slowest rank computes for more than a tenth longer than the mean;
+    None if no rows are better, or if ranks are about as slow as each other. Arguments are as for `balanced_rows`."""
+    slowest_s = max(busy_s)
+    if slowest_s <= _UNEVEN * sum(busy_s) / len(busy_s):
+        return None
+    better = balanced_rows(rows, busy_s, fixed)
+    then_s = max(_seconds(line, new) for line, new in zip(_lines(rows, busy_s, fixed), better, strict=True))
+    if then_s >= slowest_s:
+        return None
+    seconds_text = ", ".join(map(format_s, busy_s))
+    return (
+        f"uneven    ranks compute {'/'.join(map(str, rows))} rows in {seconds_text}; shares would be "
+        f"{'/'.join(map(str, better))}: {1 - then_s / slowest_s:.0%} shorter"
+    )

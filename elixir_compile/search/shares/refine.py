@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elixir_compile.ir.share import Outcome, Shares
-from elixir_compile.search.clock import Deadline
-from elixir_compile.search.joint.balance import balanced_rows
+from elixir_compile.search.evaluator import Deadline
+from elixir_compile.search.shares.assign import balanced_rows
 from elixir_compile.search.shares.choose import RULES, Choice, ShareSearch
 
 _MOST_ROUNDS = 3

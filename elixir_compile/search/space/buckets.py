@@ -1,23 +1,143 @@
-"""Form buckets from the parameters of a graph, in the order of their first use.
-
-    wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends with a layer if it holds at least `min` bytes, and holds at
-                                        most `max` bytes
-
-A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
-parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same parameter
-group in the optimizer. They are all trained or all frozen, and all sharded over the ranks or all complete on each rank.
+"""Form buckets from the parameters of a graph, and find the levels of each bucket and the quotas that the fractions of
+the user allow.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from fractions import Fraction
 
-from elixir_compile.base.errors import InvalidPlan
-from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
+from elixir_compile.base.errors import InvalidPlan, StateNotApart
+from elixir_compile.base.options import Fractions
+from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, Placement, StepGraph, Storage, StorageId, Tier
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem
-from elixir_compile.step.recompute import as_run
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Levels: how far from the device a bucket is. On one rank each level needs fewer device bytes than the level before.
+#
+# ON_DEVICE           parameters and optimizer state on the device
+# ON_DEVICE_RELEASED  like ON_DEVICE; several ranks gather the bucket for each window and release it after the window
+# STATE_OFF           optimizer state on the host, parameters on the device; only if the hybrid optimizer owns them
+# STATE_OFF_RELEASED  like STATE_OFF; several ranks gather the bucket for each window and release it after the window
+# ALL_OFF             both on the host; one gathered copy from the first use in the forward to the last in the backward
+# ALL_OFF_RELEASED    both on the host; gathered for each window, released after it
+#
+# On several ranks each rank owns a shard, and a bucket is gathered at every level. On one rank only buckets with
+# parameters on the host are gathered.
+
+
+class Level(IntEnum):
+    ON_DEVICE = 0
+    ON_DEVICE_RELEASED = 1
+    STATE_OFF = 2
+    STATE_OFF_RELEASED = 3
+    ALL_OFF = 4
+    ALL_OFF_RELEASED = 5
+
+    @property
+    def has_state_on_host(self) -> bool:
+        return self >= Level.STATE_OFF
+
+    @property
+    def has_param_on_host(self) -> bool:
+        return self >= Level.ALL_OFF
+
+    @property
+    def home(self) -> Tier:
+        """The memory of parameters and gradients."""
+        return Tier.HOST if self.has_param_on_host else Tier.DEVICE
+
+    @property
+    def is_released(self) -> bool:
+        """Whether a gathered copy is released after each window."""
+        return self in (Level.ON_DEVICE_RELEASED, Level.STATE_OFF_RELEASED, Level.ALL_OFF_RELEASED)
+
+
+def is_gathered(bucket: Bucket, level: Level) -> bool:
+    """Return whether `bucket` has a gathered copy at `level`."""
+    return bucket.is_sharded or level.has_param_on_host
+
+
+def placement_of(bucket: Bucket, level: Level, *, streamed: bool = False) -> Placement:
+    """Return the placement of `bucket` at `level`, with its update `streamed` or in the memory of its state."""
+    optim = Tier.HOST if level.has_state_on_host else Tier.DEVICE
+    return Placement(bucket=bucket.id, param=level.home, optim=optim, resident=not level.is_released, streamed=streamed)
+
+
+def level_of(placement: Placement) -> Level:
+    """Return the level of `placement`, which does not depend on `placement.streamed`."""
+    if placement.param is not Tier.DEVICE:
+        return Level.ALL_OFF if placement.resident else Level.ALL_OFF_RELEASED
+    if placement.optim is Tier.DEVICE:
+        return Level.ON_DEVICE if placement.resident else Level.ON_DEVICE_RELEASED
+    return Level.STATE_OFF if placement.resident else Level.STATE_OFF_RELEASED
+
+
+def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int) -> tuple[Level, ...]:
+    """Return `start` and every level further from the device that differs from the levels before it, in order."""
+    splits_state = hybrid and bucket.trainable and bucket.state_nbytes > 0
+    # With one window, a resident copy is a released copy.
+    has_gap = num_windows > 1
+    differs = {
+        Level.ON_DEVICE_RELEASED: bucket.is_sharded and has_gap,
+        Level.STATE_OFF: splits_state,
+        Level.STATE_OFF_RELEASED: splits_state and bucket.is_sharded and has_gap,
+        Level.ALL_OFF: has_gap,
+        Level.ALL_OFF_RELEASED: True,
+    }
+    return (start, *(level for level, is_distinct in differs.items() if level > start and is_distinct))
+
+
+def gathered_as(levels: Sequence[Level], *, is_released: bool) -> tuple[Level, ...]:
+    """Return those of the `levels` of a sharded bucket that gather it for each window, or, if not `is_released`, those
+    that gather it once; all of them if the bucket has one window, as both are the same then."""
+    found = tuple(level for level in levels if level.is_released is is_released)
+    has_choice = Level.ON_DEVICE_RELEASED in levels or Level.ALL_OFF in levels or levels[0].is_released
+    return found if found and has_choice else tuple(levels)
+
+
+def staying(levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Return those of the `levels` of a bucket that have its parameters in the same memory as the first."""
+    return tuple(level for level in levels if level.home is levels[0].home)
+
+
+def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:
+    """Return the host bytes of `bucket` on one rank; `on_disk` if its state is or may be on disk instead."""
+    placement = placement_of(bucket, level)
+    if on_disk and level.has_state_on_host:
+        placement = replace(placement, optim=Tier.DISK)
+    return bucket_host_bytes(bucket, placement)
+
+
+def level_text(level: Level) -> str:
+    """Return `level` in the words of a decision."""
+    return {
+        Level.ON_DEVICE: "param device, optim device",
+        Level.ON_DEVICE_RELEASED: "param device, optim device, released after each use",
+        Level.STATE_OFF: "param device, optim host",
+        Level.STATE_OFF_RELEASED: "param device, optim host, released after each use",
+        Level.ALL_OFF: "param host, optim host, resident",
+        Level.ALL_OFF_RELEASED: "param host, optim host, released after each use",
+    }[level]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Form buckets from the parameters of a graph, in the order of their first use.
+#
+#     wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends with a layer if it holds at least `min` bytes, and holds at
+#                                         most `max` bytes
+#
+# A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
+# parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
+# parameter group in the optimizer. They are all trained or all frozen, and all sharded over the ranks or all complete
+# on each rank.
+
 
 MIN_BUCKETS = 16
 """A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""
@@ -229,3 +349,156 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Turn the fractions that a user fixed into limits of the search: the levels of each bucket, and quotas over buckets.
+#
+#     option               elements that it counts       elements that meet it
+#     shard_param_frac     of sharded buckets            released after each use
+#     offload_optim_frac   with optimizer state          with their state on the host
+#     offload_param_frac   all                           on the host
+#
+# Buckets meet an option as a whole. A fraction of 0 or 1 leaves each bucket only the levels at which it does not, or
+# does, meet the option. A fraction f between them, of n elements, is a quota: at least f n elements meet the option,
+# and the excess is less than the largest bucket. Gemini ends between the same limits, as it moves one chunk after
+# another until at least f n elements have moved. Which buckets meet a quota is left to the search.
+
+
+SHARD, OPTIM, PARAM = OPTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+
+
+def meets(option: str, level: Level) -> bool:
+    """Return whether a bucket at `level` meets `option`."""
+    return {SHARD: level.is_released, OPTIM: level.has_state_on_host, PARAM: level.has_param_on_host}[option]
+
+
+def fraction_of(fractions: Fractions, option: str) -> float:
+    """Return the fraction that `option` fixes."""
+    return {SHARD: fractions.shard_param, OPTIM: fractions.offload_optim, PARAM: fractions.offload_param}[option]
+
+
+def counts(option: str, bucket: Bucket) -> bool:
+    """Return whether `option` counts the elements of `bucket`."""
+    return {SHARD: bucket.is_sharded, OPTIM: bucket.trainable and bucket.state_nbytes > 0, PARAM: True}[option]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """A limit on the elements of the buckets that meet an option."""
+
+    option: str
+    numels: tuple[int, ...]
+    """Elements of each bucket; 0 if the option does not count the bucket."""
+    least: int
+    most: int
+
+    def met(self, levels: Sequence[Level]) -> int:
+        """Return the elements of the buckets that meet the option at `levels`."""
+        return sum(
+            numel for numel, level in zip(self.numels, levels, strict=True) if numel and meets(self.option, level)
+        )
+
+    def allows(self, levels: Sequence[Level]) -> bool:
+        """Return whether the buckets that meet the option at `levels` are within the limits."""
+        return self.least <= self.met(levels) <= self.most
+
+
+def limited(problem: Problem, bucket: Bucket, levels: Sequence[Level]) -> tuple[Level, ...]:
+    """Return those of the `levels` of `bucket` at which it meets the options whose fraction is 1, and none of those
+    whose fraction is 0; all `levels` if the user fixed no fractions.
+
+    A bucket in force stays at its level if it has moved from the device, or if the graph does not train.
+    """
+    fractions = problem.fractions
+    if fractions is None:
+        return tuple(levels)
+    is_in_force = any(placement.bucket == bucket.id for placement in problem.placements)
+    if levels[0] is not Level.ON_DEVICE or (is_in_force and not _trains(problem)):
+        return (levels[0],)
+    found = tuple(levels)
+    # Other optimizers keep the state beside the parameter, so that it says nothing of its own.
+    for option in (PARAM, OPTIM) if problem.hybrid else (PARAM,):
+        fraction = fraction_of(fractions, option)
+        if fraction in (0.0, 1.0) and counts(option, bucket):
+            found = tuple(level for level in found if meets(option, level) is (fraction == 1.0)) or found
+    # On one rank a copy of a parameter on the host is the only thing to release: it is released if it is sharded.
+    if fractions.shard_param == 1.0:
+        return tuple(level for level in found if level.is_released or level + 1 not in found)
+    if fractions.shard_param == 0.0:
+        return tuple(level for level in found if not level.is_released or level - 1 not in found)
+    return found
+
+
+def _trains(problem: Problem) -> bool:
+    return any(op.phase is Phase.UPDATE for op in problem.graph.ops)
+
+
+def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Sequence[Level]]) -> tuple[Quota, ...]:
+    """Return the quotas of `problem` over `buckets` with the levels `choices`, which `limited` left.
+
+    If buckets in force cannot meet a quota, it ends where they do. Where the plans of ranks differ, it is decided
+    already which buckets are released. Raises StateNotApart if state is to leave without its parameters, but cannot.
+    """
+    fractions = problem.fractions
+    if fractions is None:
+        return ()
+    is_apart = fractions.offload_optim > 0.0 and fractions.offload_param < 1.0
+    if is_apart and not problem.hybrid and _trains(problem):
+        num_elements = sum(bucket.numel for bucket in buckets if counts(OPTIM, bucket))
+        if num_elements:
+            raise StateNotApart(problem.graph.name, fractions.offload_optim, num_elements)
+    is_open = {SHARD: problem.released is None, OPTIM: problem.hybrid, PARAM: True}
+    wanted = ((option, fraction_of(fractions, option)) for option in OPTIONS if is_open[option])
+    return tuple(_quota(option, fraction, buckets, choices) for option, fraction in wanted if 0.0 < fraction < 1.0)
+
+
+def _quota(option: str, fraction: float, buckets: Sequence[Bucket], choices: Sequence[Sequence[Level]]) -> Quota:
+    numels = tuple(bucket.numel if counts(option, bucket) else 0 for bucket in buckets)
+    always, free = _split_quota(option, numels, choices)
+    low = sum(numels[i] for i in always)
+    high = low + sum(numels[i] for i in free)
+    # Not in floating point: 0.1 of 30 elements would be more than 3.
+    asked = math.ceil(Fraction(fraction).limit_denominator(10**9) * sum(numels))
+    least = min(max(asked, low), high)
+    return Quota(option=option, numels=numels, least=least, most=least + max((numels[i] for i in free), default=1) - 1)
+
+
+def _split_quota(option: str, numels: Sequence[int], choices: Sequence[Iterable[Level]]) -> tuple[list[int], list[int]]:
+    """Return the counted buckets that meet `option` at all their levels, and those that meet it at some of them."""
+    always: list[int] = []
+    free: list[int] = []
+    for i, levels in enumerate(choices):
+        found = {meets(option, level) for level in levels} if numels[i] else {False}
+        if found == {True}:
+            always.append(i)
+        elif len(found) == 2:
+            free.append(i)
+    return always, free
+
+
+def level_sets(
+    choices: Sequence[tuple[Level, ...]], quotas: Sequence[Quota], *, takes_most: bool
+) -> Sequence[tuple[Level, ...]]:
+    """Return levels for each bucket, some of its `choices`, such that any combination of them meets the `quotas`.
+
+    Buckets are taken in order until a quota is met. If `takes_most`, others follow, the largest first, as far as the
+    quota allows.
+    """
+    for quota in quotas:
+        always, free = _split_quota(quota.option, quota.numels, choices)
+        taken, numel = set[int](), sum(quota.numels[i] for i in always)
+        for i in free:
+            if numel < quota.least:
+                taken.add(i)
+                numel += quota.numels[i]
+        for i in sorted(free, key=lambda i: -quota.numels[i]) if takes_most else ():
+            if i not in taken and numel + quota.numels[i] <= quota.most:
+                taken.add(i)
+                numel += quota.numels[i]
+        is_free = set(free)
+        choices = [
+            tuple(level for level in levels if meets(quota.option, level) is (i in taken)) if i in is_free else levels
+            for i, levels in enumerate(choices)
+        ]
+    return choices

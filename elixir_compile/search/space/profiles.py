@@ -1,23 +1,11 @@
-"""Count the bytes and the seconds of each mode of each layer, by the ops of the step with every activation kept.
-
-Recomputation adds ops, so steps of different modes have different ops. But each added op runs right before an op of the
-step with every activation kept; the index of that op is its point. Bytes and seconds by point add up over layers:
-
-    live bytes at point i  =  rest[i] + sum over layers of bytes[layer, mode][i]
-
-One step per depth is enough, with all layers recomputed to the depth, because a layer recomputes only its own
-activations. The bytes of offloaded groups are subtracted afterwards. At a point the repeated ops of a layer run one
-after another, and the highest of their bytes counts.
-
-The seconds of a layer must not depend on the modes of other layers, or a path with them is no lower bound. If two
-layers in a row are recomputed, the second may recompute its input too, and an op between them may be fused with fewer
-ops: neither counts. Layers that add other seconds than all others, such as the first and the last, are also counted
-with that layer alone recomputed, because beside a recomputed neighbour their ops may fuse differently. The fewer
-seconds are taken.
+"""Count the bytes and the seconds of each mode of each layer by op, place ops and reduces in one order, and derive the
+residencies of gathered copies from levels.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +13,194 @@ from numpy.typing import NDArray
 from elixir_compile.ir import Activations, Kind, OpId, StepGraph, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
-from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, depths_of
-from elixir_compile.search.space.trips import Trip, trips_of
-from elixir_compile.step.activations import Depth
+from elixir_compile.search.space.buckets import Level, is_gathered
+from elixir_compile.search.space.facts import Facts, Trip, trips_of
+from elixir_compile.search.space.layers import Layer, Mode, activations_of, deepest, depths_of, leave_ends
+from elixir_compile.step.as_run import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.step.call_bytes import Ops, crosses
-from elixir_compile.step.liveness import liveness
+from elixir_compile.step.liveness import Depth, liveness
 from elixir_compile.step.prices import OpSeconds
-from elixir_compile.step.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ops of a step and the moments between them in one order.
+#
+# A reduce needs more bytes than the ops around it: the gradients and the buffer into which they are packed. At that
+# moment nothing is there that only the op before it reads. So a reduce has a position of its own, behind the op that
+# completes the gradients; reduces behind the same op come one after another, in the order of buckets.
+#
+#   op          0    1    2              3    4    5
+#   position    0    1    2    3    4    5    6    7
+#                           b1^  ^b0                     op 2 completes the gradients of b0 and b1
+
+
+class Positions:
+    """The positions of the ops and the reduces of a step."""
+
+    def __init__(self, facts: Facts) -> None:
+        num_ops = len(facts.graph.ops)
+        reduces = sorted(
+            (own.complete, bucket)
+            for bucket, own in enumerate(facts.gradients)
+            if own is not None and facts.has_moment(bucket)
+        )
+        completes = np.array([complete for complete, _ in reduces], dtype=np.int64)
+        self.moments: Mapping[int, int] = {
+            bucket: complete + 1 + place for place, (complete, bucket) in enumerate(reduces)
+        }
+        """The position of the reduce of each bucket that has one."""
+        ops = np.arange(num_ops + 1)
+        self._of: list[int] = (ops + np.searchsorted(completes, ops)).tolist()
+        self.num = self._of[num_ops]
+        # By position: the number of its op, or for a reduce the number of ops more than the op before it.
+        self._places = np.sort(np.concatenate([2 * ops[:-1], 2 * completes + 1]))
+        self._places = self._places // 2 + num_ops * (self._places % 2)
+
+    def of(self, op: int) -> int:
+        """Return the position of op `op`; the number of positions if `op` is the number of ops."""
+        return self._of[op]
+
+    def before_reduce(self, bucket: int, complete: int) -> int:
+        """Return the last position before the reduce of `bucket`, whose gradients op `complete` completes."""
+        return self.moments[bucket] - 1 if bucket in self.moments else self._of[complete]
+
+    def wait(self, bucket: int, op: int) -> int:
+        """Return the last position before the wait for the reduce of `bucket`, which comes after op `op`."""
+        return max(self._of[op], self.moments.get(bucket, 0))
+
+    def op_of(self, position: int) -> int:
+        """Return the op at `position`, or the op before it if a reduce is there."""
+        return int(self._places[position]) % (len(self._of) - 1)
+
+    def spread(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return `nbytes` by position, along the last axis. The last two axes of `nbytes` have the bytes at each op,
+        and those between each op and the next."""
+        return nbytes.reshape(*nbytes.shape[:-2], -1)[..., self._places]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derive from levels and a prefetch distance the residencies: the ops between which gathered copies and prefetched
+# activations are on the device.
+#
+#     op        0    1    2    3    4    5
+#     b1        g~~~~w====r                      gathered before op 0, awaited before op 1, released after op 2
+#     b2             g~~~~~~~~~w====r            gathered one window ahead: when the window of b1 begins
+#
+# A gather is issued when the window `ahead` windows earlier begins, but not before its own phase begins, not before the
+# previous copy of the bucket is released, and not before a gather that is needed earlier, because lanes are first in,
+# first out. If `ahead` is 0, it is issued right before the wait.
+
+
+class Residency(NamedTuple):
+    """Op indices of one gathered copy or one prefetch. A tuple, because a search makes hundreds of thousands."""
+
+    gather: int
+    """Gathered before this op."""
+    first: int
+    """Awaited before this op."""
+    last: int
+    """Released after this op."""
+    bucket: int
+    """Index of the bucket, or the number of buckets plus the index of the offload interval that ends."""
+
+
+class Moves(NamedTuple):
+    """The times of all transfers of a step, as op indices."""
+
+    residencies: tuple[Residency, ...]
+    """Sorted by first op."""
+    grad_ends: Mapping[int, int]
+    """Per bucket whose gradients leave: the last op at which they occupy the device (`gradient_ends`)."""
+    leave_ends: Mapping[int, int]
+    """Per offload interval: the last op at which its activations still occupy the device."""
+    streamed: frozenset[int] = frozenset()
+    """Buckets with a streamed update."""
+
+
+def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
+    """Return the moves with every gather `ahead` windows early, and waits for gradients as early as possible."""
+    ends = leave_ends(facts.offload_intervals, facts.num_forward, 0)
+    streamed = frozenset(i for i in facts.streamed if levels[i].has_state_on_host)
+    return Moves(tuple(residencies(facts, levels, ahead)), gradient_ends(facts, levels), ends, streamed)
+
+
+def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Residency]:
+    """Return every residency at these levels, by first op, each gathered `ahead` windows early."""
+    unplaced = [
+        (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
+    ]
+    for number, interval in enumerate(facts.offload_intervals, start=len(facts.buckets)):
+        unplaced.append((interval.first, number, max(last for last, _ in interval.lasts)))
+    unplaced.sort()
+    firsts: dict[int, list[int]] = {}
+    issued: dict[int, int] = {}
+    released: dict[int, int] = {}
+    placed: list[Residency] = []
+    for first, bucket, last in unplaced:
+        start = facts.phase_start(first)
+        earlier = firsts.setdefault(start, [])
+        if ahead == 0:
+            gather = first
+        elif ahead > len(earlier):
+            gather = start
+        else:
+            gather = earlier[-ahead]
+        gather = max(gather, released.get(bucket, 0), issued.get(start, 0))
+        placed.append(Residency(gather, first, last, bucket))
+        issued[start] = gather
+        earlier.append(first)
+        released[bucket] = last + 1
+    return placed
+
+
+def num_ahead(placed: Sequence[Residency]) -> list[int]:
+    """Return how many windows each of `placed`, sorted by first op, is gathered early."""
+    firsts = [residency.first for residency in placed]
+    return [bisect_left(firsts, residency.first) - bisect_left(firsts, residency.gather) for residency in placed]
+
+
+def spans(facts: Facts, bucket: int, level: Level) -> list[tuple[int, int]]:
+    """Return the first and the last op of each gathered copy of a bucket."""
+    windows = facts.windows[bucket]
+    if not windows or not is_gathered(facts.buckets[bucket], level):
+        return []
+    if level.is_released:
+        return [(window.first, window.last) for window in windows]
+    return [(windows[0].first, windows[-1].last)]
+
+
+def gradient_ends(facts: Facts, levels: Sequence[Level], lag: int = 1) -> dict[int, int]:
+    """Return the last op at which unreduced gradients occupy the device, per bucket that reduces or offloads them.
+
+    It is the op that completes the gradients of the bucket that comes `lag` later among these buckets, or the last op
+    of the backward if there is none. The keys are in the order in which gradients leave.
+    """
+    order = sorted(
+        (gradients.complete, bucket)
+        for bucket, gradients in enumerate(facts.gradients)
+        if gradients is not None and is_gathered(facts.buckets[bucket], levels[bucket])
+    )
+    ends = [complete for complete, _ in order] + [facts.num_run - 1] * lag
+    return {bucket: end for (_, bucket), end in zip(order, ends[lag:], strict=True)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Count the bytes and the seconds of each mode of each layer, by the ops of the step with every activation kept.
+#
+# Recomputation adds ops, so steps of different modes have different ops. But each added op runs right before an op of
+# the step with every activation kept; the index of that op is its point. Bytes and seconds by point add up over layers:
+#
+#     live bytes at point i  =  rest[i] + sum over layers of bytes[layer, mode][i]
+#
+# One step per depth is enough, with all layers recomputed to the depth, because a layer recomputes only its own
+# activations. The bytes of offloaded groups are subtracted afterwards. At a point the repeated ops of a layer run one
+# after another, and the highest of their bytes counts.
+#
+# The seconds of a layer must not depend on the modes of other layers, or a path with them is no lower bound. If two
+# layers in a row are recomputed, the second may recompute its input too, and an op between them may be fused with fewer
+# ops: neither counts. Layers that add other seconds than all others, such as the first and the last, are also counted
+# with that layer alone recomputed, because beside a recomputed neighbour their ops may fuse differently. The fewer
+# seconds are taken.
+
 
 _Added = tuple[tuple[int, float], ...]
 """(point, seconds) of compute added by a layer."""

@@ -5,9 +5,8 @@ from typing import Any
 
 from elixir_compile.base.errors import InvalidOption
 from elixir_compile.tools.cli.plan import Request
-from elixir_compile.tools.cli.reports import fail
-from elixir_compile.tools.cli.shares import plan_or_share
-from elixir_compile.tools.cli.stages import StagesRequest, run_stages
+from elixir_compile.tools.cli.report import fail
+from elixir_compile.tools.cli.shares import StagesRequest, plan_or_share, run_stages
 from elixir_compile.tools.cli.tune import TuneRequest, run_tune
 
 

@@ -8,8 +8,8 @@ import typer
 
 from elixir_compile.base.errors import ElixirError
 from elixir_compile.base.units import format_bytes
-from elixir_compile.checkpoint.full import export
-from elixir_compile.tools.cli.reports import fail
+from elixir_compile.checkpoint.loading import export
+from elixir_compile.tools.cli.report import fail
 
 
 def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:

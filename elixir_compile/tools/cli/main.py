@@ -1,7 +1,4 @@
-"""`elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs.
-
-So `--version` and `--help` never load torch.
-"""
+"""`elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs."""
 
 import gc
 import os
@@ -11,10 +8,100 @@ from typing import Annotated
 
 import typer
 
-from elixir_compile.base.collector import collector_off
+from elixir_compile.base.process import collector_off
 from elixir_compile.base.version import __version__
-from elixir_compile.tools.cli import arguments
 from elixir_compile.tools.cli.study_command import study
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The arguments of `plan` and `verify`, with what `--help` says of them.
+
+
+BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
+OWN_BATCH = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Samples per device and forward, by default 8; with --stages per step, by default 8 per micro-batch.",
+    ),
+]
+SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
+DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
+RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
+HARDWARE = Annotated[str | None, typer.Option(help='"4 x a100-40g", "2 x l4-24g + 1 x p40-24g" or a profile.')]
+RANKS = Annotated[int, typer.Option(min=1, help="Total number of devices of the hardware.")]
+PARAM_DTYPE = Annotated[
+    str | None,
+    typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
+]
+DISK_PATH = Annotated[
+    Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
+]
+UPDATE = Annotated[
+    str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
+]
+ACTIVATIONS = Annotated[
+    str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
+]
+POLICY = Annotated[
+    str | None, typer.Option(help="auto: the search places; static: it keeps the fractions --shard-param-frac, ...")
+]
+FRAC = Annotated[float | None, typer.Option(help="With --placement-policy static: a fraction, as in Gemini.")]
+STATE_BYTES = Annotated[
+    list[int] | None,
+    typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
+]
+LARGEST_BATCH = Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")]
+TUNE = Annotated[
+    bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens per second.")
+]
+TOKENS = Annotated[
+    str | None, typer.Option(help="With --tune: tokens of an optimizer step on all devices: 524288, 500k or 0.5M.")
+]
+ACCUMULATE = Annotated[
+    bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
+]
+STAGES = Annotated[
+    int | None, typer.Option(min=1, help="Cut the model into stages of a pipeline that runs --micro-batches.")
+]
+SCHEDULE = Annotated[
+    str | None, typer.Option(help="With --stages, of torch: gpipe, 1f1b, interleaved-1f1b or looped-bfs.")
+]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
+DEVICE_MEMORY = Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")]
+HOST_MEMORY = Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")]
+MICRO_BATCHES = Annotated[
+    str | None, typer.Option(help="Micro-batches of each layer: fit, auto, or a number that divides the batch.")
+]
+PLANNER = Annotated[str | None, typer.Option(help="milp, greedy, or a rule; for a fleet: cephalo.")]
+OUTPUT = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
+]
+CHECKED_MODEL = Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {MODEL}")]
+
+AS_TYPED = (
+    "device_memory",
+    "host_memory",
+    "disk_path",
+    "param_dtype",
+    "update",
+    "micro_batches",
+    "activations",
+    "planner",
+    "placement_policy",
+    "shard_param_frac",
+    "offload_optim_frac",
+    "offload_param_frac",
+    "search_timeout",
+)
+"""The arguments of `plan` that are options of the backend as they are typed."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs.
+#
+# So `--version` and `--help` never load torch.
+
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -94,7 +181,7 @@ def explain(
 
     With the question file that `plan -o` writes beside the plan, also the bytes at the peak and what is recomputed.
     """
-    from elixir_compile.tools.cli.reports import run_explain
+    from elixir_compile.tools.cli.report import run_explain
 
     raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
 
@@ -153,7 +240,7 @@ def trace(
 
     The folder is that of `elixir_compile.observe(model, folder)`, or of the option `trace`.
     """
-    from elixir_compile.tools.cli.trace import run_trace
+    from elixir_compile.tools.cli.report import run_trace
 
     raise typer.Exit(code=run_trace(folder=folder, output=output))
 
@@ -165,42 +252,42 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Print the differences of two plans, or each figure of a plan beside a measured step."""
-    from elixir_compile.tools.cli.reports import run_diff
+    from elixir_compile.tools.cli.report import run_diff
 
     raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help=arguments.MODEL)],
-    hardware: arguments.HARDWARE = None,
-    ranks: arguments.RANKS = 1,
-    batch: arguments.OWN_BATCH = None,
-    seq: arguments.SEQ = 1024,
-    dtype: arguments.DTYPE = "bfloat16",
-    recompute: arguments.RECOMPUTE = False,
-    device_memory: arguments.DEVICE_MEMORY = None,
-    host_memory: arguments.HOST_MEMORY = None,
-    disk_path: arguments.DISK_PATH = None,
-    param_dtype: arguments.PARAM_DTYPE = None,
-    update: arguments.UPDATE = None,
-    micro_batches: arguments.MICRO_BATCHES = None,
-    activations: arguments.ACTIVATIONS = None,
-    accumulate: arguments.ACCUMULATE = False,
-    planner: arguments.PLANNER = None,
-    placement_policy: arguments.POLICY = None,
-    shard_param_frac: arguments.FRAC = None,
-    offload_optim_frac: arguments.FRAC = None,
-    offload_param_frac: arguments.FRAC = None,
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    hardware: HARDWARE = None,
+    ranks: RANKS = 1,
+    batch: OWN_BATCH = None,
+    seq: SEQ = 1024,
+    dtype: DTYPE = "bfloat16",
+    recompute: RECOMPUTE = False,
+    device_memory: DEVICE_MEMORY = None,
+    host_memory: HOST_MEMORY = None,
+    disk_path: DISK_PATH = None,
+    param_dtype: PARAM_DTYPE = None,
+    update: UPDATE = None,
+    micro_batches: MICRO_BATCHES = None,
+    activations: ACTIVATIONS = None,
+    accumulate: ACCUMULATE = False,
+    planner: PLANNER = None,
+    placement_policy: POLICY = None,
+    shard_param_frac: FRAC = None,
+    offload_optim_frac: FRAC = None,
+    offload_param_frac: FRAC = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
-    state_bytes: arguments.STATE_BYTES = None,
-    largest_batch: arguments.LARGEST_BATCH = False,
-    tune: arguments.TUNE = False,
-    tokens_per_step: arguments.TOKENS = None,
-    stages: arguments.STAGES = None,
-    schedule: arguments.SCHEDULE = None,
-    output: arguments.OUTPUT = None,
-    as_json: arguments.JSON = False,
+    state_bytes: STATE_BYTES = None,
+    largest_batch: LARGEST_BATCH = False,
+    tune: TUNE = False,
+    tokens_per_step: TOKENS = None,
+    stages: STAGES = None,
+    schedule: SCHEDULE = None,
+    output: OUTPUT = None,
+    as_json: JSON = False,
 ) -> None:
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
     typed = locals()
@@ -211,7 +298,7 @@ def plan(
 
         gc.freeze()  # later collections skip the objects of the imports
 
-    options = {name: typed[name] for name in arguments.AS_TYPED} | {"accumulate": accumulate or None}
+    options = {name: typed[name] for name in AS_TYPED} | {"accumulate": accumulate or None}
     if micro_batches and micro_batches.isdecimal():
         options["micro_batches"] = int(micro_batches)
     request = Request(
@@ -224,17 +311,15 @@ def plan(
 @app.command()
 def verify(
     plan: Annotated[Path, typer.Argument(help="A saved plan.")],
-    model: Annotated[
-        str | None, typer.Option(help=f"Capture this model and check against it: {arguments.MODEL}")
-    ] = None,
-    hardware: arguments.HARDWARE = None,
-    ranks: arguments.RANKS = 1,
-    batch: arguments.BATCH = 8,
-    seq: arguments.SEQ = 1024,
-    dtype: arguments.DTYPE = "bfloat16",
-    recompute: arguments.RECOMPUTE = False,
-    param_dtype: arguments.PARAM_DTYPE = None,
-    as_json: arguments.JSON = False,
+    model: Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {MODEL}")] = None,
+    hardware: HARDWARE = None,
+    ranks: RANKS = 1,
+    batch: BATCH = 8,
+    seq: SEQ = 1024,
+    dtype: DTYPE = "bfloat16",
+    recompute: RECOMPUTE = False,
+    param_dtype: PARAM_DTYPE = None,
+    as_json: JSON = False,
 ) -> None:
     """Check the file of a saved plan, and that the plan is legal for the step in the question file beside it.
 
@@ -259,7 +344,7 @@ def verify(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that `elixir_compile.save` wrote.")],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    as_json: arguments.JSON = False,
+    as_json: JSON = False,
 ) -> None:
     """Write the model of a checkpoint as a safetensors file with Hugging Face's keys, a tensor at a time."""
     from elixir_compile.tools.cli.export import run_export

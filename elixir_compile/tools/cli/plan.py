@@ -14,29 +14,27 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from elixir_compile.base.collector import collector_off
 from elixir_compile.base.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.base.options import Options, parse_options
+from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.ir.hardware import Cluster, preset_of_ranks
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.loss import Chunks
-from elixir_compile.search.joint.micro_batches import chosen_number
+from elixir_compile.search.joint.variants import Chunks, chosen_number
 from elixir_compile.search.planner import largest_feasible
 from elixir_compile.search.question import Question, question_of
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.line import plan_line
 from elixir_compile.session.saved import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.step import plan_at, verify
-from elixir_compile.step.mismatch import require_same_graph
-from elixir_compile.tools.cli.reports import fail
+from elixir_compile.step.verify import require_same_graph
+from elixir_compile.tools.cli.report import fail
 from elixir_compile.tools.plan import named_cluster, plan_with_loss, question
 from elixir_compile.tools.preview.capture import Capture
-from elixir_compile.tools.preview.capture_cache import cached_capture, capture_key, store_capture
 from elixir_compile.tools.preview.few_layers import capture_model
-from elixir_compile.tools.preview.models import TextBatch, find_model
-from elixir_compile.tools.report.answer import plan_answer
+from elixir_compile.tools.preview.models import TextBatch, cached_capture, capture_key, find_model, store_capture
+from elixir_compile.tools.report.explain import plan_answer
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

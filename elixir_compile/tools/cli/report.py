@@ -1,26 +1,143 @@
-"""`elixir-compile report`: a plan, an observed run or a study as one page of HTML, or a figure as a picture."""
+"""`elixir-compile explain`, `diff` and `report`: show a saved plan, an observed run or a study as text, as one page of
+HTML or as a picture.
+"""
 
+import gzip
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from elixir_compile.base.errors import ElixirError, InvalidOption, QuestionFileError
+from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasiblePlan, QuestionFileError, TraceFileError
+from elixir_compile.base.folders import write_whole
 from elixir_compile.ir import Plan, Record
 from elixir_compile.search.question import Question
-from elixir_compile.session.saved import load_answered, load_plan_or_record, question_path
-from elixir_compile.tools.cli.report_folders import FoundRun, read_folder
-from elixir_compile.tools.cli.reports import fail
-from elixir_compile.tools.curve import budget_curve
-from elixir_compile.tools.report import charts
-from elixir_compile.tools.report.observed_run import ObservedRun, run_data
-from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet
-from elixir_compile.tools.report.run_page import run_page
-from elixir_compile.tools.report.study_page import study_page
-from elixir_compile.tools.study.study import Study, study_to_json
+from elixir_compile.session.saved import load_answered, load_plan, load_plan_or_record, question_path
+from elixir_compile.step import plan_at
+from elixir_compile.step.seconds import simulate
+from elixir_compile.tools.observed import (
+    FullStep,
+    Study,
+    Trace,
+    meta_path,
+    plan_path,
+    read_full_step,
+    read_study,
+    read_trace,
+    study_path,
+    study_to_json,
+)
+from elixir_compile.tools.report import figures as charts
+from elixir_compile.tools.report.diff import diff_text, difference
+from elixir_compile.tools.report.explain import answer, answer_text
+from elixir_compile.tools.report.observed_run import ObservedRun, observed_run, run_data, run_page
+from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet, study_page
+from elixir_compile.tools.report.tables import waiting_regions
+from elixir_compile.tools.report.trace_events import trace_events
+from elixir_compile.tools.tune import budget_curve
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile explain` and `diff`: print the decisions of a saved plan with reasons, or its differences to another.
+#
+# `fail` turns an error of the package into the output of any command and its exit code.
+
+
+INFEASIBLE = 2
+"""Exit code if no plan fits the budget; every other error is 1."""
+
+
+def fail(error: ElixirError, *, as_json: bool) -> int:
+    """Print `error` and return the exit code; to stdout as a JSON object if `as_json`, else to stderr as text."""
+    is_infeasible = isinstance(error, NoFeasiblePlan)
+    if as_json:
+        fields: dict[str, object] = {"error": str(error)}
+        if is_infeasible:
+            fields |= {"memory": error.memory, "needed_bytes": error.needed_bytes, "budget_bytes": error.budget_bytes}
+        typer.echo(json.dumps(fields, indent=1))
+    else:
+        typer.echo(f"error: {error}", err=True)
+    return INFEASIBLE if is_infeasible else 1
+
+
+def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
+    """Print the plan's answer about `subject` and return the exit code: 1 if the plan or the subject is not found.
+
+    The empty `subject` stands for the whole plan. With the question file beside the plan, the answer has the bytes at
+    the peak and the regions that recompute.
+    """
+    try:
+        made, asked = load_answered(plan)
+        found = answer(made, subject, None if asked is None else asked.problem.graph)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    text = json.dumps(asdict(found), indent=1) if as_json else answer_text(found, made.prediction.device_peak_at)
+    typer.echo(text)
+    return 0
+
+
+def run_diff(*, first: Path, second: Path, as_json: bool) -> int:
+    """Print the difference and return the exit code: 1 if a file cannot be read.
+
+    `first` is a plan, `second` a plan or a record.
+    """
+    try:
+        found = difference(load_plan(first), load_plan_or_record(second))
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    typer.echo(json.dumps(asdict(found), indent=1) if as_json else diff_text(found))
+    return 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `elixir-compile report` shows of a folder: the folder of an observed run, or that of a study.
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """An observed run, and the plan of its last step with its question, if its folder has both."""
+
+    run: ObservedRun
+    plan: Plan | None
+    question: Question | None
+
+
+def read_folder(folder: Path) -> Study | FoundRun:
+    """Return the study or the observed run in `folder`.
+
+    Raises TraceFileError if the folder holds neither, or if a file in it is damaged.
+    """
+    if study_path(folder).is_file():
+        return read_study(folder)
+    if meta_path(folder).is_file():
+        return read_run(folder)
+    raise TraceFileError(str(folder), "study.json of a study, or meta.json of an observed run", "neither")
+
+
+def read_run(folder: Path) -> FoundRun:
+    """Return the observed run in `folder`, and its plan if its last step had only one and the folder has its question.
+
+    Raises TraceFileError if no step has ended in the run, or if a file is damaged.
+    """
+    trace = read_trace(folder)
+    steps = {rank: own for rank, own in trace.steps.items() if own}
+    if not steps:
+        raise TraceFileError(str(folder), "the summary of at least one step", "none: no step has ended")
+    first = min(steps)
+    full = [read_full_step(path) for (rank, _), path in trace.records.items() if rank == first]
+    keys = (full[-1].summary if full else steps[first][-1]).plans
+    path = plan_path(folder, keys[0]) if len(keys) == 1 else None
+    plan, question = (None, None) if path is None or not path.is_file() else load_answered(path)
+    cluster = None if question is None else question.problem.cluster
+    run = observed_run(folder.resolve().name, trace.meta, steps, full, plan, cluster)
+    return FoundRun(run, plan, question)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile report`: a plan, an observed run or a study as one page of HTML, or a figure as a picture.
+
 
 FIGURES = ("memory", "lanes", "step", "curve")
 
@@ -183,3 +300,61 @@ def _figure(sheet: PlanSheet | None, figure: str, *, is_dark: bool) -> str:
         "step": lambda: charts.step_chart(rows, bars, budget_bytes, second, sheet.rates, is_static=True),
     }
     return charts.picture(specs[figure](), is_dark=is_dark)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile trace`: the recorded steps of an observed run as a file for Perfetto.
+
+
+def run_trace(*, folder: Path, output: Path | None) -> int:
+    """Write the Chrome trace of the full steps in `folder`, and return the exit code: 1 if a file is at fault.
+
+    Without `output` it is written into the folder.
+    """
+    try:
+        trace = read_trace(folder)
+        steps = [read_full_step(path) for path in trace.records.values()]
+        if not steps:
+            expected = "files of full steps, as `observe(model, folder, full=(8, 9, 10))` writes them"
+            raise TraceFileError(str(folder), expected, "none")
+        planned, waiting = _planned(folder, steps)
+        events = trace_events(steps, _begins_s(trace), planned, waiting)
+    except ElixirError as error:
+        return fail(error, as_json=False)
+    path = output or folder / "trace.json.gz"
+    content = json.dumps(events, allow_nan=False, separators=(",", ":")).encode()
+    try:
+        write_whole(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    except OSError as error:
+        typer.echo(f"error: cannot write {path}: {error.strerror}", err=True)
+        return 1
+    numbers = ", ".join(f"{full.summary.step}" for full in steps)
+    beside = "" if planned is None else ", beside the planned step"
+    typer.echo(f"{path}: steps {numbers} of {trace.meta.model}{beside}; open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _begins_s(trace: Trace) -> dict[tuple[int, int], float]:
+    """Return when each step begins, in seconds since the first step of its rank began."""
+    found: dict[tuple[int, int], float] = {}
+    for rank, summaries in trace.steps.items():
+        at_s = 0.0
+        for summary in summaries:
+            found[rank, summary.step] = at_s
+            at_s += summary.period_s
+    return found
+
+
+def _planned(folder: Path, steps: list[FullStep]) -> tuple[Record | None, Mapping[str, Sequence[str]]]:
+    """Return the simulated step of the plan of the last of `steps`, None if there are several plans or no question, and
+    the regions that wait for each copy, by its label."""
+    keys = steps[-1].summary.plans
+    path = plan_path(folder, keys[0]) if len(keys) == 1 else None
+    if path is None or not path.exists():
+        return None, {}
+    plan, question = load_answered(path)
+    if question is None:
+        return None, waiting_regions(plan)
+    problem = question.problem
+    planned = simulate(problem.graph, plan_at(problem.graph, plan), problem.cluster, problem.measured)
+    return planned, waiting_regions(plan)

@@ -23,15 +23,22 @@ from elixir_compile.compat.platforms import accelerator_type
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.machine import machine
 from elixir_compile.tools.cli.plan import Request
-from elixir_compile.tools.cli.reports import fail
-from elixir_compile.tools.cli.study_rows import PLACEMENTS, Budget, Placement, budgets_named, placements_named
-from elixir_compile.tools.cli.study_worker import Case, case_to_json, row_from_json
+from elixir_compile.tools.cli.report import fail
+from elixir_compile.tools.cli.study_worker import (
+    PLACEMENTS,
+    Budget,
+    Case,
+    Placement,
+    budgets_named,
+    case_to_json,
+    placements_named,
+    row_from_json,
+)
+from elixir_compile.tools.observed import Study, StudyRow, study_to_json
 from elixir_compile.tools.plan import named_cluster, question
 from elixir_compile.tools.preview.models import require_model
-from elixir_compile.tools.report.planned_step import planned_row
-from elixir_compile.tools.report.study_page import study_page
-from elixir_compile.tools.report.study_text import study_text
-from elixir_compile.tools.study.study import Study, StudyRow, study_to_json
+from elixir_compile.tools.report.page import study_page
+from elixir_compile.tools.report.study import planned_row, study_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,11 @@ from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasiblePla
 from elixir_compile.base.options import Options
 from elixir_compile.base.units import COUNT_EXAMPLE, format_bytes, parse_count
 from elixir_compile.ir import plan_to_json
-from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.joint.tuned import Stage, Trial, Tuned
-from elixir_compile.search.joint.tuning import GAIN
+from elixir_compile.search.joint.tuning import GAIN, Setting, Stage, Trial, Tuned
 from elixir_compile.search.question import question_of
 from elixir_compile.session.saved import save_plan
 from elixir_compile.tools.cli.plan import Request
-from elixir_compile.tools.cli.reports import fail
+from elixir_compile.tools.cli.report import fail
 from elixir_compile.tools.tune import States, Tuning
 
 _MOST_SHOWN = 14

@@ -7,7 +7,6 @@ No module of this package imports torch before `this_system` does, so a machine 
 """
 
 from elixir_compile.tools.doctor.checks import CHECKS, diagnose
-from elixir_compile.tools.doctor.facts import this_system
-from elixir_compile.tools.doctor.values import Diagnosis, System, Verdict
+from elixir_compile.tools.doctor.facts import Diagnosis, System, Verdict, this_system
 
 __all__ = ["CHECKS", "Diagnosis", "System", "Verdict", "diagnose", "this_system"]

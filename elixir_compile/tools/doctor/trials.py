@@ -13,15 +13,12 @@ from elixir_compile.base.errors import DiskFailed, DiskFull, ElixirWarning
 from elixir_compile.base.units import MIB
 from elixir_compile.compat.platforms import accelerator as current_accelerator
 from elixir_compile.compat.platforms import available_host_bytes, num_local_ranks, platform_of
-from elixir_compile.runtime.disk.disk_queue import DiskTransfer
-from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore, StagingBuffers
-from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.bucket import Slab
+from elixir_compile.runtime.disk_file import DiskTransfer
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, StagingBuffers
 from elixir_compile.session.machine import cached_machine, machine_path
-from elixir_compile.tools.doctor.nvml import Gpu, gpu_at
-from elixir_compile.tools.doctor.values import Accelerator, CopyRates, DiskTrial, GpuState, Pinning, Profile
-from elixir_compile.tools.measure.machine.clock import beside, median_s
-from elixir_compile.tools.measure.machine.limits import lock_limit_bytes
-from elixir_compile.tools.measure.machine.links import COPY_BYTES, Copies, copies_of
+from elixir_compile.tools.doctor.facts import Accelerator, CopyRates, DiskTrial, Gpu, GpuState, Pinning, Profile, gpu_at
+from elixir_compile.tools.measure.machine import COPY_BYTES, Copies, beside, copies_of, lock_limit_bytes, median_s
 
 FIRST_PINNED_BYTES = 256 * MIB
 _PINNING_S = 0.5

@@ -1,35 +1,245 @@
-"""Observe the training steps of one model: phases, bytes by lane, and figures of the process, for every step.
-
-```text
-  first training forward of ours        the step begins, and the step before it ends
-  forward, backward                     as the executors of the model say
-  optimizer.step()                      by torch's global hooks, for optimizers with parameters of the model
-```
-
-A step ends with the first training forward after an `optimizer.step()` returned. So it holds for accumulated gradients,
-several optimizers and closures. On a device with a clock, moments are events that are read later: nothing waits.
+"""Observe the training steps of one model: phases, bytes by lane, and counters of the process, the device and its
+executors, for every step.
 """
 
+import bisect
 import inspect
+import logging
+import resource
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from elixir_compile.base.process import GROUPS, MEMBERSHIPS, group_folders, text_of
 from elixir_compile.ir.kinds import Lane, Phase
-from elixir_compile.runtime.phases import Phases, observe_phases
-from elixir_compile.runtime.recording import ThreadSeconds
-from elixir_compile.runtime.slab import live_slab_bytes
-from elixir_compile.tools.measure.known_executors import KnownExecutors
-from elixir_compile.tools.measure.phases import Moment, PhaseChanges, StepTimes, moment_now
-from elixir_compile.tools.study.observed import Interval, name_of
+from elixir_compile.runtime.bucket import live_slab_bytes
+from elixir_compile.runtime.lanes import Lanes
+from elixir_compile.runtime.recording import Phases, ThreadSeconds, observe_phases
+from elixir_compile.tools.measure.memory import GpuCounters, Moment, PhaseChanges, StepTimes, gpu_counters, moment_now
+from elixir_compile.tools.observed import Counters, Interval, name_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The executors of an observed model, and what their ledgers have counted since they were asked last.
+
+
+class KnownExecutors:
+    """The executors that an observation has met; it does not keep them alive.
+
+    They are a list and not a `WeakSet`, whose iteration takes 40 us: each change of phases looks at all of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Phases]] = []
+        self._bytes: dict[str, int] = {}
+        """Bytes that each lane had moved when `take_bytes` was called last."""
+        self._elements = 0
+        """Elements that the host had updated when `take_elements` was called last."""
+
+    def __contains__(self, phases: Phases) -> bool:
+        return any(known() is phases for known in self._known)
+
+    def add(self, phases: Phases, seconds: ThreadSeconds) -> None:
+        """Count the work of the executor of `phases` from now on, and add the seconds of its threads to `seconds`."""
+        self._known.append(weakref.ref(phases))
+        phases.ledger.sum_threads(seconds)
+        self._elements += phases.ledger.updated_elements
+        for lane, nbytes in phases.ledger.lane_bytes.items():
+            self._bytes[lane] = self._bytes.get(lane, 0) + nbytes
+
+    def alive(self) -> list[Phases]:
+        """Return the executors that are alive."""
+        return [phases for known in self._known if (phases := known()) is not None]
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The lanes of the first executor; None if there is none."""
+        executors = self.alive()
+        return executors[0].lanes if executors else None
+
+    def take_bytes(self) -> dict[str, int]:
+        """Return the bytes that each lane has moved since the last call, without lanes that moved none."""
+        total: dict[str, int] = {}
+        for phases in self.alive():
+            for lane, nbytes in phases.ledger.lane_bytes.items():
+                total[lane] = total.get(lane, 0) + nbytes
+        before, self._bytes = self._bytes, total
+        return {lane: moved for lane, nbytes in total.items() if (moved := nbytes - before.get(lane, 0)) > 0}
+
+    def take_elements(self) -> int:
+        """Return the elements of parameters that the host has updated since the last call."""
+        before, self._elements = self._elements, sum(phases.ledger.updated_elements for phases in self.alive())
+        return max(self._elements - before, 0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Read counters of the machine beside a run: one thread, a few times per second.
+#
+#   process   resident bytes, CPU seconds, page faults, slabs      psutil, getrusage
+#   group     bytes of the control group                           memory.current
+#   device    memory, power, energy, link                          NVML, if there is a GPU
+#
+# Figures that the machine does not tell are None.
+
+
+log = logging.getLogger("elixir_compile")
+
+_MOST_SAMPLES = 4096
+"""The most samples that are kept, 13 minutes at 5 per second; at least half of them are."""
+Sample = tuple[float, Mapping[str, float | None]]
+
+
+class HostCounters:
+    """The counters of this process and of its control group."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._group_file = _group_file()
+
+    def read(self) -> dict[str, float | None]:
+        """Return the figures now; seconds and counts are those since the process began."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        group = "" if self._group_file is None else text_of(self._group_file)
+        return {
+            "process_rss_bytes": self._process.memory_info().rss,
+            "process_cpu_s": usage.ru_utime + usage.ru_stime,
+            "process_num_major_faults": usage.ru_majflt,
+            "process_num_forced_switches": usage.ru_nivcsw,
+            "host_slab_bytes": live_slab_bytes(),
+            "group_memory_bytes": int(group) if group.isdecimal() else None,
+        }
+
+
+def _group_file() -> Path | None:
+    names = {1: "memory.usage_in_bytes", 2: "memory.current"}
+    found = (folder / names[version] for folder, version in group_folders(MEMBERSHIPS, GROUPS, "memory"))
+    return next((path for path in found if path.is_file()), None)
+
+
+class _Samples:
+    """The last samples in order of their times. One thread adds, others read.
+
+    Each step of an observed run asks for the samples of its time, so these are found by bisection: after 13 minutes a
+    look at each of them took 0.4 ms.
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Sample] = []
+
+    def add(self, sample: Sample) -> None:
+        """Add a sample later than all others; drop the oldest half if there are too many."""
+        self._samples.append(sample)
+        if len(self._samples) > _MOST_SAMPLES:
+            self._samples = self._samples[_MOST_SAMPLES // 2 :]  # a new list: a reader keeps the one that it reads
+
+    def between(self, start_s: float, end_s: float) -> Sequence[Sample]:
+        """Return the samples from `start_s` to `end_s`."""
+        samples = self._samples
+        first = bisect.bisect_left(samples, start_s, key=_time_of)
+        return samples[first : bisect.bisect_right(samples, end_s, lo=first, key=_time_of)]
+
+    def around(self, time_s: float) -> tuple[Sample, Sample] | None:
+        """Return the last sample before `time_s` and the first that is not; None if there is none on one side."""
+        samples = self._samples
+        after = bisect.bisect_left(samples, time_s, key=_time_of)
+        return None if after in (0, len(samples)) else (samples[after - 1], samples[after])
+
+
+def _time_of(sample: Sample) -> float:
+    return sample[0]
+
+
+class CounterThread:
+    """A thread that samples the counters of this process, and of a GPU if there is one, until `stop`."""
+
+    def __init__(self, per_s: float, uuid: Callable[[], str | None]) -> None:
+        """`uuid` returns the number of the GPU; it is asked on the thread, before each sample until it knows one."""
+        self._period_s = 1 / per_s
+        self._uuid = uuid
+        self._samples = _Samples()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="elixir counters", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample, and end the thread."""
+        self._ends.set()
+        self._thread.join()
+
+    def between(self, start_s: float, end_s: float) -> Counters | None:
+        """Return the samples from `start_s` to `end_s` of `time.perf_counter`, with times counted from `start_s`; None
+        if there are none."""
+        found = self._samples.between(start_s, end_s)
+        if not found:
+            return None
+        names = sorted({name for _, values in found for name in values})
+        columns = {name: tuple(values.get(name) for _, values in found) for name in names}
+        return Counters(at_s=tuple(at_s - start_s for at_s, _ in found), values=columns)
+
+    def difference(self, name: str, start_s: float, end_s: float) -> float | None:
+        """Return by how much the counter `name` grew between two times, on a line between its samples; None if it is
+        not known at one of them."""
+        first, last = (self._at(name, time_s) for time_s in (start_s, end_s))
+        return None if first is None or last is None else last - first
+
+    def mean(self, name: str, start_s: float, end_s: float) -> float | None:
+        """Return the mean of the samples of `name` between two times; None if there is none."""
+        found = (values.get(name) for _, values in self._samples.between(start_s, end_s))
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if known else None
+
+    def _at(self, name: str, time_s: float) -> float | None:
+        around = self._samples.around(time_s)
+        if around is None:
+            return None
+        (before_s, before), (after_s, later) = around
+        first, last = before.get(name), later.get(name)
+        if first is None or last is None:
+            return None
+        return first + (last - first) * (time_s - before_s) / (after_s - before_s)
+
+    def _work(self) -> None:
+        host = HostCounters()
+        gpu: GpuCounters | None = None
+        is_looked_for = False
+        try:
+            while True:
+                is_last = self._ends.is_set()
+                if not is_looked_for and (uuid := self._uuid()) is not None:
+                    is_looked_for, gpu = True, gpu_counters(uuid)
+                now_s = time.perf_counter()
+                self._samples.add((now_s, host.read() | ({} if gpu is None else gpu.read(now_s))))
+                if is_last:
+                    return
+                self._ends.wait(self._period_s)
+        except Exception:  # a counter must not end the training that it looks at
+            log.exception("no more counters of the machine are read")
+        finally:
+            if gpu is not None:
+                gpu.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Observe the training steps of one model: phases, bytes by lane, and figures of the process, for every step.
+#
+#   first training forward of ours        the step begins, and the step before it ends
+#   forward, backward                     as the executors of the model say
+#   optimizer.step()                      by torch's global hooks, for optimizers with parameters of the model
+#
+# A step ends with the first training forward after an `optimizer.step()` returned. So it holds for accumulated
+# gradients, several optimizers and closures. On a device with a clock, moments are events that are read later: nothing
+# waits.
+
 
 _MOST_PENDING = 8
 """The most ended steps of which events may not be past yet. With more, the oldest is waited for: the device is that far

@@ -18,10 +18,9 @@ from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Span
 from elixir_compile.ir.schedule import what_of
+from elixir_compile.tools.observed import CALLER, FullStep, StepSummary, StudyRow
 from elixir_compile.tools.report.diff import TOLERANCE, run_diff
-from elixir_compile.tools.report.phase_table import WHOLE, PhaseFigures, busy_s, moved_bytes, phase_figures, stretches
-from elixir_compile.tools.study.observed import CALLER, FullStep, StepSummary
-from elixir_compile.tools.study.study import StudyRow
+from elixir_compile.tools.report.link_rates import WHOLE, PhaseFigures, busy_s, moved_bytes, phase_figures, stretches
 
 _MOST_EVIDENCE = 8
 """The most labels that a finding names."""

@@ -1,19 +1,98 @@
-"""Write the sections of a page that need a plan, a machine or a curve alone, and no figures of a step."""
+"""Write the parts of an HTML page that need no figures of a step: its head, tables and lists, and the sections about a
+plan, a machine or a curve.
+"""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir.hardware import Cluster
-from elixir_compile.ir.plan import Decision, Plan
-from elixir_compile.ir.rank_class import RankClass, spans_text
+from elixir_compile.ir.plan import Decision, Plan, RankClass, spans_text
 from elixir_compile.ir.record import Record
-from elixir_compile.tools.report import charts
-from elixir_compile.tools.report.answer import plan_answer
+from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.diff import Comparison, change_rows, plan_diff, run_diff
+from elixir_compile.tools.report.explain import plan_answer
 from elixir_compile.tools.report.figures import CurvePoint
-from elixir_compile.tools.report.markup import Cell, bytes_cell, definitions, seconds_cell, table
-from elixir_compile.tools.report.work_table import WorkRow, work_rows
+from elixir_compile.tools.report.tables import WorkRow, work_rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write parts of a page as HTML: tables that a script can sort, lists, and blocks of JSON. All text is escaped.
+
+
+_FRAME = '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table: its text, and the number by which it sorts."""
+
+    text: str
+    value: float | None = None
+    is_html: bool = False
+    """Whether the text is HTML already, with all names in it escaped."""
+
+
+def bytes_cell(nbytes: int) -> Cell:
+    """Return a cell of bytes with a unit, which sorts by their number."""
+    return Cell(format_bytes(nbytes), nbytes)
+
+
+def seconds_cell(seconds: float) -> Cell:
+    """Return a cell of seconds with a unit, which sorts by their number."""
+    return Cell(format_s(seconds), seconds)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence["str | Cell"]], name: str = "") -> Iterator[str]:
+    """Yield a table that can be sorted, in a frame that scrolls."""
+    made = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    columns = [[row[at].value for row in made] for at in range(len(heads))]
+    numbers = [' class="number"' if values and None not in values else "" for values in columns]
+    own = f' id="{name}"' if name else ""
+    yield f'{_FRAME}<table class="sortable"{own}><thead><tr>'
+    yield "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, numbers, strict=True))
+    yield "</tr></thead><tbody>"
+    yield from (f"<tr>{''.join(map(_cell, row))}</tr>" for row in made)
+    yield "</tbody></table></div>"
+
+
+def _cell(cell: Cell) -> str:
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    return f"<td{value}>{cell.text if cell.is_html else escape(cell.text)}</td>"
+
+
+def plain_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table of text that cannot be sorted, for tables of many rows."""
+    yield f"{_FRAME}<table><thead><tr>{''.join(f'<th>{escape(head)}' for head in heads)}</thead><tbody>"
+    yield from (f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows)
+    yield "</tbody></table></div>"
+
+
+def definitions(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a list of names with a text for each."""
+    yield "<dl>"
+    yield from (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in lines)
+    yield "</dl>"
+
+
+def figure(caption: str, picture: str) -> str:
+    """Return a picture, SVG that this package has drawn, with a caption that also describes it to a screen reader."""
+    text = escape(caption)
+    drawn = f'<div class="chart" role="img" aria-label="{text}">{picture}</div>'
+    return f"<figure><figcaption>{text}</figcaption>{drawn}</figure>"
+
+
+def json_block(name: str, data: Mapping[str, Any]) -> str:
+    """Return a block of JSON that no HTML parser can leave early."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write the sections of a page that need a plan, a machine or a curve alone, and no figures of a step.
 
 
 def decision_details(decision: Decision) -> str:
@@ -154,3 +233,23 @@ def machine(cluster: Cluster) -> Iterator[str]:
     yield '<section aria-labelledby="machine"><h2 id="machine">Machine</h2>'
     yield from definitions(lines)
     yield "</section>"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write the begin of a page: the policy that forbids it to fetch anything, and its style.
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def head(title: str) -> list[str]:
+    """Return the begin of a page up to its body; `title` is HTML."""
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title>",
+        f"<style>\n{style}{charts.dark_style()}</style></head><body>",
+    ]

@@ -21,7 +21,7 @@ from typing import Any
 from elixir_compile.ir.kinds import Lane, Verb
 from elixir_compile.ir.record import Record, Span
 from elixir_compile.ir.schedule import verb_of, what_of
-from elixir_compile.tools.study.observed import Counters, FullStep, Live, name_of
+from elixir_compile.tools.observed import Counters, FullStep, Live, name_of
 
 _PHASES_TRACK = 0
 _COPYING = (Lane.H2D, Lane.D2H, Lane.GATHER)

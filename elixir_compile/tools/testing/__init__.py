@@ -1,14 +1,14 @@
 """Tests of the memory of training steps: the pytest fixture `memory_schedule`, and the value that it returns.
 
-pytest loads `elixir_compile.tools.testing.plugin` in every run on a machine where the package is installed, so this package
-and the plugin load nothing heavy until a test asks for the fixture.
+pytest loads `elixir_compile.tools.testing.plugin` in every run on a machine where the package is installed, so this
+package and the plugin load nothing heavy until a test asks for the fixture.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elixir_compile.tools.testing.fixture import MemorySchedules as MemorySchedules
-    from elixir_compile.tools.testing.schedule import MemorySchedule as MemorySchedule
+    from elixir_compile.tools.testing.step_memory import MemorySchedule as MemorySchedule
 
 __all__ = ["MemorySchedule", "MemorySchedules"]  # pyright: ignore[reportUnsupportedDunderAll]  imported on first use
 
@@ -16,7 +16,7 @@ __all__ = ["MemorySchedule", "MemorySchedules"]  # pyright: ignore[reportUnsuppo
 def __getattr__(name: str) -> object:
     """Import public names on first use."""
     if name == "MemorySchedule":
-        from elixir_compile.tools.testing.schedule import MemorySchedule
+        from elixir_compile.tools.testing.step_memory import MemorySchedule
 
         return MemorySchedule
     if name == "MemorySchedules":

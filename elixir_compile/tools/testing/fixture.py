@@ -20,7 +20,7 @@ from elixir_compile.session.saved import save_plan
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.plan import plan_and_problem
 from elixir_compile.tools.preview.capture import Inputs
-from elixir_compile.tools.testing.schedule import MemorySchedule
+from elixir_compile.tools.testing.step_memory import MemorySchedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
 from elixir_compile.step import Depth, activation_groups, as_run
-from elixir_compile.step.recompute import given_storages, saved_storages
+from elixir_compile.step.as_run import given_storages, saved_storages
 from tests.pure.mixes import layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS
 

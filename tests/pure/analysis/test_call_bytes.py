@@ -11,7 +11,7 @@ from elixir_compile.ir import Calls, Saving, plan_from_json, plan_to_json
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.facts import Facts, gather_facts
 from elixir_compile.search.space.memory import MemoryModel
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step.call_bytes import ONLY, call_at_most, call_kinds
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.calls_walk import peak_of_calls

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, RegionRef, Schedule, StepGraph, Tier, Verb
 from elixir_compile.ir.kinds import Kind
-from elixir_compile.step.windows import closing_verbs
+from elixir_compile.step.liveness import closing_verbs
 from tests.pure.plans import action_of, bucket_of, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
 

@@ -9,12 +9,11 @@ from elixir_compile.ir import Activations, GroupId, Kind, Plan, Saving, StepGrap
 from elixir_compile.search import plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.reasons import write_out
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.writing import write_out
-from elixir_compile.step.micro_batches import divided
-from elixir_compile.step.recompute import as_run, laps_at
+from elixir_compile.step.as_run import as_run, laps_at
+from elixir_compile.step.divide import crossings, divided, slices_of
 from elixir_compile.step.seconds import simulate
-from elixir_compile.step.slices import crossings, slices_of
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.graph_text import parse_graph
 from tests.pure.memory_walk import walk_memory

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
 from elixir_compile.step import fused
-from elixir_compile.step.fusion import absorbed_storages
+from elixir_compile.step.as_run import absorbed_storages
 from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
 from tests.pure.steps import GELU

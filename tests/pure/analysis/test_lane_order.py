@@ -29,10 +29,9 @@ from elixir_compile.ir import (
 )
 from elixir_compile.search import plan
 from elixir_compile.step import as_run, verify
-from elixir_compile.step.excerpt import illegal
-from elixir_compile.step.lane_order import Order, check_order, first_conflict, works_of
-from elixir_compile.step.laps import laps_of
-from elixir_compile.step.touches import region_touches
+from elixir_compile.step.divide import laps_of
+from elixir_compile.step.lane_order import Order, check_order, first_conflict, region_touches, works_of
+from elixir_compile.step.structure import illegal
 from elixir_compile.step.works import Memory, Walk
 from tests.pure.analysis.test_crossings import STEP
 from tests.pure.analysis.test_crossings import offloaded as sliced

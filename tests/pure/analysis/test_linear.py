@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.tools.preview.linear import Law, Record, names_of, proved, record, sized
+from elixir_compile.tools.preview.few_layers import Law, Record, names_of, proved, record, sized
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from elixir_compile.base.units import MIB
 from elixir_compile.ir import Activations, Batched, GroupId, Kernel, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.cost import op_s
 from elixir_compile.search import plan
-from elixir_compile.step.laps import laps, laps_of
+from elixir_compile.step.as_run import as_run, laps_at
+from elixir_compile.step.divide import divided, laps, laps_of
 from elixir_compile.step.liveness import liveness
-from elixir_compile.step.micro_batches import divided
-from elixir_compile.step.recompute import as_run, laps_at
 from elixir_compile.step.structure import check_regions
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.graph_text import parse_graph

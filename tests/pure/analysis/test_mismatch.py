@@ -1,4 +1,4 @@
-"""`step.mismatch`: a plan for another graph is refused with both models and their first difference."""
+"""`step.verify`: a plan for another graph is refused with both models and their first difference."""
 
 import pickle
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from elixir_compile.base.errors import PlanMismatch
 from elixir_compile.ir import Phase, StepGraph
-from elixir_compile.step.mismatch import require_same_graph
+from elixir_compile.step.verify import require_same_graph
 from tests.pure.analysis.test_verify_activations import PLAN
 from tests.pure.graph_text import parse_graph
 from tests.pure.steps import GELU

@@ -6,8 +6,8 @@ import pytest
 
 from elixir_compile.ir import Activations, Batched, GroupId, Saving, StepGraph, StorageId
 from elixir_compile.search import plan
-from elixir_compile.step.laps import Lap
-from elixir_compile.step.recompute import as_run, laps_at, stays_in_parts
+from elixir_compile.step.as_run import as_run, laps_at, stays_in_parts
+from elixir_compile.step.divide import Lap
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.analysis.test_crossings import also_read_by, changed
 from tests.pure.graph_text import parse_graph

@@ -11,7 +11,7 @@ from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, Saving, S
 from elixir_compile.search import plan
 from elixir_compile.step import liveness
 from elixir_compile.step.bucket_bytes import resting
-from elixir_compile.step.rank_peak import Done, Run, StageBytes, most_beside, stage_peaks
+from elixir_compile.step.stages import Done, Run, StageBytes, most_beside, stage_peaks
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.analysis.test_call_bytes import problem_of_calls
 from tests.pure.analysis.test_lean_bytes import small_pair

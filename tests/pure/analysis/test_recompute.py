@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId
 from elixir_compile.step import as_run, fused, repeats
-from elixir_compile.step.recompute import with_repeats
+from elixir_compile.step.as_run import with_repeats
 from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import activations_of, group, layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS

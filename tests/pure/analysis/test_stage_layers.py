@@ -1,10 +1,9 @@
-"""`step.stage_layers` and `step.stage_memory`: layers, what crosses a cut, and the bytes of one stage."""
+"""`step.stages` and `step.stages`: layers, what crosses a cut, and the bytes of one stage."""
 
 import pytest
 
 from elixir_compile.ir import Kind
-from elixir_compile.step.stage_layers import LayeredStep, layered
-from elixir_compile.step.stage_memory import StageMemory, stage_memory
+from elixir_compile.step.stages import LayeredStep, StageMemory, layered, stage_memory
 from tests.pure.graph_text import parse_graph
 
 TIED = parse_graph("""

@@ -1,4 +1,4 @@
-"""`ir.staging`: the buffers of the disk, and sums of gradients."""
+"""`ir.cost`: the buffers of the disk, and sums of gradients."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 
 from elixir_compile.base.units import MIB
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
-from elixir_compile.ir.staging import disk_staging_bytes
+from elixir_compile.ir.cost import disk_staging_bytes
 from elixir_compile.step.bucket_bytes import bucket_host_bytes, sum_host_bytes
 
 BUCKET = Bucket(

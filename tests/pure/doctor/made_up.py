@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from elixir_compile.base.units import GIB, KIB, MIB
-from elixir_compile.tools.doctor.checks import CHECKS
-from elixir_compile.tools.doctor.software import BACKEND
-from elixir_compile.tools.doctor.values import (
+from elixir_compile.tools.doctor.checks import BACKEND, CHECKS
+from elixir_compile.tools.doctor.facts import (
     Accelerator,
     CopyRates,
     DiskTrial,

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from elixir_compile.base.units import GIB
-from elixir_compile.tools.doctor.device import LEAST_MAPS, LEAST_RATE, MOST_OTHERS_BYTES
-from elixir_compile.tools.doctor.nvml import Gpu, gpu_at
-from elixir_compile.tools.doctor.values import CopyRates, GpuState, Verdict
+from elixir_compile.tools.doctor.checks import LEAST_MAPS, LEAST_RATE, MOST_OTHERS_BYTES
+from elixir_compile.tools.doctor.facts import CopyRates, Gpu, GpuState, Verdict, gpu_at
 from tests.pure.doctor.made_up import ACCELERATOR, ADDRESS, STATE, TORCH, faults, findings, good_machine
 
 NOTE, BAD, UNKNOWN = Verdict.NOTE, Verdict.BAD, Verdict.UNKNOWN

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.base.units import GIB, KIB, MIB
-from elixir_compile.tools.doctor.host import LEAST_SHM_BYTES, MOST_SWAPPED_BYTES
-from elixir_compile.tools.doctor.values import Pinning, Verdict
+from elixir_compile.tools.doctor.checks import LEAST_SHM_BYTES, MOST_SWAPPED_BYTES
+from elixir_compile.tools.doctor.facts import Pinning, Verdict
 from tests.pure.doctor.made_up import (
     ACCELERATOR,
     ADDRESS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elixir_compile.tools.doctor.checks import CHECKS, diagnose
-from elixir_compile.tools.doctor.values import Verdict
+from elixir_compile.tools.doctor.facts import Verdict
 from tests.pure.doctor.made_up import ADDRESS, TORCH, faults, findings, good_machine, with_variables
 
 OK, NOTE, BAD, UNKNOWN = Verdict.OK, Verdict.NOTE, Verdict.BAD, Verdict.UNKNOWN

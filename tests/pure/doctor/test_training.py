@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.tools.doctor.training import ASSUMED_BYTES_PER_S, LEAST_FREE_BYTES, filesystem_of
-from elixir_compile.tools.doctor.values import Profile, System, Verdict
+from elixir_compile.tools.doctor.checks import ASSUMED_BYTES_PER_S, LEAST_FREE_BYTES, filesystem_of
+from elixir_compile.tools.doctor.facts import Profile, System, Verdict
 from tests.pure.doctor.made_up import DISK, FILES, TORCH, faults, good_machine, with_variables
 
 NOTE, BAD, UNKNOWN = Verdict.NOTE, Verdict.BAD, Verdict.UNKNOWN

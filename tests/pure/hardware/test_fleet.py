@@ -1,4 +1,4 @@
-"""`ir.hardware.fleet` and `ir.hardware.fleet_text`: ranks whose machines differ, by name and as JSON."""
+"""`ir.hardware.fleet` and `ir.hardware.fleet`: ranks whose machines differ, by name and as JSON."""
 
 import dataclasses
 

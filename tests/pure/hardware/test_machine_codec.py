@@ -1,4 +1,4 @@
-"""`hardware.codec`: machines as JSON, errors that name the field, and fingerprints."""
+"""`ir.hardware`: machines as JSON, errors that name the field, and fingerprints."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""`hardware.device`, `link`, `node` and `cluster`: a profile that exists is valid."""
+"""`ir.hardware`: devices, links, nodes and clusters: a profile that exists is valid."""
 
 import math
 from dataclasses import replace

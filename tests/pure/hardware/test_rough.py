@@ -1,4 +1,4 @@
-"""`hardware.rough`: the two machines for a device nobody has named or measured."""
+"""`ir.hardware.presets`: the two machines for a device nobody has named or measured."""
 
 import pytest
 

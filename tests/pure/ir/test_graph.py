@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import InvalidPlan, PlanFileError
 from elixir_compile.ir import Ring, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, sizes
-from elixir_compile.tools.preview.graph_lines import graph_of_line, line_of
+from elixir_compile.tools.preview.few_layers import graph_of_line, line_of
 from tests.pure.strategies import Layer, chain, symbolic, symbolic_graphs
 
 STATIC = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])

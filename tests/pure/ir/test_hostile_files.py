@@ -28,7 +28,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json, preset
 from elixir_compile.step import plan_at, verify
-from elixir_compile.step.activations import activation_groups
+from elixir_compile.step.liveness import activation_groups
 from tests.pure.ir.test_codec import GRAPH, PLAN, RECORD
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain, symbolic

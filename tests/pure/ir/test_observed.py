@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import InvalidPlan, TraceFileError
 from elixir_compile.ir import Lane, Origin, Phase, Record, Span
-from elixir_compile.tools.study.observed import (
+from elixir_compile.tools.observed import (
     Counters,
     FullStep,
     Interval,

@@ -30,9 +30,8 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.ir.kinds import Batched, BucketId, Kind, RegionId
+from elixir_compile.ir.kinds import Batched, BucketId, Kind, RegionId, word
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef
-from elixir_compile.ir.words import word
 from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
 from tests.pure.plans import bucket_of, make_plan

@@ -3,7 +3,7 @@
 import pytest
 
 from elixir_compile.ir import sizes
-from elixir_compile.ir.rows import LEAST_ROWS, most_rows, rows_of_micro_batches
+from elixir_compile.ir.schedule import LEAST_ROWS, most_rows, rows_of_micro_batches
 
 
 def test_micro_batches_share_all_rows_evenly_and_none_has_a_single_row() -> None:

@@ -8,11 +8,9 @@ from hypothesis import given
 
 from elixir_compile.ir import Decision, GroupId, Kind, Plan, RegionId, Saving, StepGraph, Verb
 from elixir_compile.session.line import SavingAnswer, layer_of_group, saving_answers, savings_text
-from elixir_compile.step.recompute import as_run, repeats
-from elixir_compile.tools.report.activations import moving_at
-from elixir_compile.tools.report.explain import answer, explain
-from elixir_compile.tools.report.held import Survey
-from elixir_compile.tools.report.recomputed import Again, recomputed
+from elixir_compile.step.as_run import as_run, repeats
+from elixir_compile.tools.report.explain import answer, explain, moving_at
+from elixir_compile.tools.report.tables import Again, Survey, recomputed
 from tests.pure.mixes import group
 from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
 from tests.pure.steps import LAYERS

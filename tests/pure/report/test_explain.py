@@ -14,7 +14,7 @@ from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.search import Problem, plan
 from elixir_compile.step import plan_timeline
 from elixir_compile.tools.report.explain import answer, explain
-from elixir_compile.tools.report.subject import Move
+from elixir_compile.tools.report.tables import Move
 from tests.pure.exhaustive import best_of_all
 from tests.pure.plans import bucket_of, make_plan, planned_graphs
 from tests.pure.problems import tight_problem

@@ -13,8 +13,9 @@ from elixir_compile.ir import Kind, Lane, Origin, Record, Span, Update
 from elixir_compile.search import Problem, plan
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate
-from elixir_compile.tools.report import charts, figures
-from elixir_compile.tools.report.held import Survey
+from elixir_compile.tools.report import figures
+from elixir_compile.tools.report import figures as charts
+from elixir_compile.tools.report.tables import Survey
 from tests.pure.report.pages import sheet_of, tight
 from tests.pure.search.test_planner import problems
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir import Lane, Origin, Record, Span
 from elixir_compile.ir.kinds import Phase
+from elixir_compile.tools.observed import Counters, FullStep, Interval, Live, StepSummary, StudyRow
 from elixir_compile.tools.report import findings
 from elixir_compile.tools.report.findings import Finding, Observed, observed_row
-from elixir_compile.tools.report.phase_table import WHOLE, phase_figures
-from elixir_compile.tools.report.study_text import finding_lines
-from elixir_compile.tools.study.observed import Counters, FullStep, Interval, Live, StepSummary
-from elixir_compile.tools.study.study import StudyRow
+from elixir_compile.tools.report.link_rates import WHOLE, phase_figures
+from elixir_compile.tools.report.study import finding_lines
 from tests.pure.problems import tight_problem
 from tests.pure.report.pages import tight
 
@@ -215,7 +214,7 @@ def test_f8_the_plan_is_wrong() -> None:
 
 
 def _counts(made: object) -> dict[str, int]:
-    from elixir_compile.tools.report.answer import plan_answer
+    from elixir_compile.tools.report.explain import plan_answer
 
     return dict(plan_answer(made).counts)  # pyright: ignore[reportArgumentType]
 

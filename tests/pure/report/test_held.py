@@ -26,10 +26,8 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.step import plan_rows, plan_timeline
 from elixir_compile.step.bucket_bytes import bytes_at
 from elixir_compile.step.plan_rows import PlanRows
-from elixir_compile.tools.report.answer import bucket_answer, region_answer
-from elixir_compile.tools.report.explain import answer, answer_of
-from elixir_compile.tools.report.held import Survey
-from elixir_compile.tools.report.subject import Move, Subject
+from elixir_compile.tools.report.explain import answer, answer_of, bucket_answer, region_answer
+from elixir_compile.tools.report.tables import Move, Subject, Survey
 from tests.pure.plans import mixed_plans
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import needed_bytes, problems

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from elixir_compile.ir import Kind, Plan, StepGraph
 from elixir_compile.search import Problem, plan
 from elixir_compile.step import plan_timeline
-from elixir_compile.tools.report.held import Survey
-from elixir_compile.tools.report.layer_bytes import SEVERAL, layer_bytes, split
+from elixir_compile.tools.report.tables import SEVERAL, Survey, layer_bytes, split
 from tests.pure.plans import mixed_plans
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import needed_bytes, problems

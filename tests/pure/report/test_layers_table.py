@@ -7,10 +7,9 @@ from hypothesis import given, settings
 
 from elixir_compile.ir import Kind, Plan, StepGraph, Tier
 from elixir_compile.search import Problem, plan
-from elixir_compile.step.laps import laps_of
+from elixir_compile.step.divide import laps_of
 from elixir_compile.step.prices import OpSeconds
-from elixir_compile.tools.report.held import Survey
-from elixir_compile.tools.report.layers_table import layer_of_param, layer_rows
+from elixir_compile.tools.report.tables import Survey, layer_of_param, layer_rows
 from tests.pure.plans import mixed_plans
 from tests.pure.report.pages import param_bytes, tight
 from tests.pure.search.test_planner import problems

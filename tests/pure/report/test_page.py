@@ -12,10 +12,11 @@ import pytest
 from elixir_compile.base.units import GIB, format_bytes
 from elixir_compile.ir import Lane, Origin, RankClass, Record, Span
 from elixir_compile.search import plan
-from elixir_compile.tools.report import charts, figures
+from elixir_compile.tools.report import figures
+from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.diff import change_rows, plan_diff
 from elixir_compile.tools.report.page import PlanSheet, page, page_data, plan_sheet
-from elixir_compile.tools.report.work_table import work_rows
+from elixir_compile.tools.report.tables import work_rows
 from tests.pure.report.pages import EVIL, evil, sheet_of, tight
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.session.saved import load_answered
-from elixir_compile.tools.report import charts
+from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.page import PlanSheet, drawn_memory, plan_sheet
 
 ROOT = Path(__file__).parents[3]

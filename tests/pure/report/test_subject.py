@@ -4,7 +4,7 @@ import pytest
 
 from elixir_compile.base.errors import UnknownSubject
 from elixir_compile.ir import Plan, Saving
-from elixir_compile.tools.report.subject import find_subject
+from elixir_compile.tools.report.tables import find_subject
 from tests.pure.mixes import group
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain

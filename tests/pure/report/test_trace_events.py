@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elixir_compile.ir import Lane, Origin, Phase, Record, Span
+from elixir_compile.tools.observed import Counters, FullStep, Interval, Live, StepSummary
 from elixir_compile.tools.report.trace_events import trace_events
-from elixir_compile.tools.study.observed import Counters, FullStep, Interval, Live, StepSummary
 
 TIMES = st.floats(0, 2, allow_nan=False)
 SPANS = st.lists(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.search.shares import rules
+from elixir_compile.search.shares import assign as rules
 from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, filled, most_room
 
 MS_PER_ROW = {"l4": 7.42, "a6000": 2.84, "p40": 15.6}

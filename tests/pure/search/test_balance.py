@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.search.joint.balance import balance_line, balanced_rows, fixed_share
-from elixir_compile.step.rows import graph_of_rows
+from elixir_compile.search.shares.assign import balance_line, balanced_rows, fixed_share
+from elixir_compile.step.batch_rows import graph_of_rows
 from tests.pure.search.test_choose_shares import MIXED
 from tests.pure.search.test_micro_batch_count import TRAINED
 

@@ -14,16 +14,13 @@ from elixir_compile.ir.hardware import Cluster, Link, profile_for
 from elixir_compile.ir.hardware.presets import paper_rates
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.evaluator import Candidate, Evaluator
+from elixir_compile.search.evaluator import Candidate, Evaluator, leanest, uniform_modes
 from elixir_compile.search.formulation.milp import Milp
-from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
-from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.limits import leanest, uniform_modes
+from elixir_compile.search.greedy import RULES, gathers_first, place_exhaustively, place_greedily
+from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.transfers import best_moves, raise_prefetch
 from elixir_compile.step import verify
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

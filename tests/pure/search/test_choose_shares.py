@@ -1,4 +1,5 @@
-"""`step.rows` and `search.shares`: one capture prices every number of rows, and the best shares fit every rank."""
+"""`step.batch_rows` and `search.shares`: one capture prices every number of rows, and the best shares fit every
+rank."""
 
 from dataclasses import replace
 
@@ -9,11 +10,18 @@ from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir import Batched, Phase, StepGraph
 from elixir_compile.ir.cost import op_s
 from elixir_compile.ir.hardware import parse_fleet
-from elixir_compile.search.shares.choose import Ask, Choice, ShareSearch, quantum_of
-from elixir_compile.search.shares.costs import treatments_of, ways_of
-from elixir_compile.search.shares.offers import Budget, State
-from elixir_compile.step.recompute import as_run
-from elixir_compile.step.rows import graph_of_rows
+from elixir_compile.search.shares.choose import (
+    Ask,
+    Budget,
+    Choice,
+    ShareSearch,
+    State,
+    quantum_of,
+    treatments_of,
+    ways_of,
+)
+from elixir_compile.step.as_run import as_run
+from elixir_compile.step.batch_rows import graph_of_rows
 from tests.pure.analysis.test_micro_batches import STEP
 from tests.pure.search.test_micro_batch_count import TRAINED
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from elixir_compile.search import plan
-from elixir_compile.search.clock import Clock, deadline_in
+from elixir_compile.search.evaluator import Clock, deadline_in
 from tests.pure.search.test_best import instances
 
 

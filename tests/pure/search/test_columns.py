@@ -15,13 +15,12 @@ from elixir_compile.ir import GroupId, Lane, Update
 from elixir_compile.ir.cost import copy_s
 from elixir_compile.search import Problem, planner
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.cross_step_updates import flow_shops
+from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops
 from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop, longest_s
 from elixir_compile.search.formulation.milp import Milp
-from elixir_compile.search.formulation.phases import RunTables
+from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level, is_gathered
-from elixir_compile.search.space.residency import spans
+from elixir_compile.search.space.profiles import spans
 from tests.pure.search.test_best import SAVINGS, machine, random_answer
 from tests.pure.search.test_planner import chain_of, problem_of
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from elixir_compile.search import plan, planner
 from elixir_compile.search.best import counted_draft
-from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.counted import CountedMilp, evenly
-from elixir_compile.search.limits import leanest
+from elixir_compile.search.evaluator import Evaluator, deadline_in, leanest
+from elixir_compile.search.formulation.solver import CountedMilp, evenly
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import SAVINGS, machine, problem_of
 from tests.pure.search.test_planner import chain_of

@@ -9,7 +9,7 @@ from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
 from tests.pure.search.test_best import machine, random_answer
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

@@ -12,9 +12,9 @@ from elixir_compile.ir import Kind, StorageId
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.milp import SCALE, Milp
+from elixir_compile.search.reasons import write_out
+from elixir_compile.search.space.buckets import Level, placement_of
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level, placement_of
-from elixir_compile.search.writing import write_out
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
 from tests.pure.search.test_planner import problem_of

@@ -11,7 +11,7 @@ from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import parse_options
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
-from elixir_compile.search.joint.micro_batches import plan_as_asked
+from elixir_compile.search.joint.variants import plan_as_asked
 from tests.pure.problems import tight_problem
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.host_memory import host_floor_bytes
+from elixir_compile.search.planner import host_floor_bytes
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_least_host import short_problem
 

@@ -14,7 +14,7 @@ from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
 from tests.pure.cost.test_cost import bucket
 from tests.pure.search.test_best import assert_as_good_as_brute_force, instances, machine, random_answer, tried_s
 from tests.pure.search.test_crossing import mixed_layers

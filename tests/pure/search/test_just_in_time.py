@@ -9,10 +9,9 @@ import pytest
 from elixir_compile.base.units import GIB
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.heuristics.transfers import just_in_time, raise_prefetch
 from elixir_compile.search.space.facts import Facts, gather_facts
-from elixir_compile.search.space.residency import Moves, Residency
+from elixir_compile.search.space.profiles import Moves, Residency
+from elixir_compile.search.transfers import best_moves, just_in_time, raise_prefetch
 from tests.pure.search.test_best import instances, machine, random_answer
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

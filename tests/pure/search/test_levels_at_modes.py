@@ -15,10 +15,10 @@ from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation import solver
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.formulation.solver import Solution
-from elixir_compile.search.heuristics.rules import RULES
+from elixir_compile.search.greedy import RULES
+from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import verify
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of

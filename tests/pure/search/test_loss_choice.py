@@ -9,7 +9,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.base.units import MIB
 from elixir_compile.ir import Activations, GroupId, OpId, Plan, Prediction, Saving, StorageId
 from elixir_compile.ir.graph import LossRegion
-from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
+from elixir_compile.search.joint.variants import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
 REGION = LossRegion(name="l", nodes=("l",), num_tokens=4096, num_classes=32_000, logits_bytes=500 * MIB, source="")
 CHUNKS = possible_chunks(REGION, Options())

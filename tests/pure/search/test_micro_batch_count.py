@@ -12,10 +12,9 @@ from elixir_compile.base.units import MIB
 from elixir_compile.ir import Op, OpId, Phase, Plan, StepGraph, Storage, StorageId
 from elixir_compile.ir.kinds import Batched, Kind
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.joint import micro_batches
+from elixir_compile.search.joint import variants as micro_batches
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
-from elixir_compile.search.joint.loss import is_pressed
-from elixir_compile.search.joint.micro_batches import MICRO_BATCHES, candidates, plan_as_asked
+from elixir_compile.search.joint.variants import MICRO_BATCHES, candidates, is_pressed, plan_as_asked
 from tests.pure.analysis.test_micro_batches import WIDE
 from tests.pure.collectives import collectives
 from tests.pure.memory_walk import walk_memory

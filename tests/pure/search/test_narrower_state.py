@@ -1,4 +1,4 @@
-"""`search.joint.narrower_state`: as few bytes of parameters as fit get narrower moments, on one rank and on several."""
+"""`search.joint.variants`: as few bytes of parameters as fit get narrower moments, on one rank and on several."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.narrower_state import plans_with_fewest_narrower
+from elixir_compile.search.joint.variants import plans_with_fewest_narrower
 from elixir_compile.search.problem import NarrowerState
 from tests.pure.search.test_planner import CLUSTERS, chain_of, needed_bytes, problem_of
 from tests.pure.search.test_skeleton import greedy, planned

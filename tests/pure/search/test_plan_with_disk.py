@@ -14,7 +14,7 @@ from elixir_compile.ir import BucketId, Plan, StorageId, Tier, plan_from_json, p
 from elixir_compile.ir.cost import disk_s
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.host_memory import going_to_disk
+from elixir_compile.search.planner import going_to_disk
 from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import host_bytes
 from elixir_compile.tools.report.explain import explain

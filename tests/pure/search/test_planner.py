@@ -28,10 +28,10 @@ from elixir_compile.ir import (
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, num_placements
-from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.greedy import MAX_PLACEMENTS, num_placements
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use, residencies
+from elixir_compile.search.space.profiles import moves_at_use, residencies
+from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import keep_everything_timeline, plan_timeline, verify
 from tests.pure.exhaustive import best_of_all
 from tests.pure.strategies import Layer, chain, examples, step_graphs
@@ -157,7 +157,7 @@ def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> N
     """Fail unless the search counts the bytes and seconds of the plan of the levels and modes `picks`, with gathers
     `ahead` windows early, as the plan's own prediction does."""
     from elixir_compile.search.evaluator import DraftPlan
-    from elixir_compile.search.writing import write_out
+    from elixir_compile.search.reasons import write_out
 
     base = Evaluator(gather_facts(problem))
     modes = tuple(pick % len(layer.modes) for layer, pick in zip(base.facts.layers, reversed(picks), strict=False))

@@ -4,12 +4,10 @@ import random
 
 import numpy as np
 
-from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Evaluator, deadline_in, leanest
 from elixir_compile.search.formulation.milp import SCALE, Milp
 from elixir_compile.search.formulation.solver import bound_of, matrix_of, priced, rounded, solve_integral
-from elixir_compile.search.heuristics.rules import place_exhaustively
-from elixir_compile.search.limits import leanest
+from elixir_compile.search.greedy import place_exhaustively
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import instances, random_answer
 

@@ -1,4 +1,4 @@
-"""`search.formulation.quiet`: what C prints during a solve is dropped, and nothing else."""
+"""`search.formulation.solver`: what C prints during a solve is dropped, and nothing else."""
 
 import ctypes
 import os
@@ -9,8 +9,9 @@ import pytest
 import scipy.optimize
 
 from elixir_compile.search import plan
-from elixir_compile.search.formulation import counted, solver
-from elixir_compile.search.formulation.quiet import without_notes
+from elixir_compile.search.formulation import solver
+from elixir_compile.search.formulation import solver as counted
+from elixir_compile.search.formulation.solver import without_notes
 from tests.pure.problems import tight_problem
 
 C = ctypes.CDLL(None)

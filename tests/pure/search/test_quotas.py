@@ -1,4 +1,4 @@
-"""`search.space.quotas`: the fractions of Gemini as limits of the search, whatever the planner."""
+"""`search.space.buckets`: the fractions of Gemini as limits of the search, whatever the planner."""
 
 import itertools
 import math

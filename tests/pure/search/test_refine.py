@@ -8,10 +8,9 @@ import pytest
 from elixir_compile.base.errors import PlanFileError
 from elixir_compile.ir import Activations, GroupId, Saving, StorageId
 from elixir_compile.ir.share import Outcome, Share, Shares, shares_from_json, shares_to_json
-from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.shares import offers
-from elixir_compile.search.shares.choose import RULES, Choice, ShareSearch
-from elixir_compile.search.shares.costs import Treatment
+from elixir_compile.search.evaluator import deadline_in
+from elixir_compile.search.shares import choose as offers
+from elixir_compile.search.shares.choose import RULES, Choice, ShareSearch, Treatment
 from elixir_compile.search.shares.refine import SimulatedStep, refined
 from tests.pure.search.test_choose_shares import search
 

@@ -30,17 +30,14 @@ from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import Share, largest_remainder
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator, extent_of, leanest, uniform_modes
 from elixir_compile.search.formulation.milp import Milp
-from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.rules import place_exhaustively
-from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.limits import extent_of, leanest, uniform_modes
-from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.search.greedy import place_exhaustively, place_greedily
+from elixir_compile.search.reasons import write_out
+from elixir_compile.search.space.buckets import Level, form_buckets
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level
-from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.search.writing import write_out
+from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import liveness, plan_timeline, verify
 from elixir_compile.step.prices import prices
 from elixir_compile.step.seconds import simulate

@@ -1,4 +1,4 @@
-"""`search.skeleton` and `search.joint.classes`: ranks with other budgets have homes of their own, and their collectives
+"""`search.schedule` and `search.joint.ranks`: ranks with other budgets have homes of their own, and their collectives
 come in one order."""
 
 import random
@@ -15,16 +15,16 @@ from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb, plan_fr
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.joint.classes import plan_classes, with_buckets_formed
-from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.ranks import plan_classes, with_buckets_formed
+from elixir_compile.search.joint.variants import is_pressed
 from elixir_compile.search.planner import floor_bytes
-from elixir_compile.search.skeleton import Use, common_sequence, following, released_by, skeleton_of
+from elixir_compile.search.reasons import write_out
+from elixir_compile.search.schedule import Use, common_sequence, following, released_by, skeleton_of
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.writing import write_out
+from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import plan_timeline, verify
-from elixir_compile.step.collectives import collectives_of
-from elixir_compile.step.laps import micro_batches_of
+from elixir_compile.step.divide import micro_batches_of
+from elixir_compile.step.structure import collectives_of
 from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_best import random_answer

@@ -1,4 +1,4 @@
-"""`search.stages.split`: the slowest stage is as fast as in any cut that fits."""
+"""`search.stages.choose`: the slowest stage is as fast as in any cut that fits."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.search.stages.split import Cut, Option, Options, Room, best_split, slowest_s
+from elixir_compile.search.stages.choose import Cut, Option, Options, Room, best_split, slowest_s
 
 Layers = list[tuple[int, int, int]]
 """Seconds, bytes that stay and passing bytes of each layer."""

@@ -12,7 +12,7 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate
 from tests.pure.search.test_best import instances, machine, random_answer

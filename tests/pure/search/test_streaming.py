@@ -8,15 +8,15 @@ import pytest
 from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.base.units import GIB
 from elixir_compile.ir import Tier, Update, plan_from_json, plan_to_json
+from elixir_compile.ir.cost import MOST_STREAMED_ROOM_BYTES
 from elixir_compile.ir.hardware import Cluster, HostProfile, Link, preset, profile_for
-from elixir_compile.ir.staging import MOST_STREAMED_ROOM_BYTES
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level
-from elixir_compile.search.space.residency import Moves
+from elixir_compile.search.space.profiles import Moves
 from elixir_compile.step import verify
-from elixir_compile.step.prediction import hidden_update_share
+from elixir_compile.step.pipeline import hidden_update_share
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.report.explain import explain
 from tests.pure.search.test_best import machine

@@ -5,9 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.evaluator import Candidate, DraftPlan
-from elixir_compile.search.space.residency import Moves
+from elixir_compile.search.evaluator import Candidate, DraftPlan, deadline_in
+from elixir_compile.search.space.profiles import Moves
 from elixir_compile.search.tries import Tries
 
 

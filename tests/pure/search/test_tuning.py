@@ -10,11 +10,19 @@ from elixir_compile.base.units import MIB, parse_count
 from elixir_compile.ir import Kind, Plan, StepGraph, Tier
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.joint.accumulated import again_bound_s, again_record, limits_of
-from elixir_compile.search.joint.settings import TOLERANCE, Setting, splits
-from elixir_compile.search.joint.tuned import Stage, Trial
-from elixir_compile.search.joint.tuning import GAIN, tune
+from elixir_compile.search.evaluator import deadline_in
+from elixir_compile.search.joint.tuning import (
+    GAIN,
+    TOLERANCE,
+    Setting,
+    Stage,
+    Trial,
+    again_bound_s,
+    again_record,
+    limits_of,
+    splits,
+    tune,
+)
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.strategies import Layer, chain
 

@@ -9,7 +9,7 @@ from elixir_compile.ir import Bucket, BucketId, StorageId
 from elixir_compile.ir.share import Share, largest_remainder
 from elixir_compile.search import plan
 from elixir_compile.search.space.buckets import form_buckets
-from elixir_compile.session.agreement.rank_facts import classes_of, facts_of, for_all
+from elixir_compile.session.rank_facts import classes_of, facts_of, for_all
 from tests.pure.search.test_planner import problem_of
 from tests.pure.search.test_shards import ranks
 from tests.pure.strategies import Layer, chain

@@ -2,9 +2,8 @@
 
 import pytest
 
-from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.limits import leanest, uniform_modes
-from elixir_compile.search.space import min_memory
+from elixir_compile.search.evaluator import Evaluator, leanest, uniform_modes
+from elixir_compile.search.space import memory as min_memory
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from tests.pure.search.test_best import instances

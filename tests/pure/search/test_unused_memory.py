@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from elixir_compile.search import plan
-from elixir_compile.search.writing import unused_memory
+from elixir_compile.search.reasons import unused_memory
 from tests.pure.problems import tight_problem
 
 

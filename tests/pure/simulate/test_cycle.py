@@ -13,7 +13,7 @@ from elixir_compile.ir.cost import StreamedCopies
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import plan as search
 from elixir_compile.step import plan_timeline
-from elixir_compile.step.prediction import hidden_update_share
+from elixir_compile.step.pipeline import hidden_update_share
 from elixir_compile.step.prices import Prices
 from elixir_compile.step.seconds import Cycle, Drawing, play, simulate
 from tests.pure.memory_walk import walk_memory

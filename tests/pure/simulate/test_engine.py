@@ -1,4 +1,4 @@
-"""`step.seconds` and `step.prediction`: lanes worked out by hand."""
+"""`step.seconds` and `step.pipeline`: lanes worked out by hand."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.ir.hardware import profile_for
-from elixir_compile.step.prediction import critical_path, exposed_by_lane, exposed_s, hidden_share
+from elixir_compile.step.pipeline import critical_path, exposed_by_lane, exposed_s, hidden_share
 from elixir_compile.step.prices import Prices, prices
 from elixir_compile.step.seconds import Drawing, play, simulate
 from tests.pure.plans import mixed_plans, planned_graphs, typed

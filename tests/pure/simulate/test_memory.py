@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.reasons import write_out
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.residency import moves_at_use
-from elixir_compile.search.writing import write_out
+from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import plan_timeline, verify
 from tests.pure.memory_walk import walk_memory
 from tests.pure.mixes import mixed_graphs

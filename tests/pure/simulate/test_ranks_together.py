@@ -11,7 +11,7 @@ from elixir_compile.ir import Lane, Plan, Update
 from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.record import Record
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.writing import write_out
+from elixir_compile.search.reasons import write_out
 from elixir_compile.step.seconds import RankStep, busy_share, simulate, simulate_ranks
 from tests.pure.search.test_planner import CLUSTERS, chain_of, problem_of
 from tests.pure.search.test_shards import drawn, shared_problems

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from elixir_compile.ir import Plan, StepGraph, Update
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.step import as_run
-from elixir_compile.step.lane_order import Order, works_of
-from elixir_compile.step.laps import laps_of
+from elixir_compile.step.divide import laps_of
+from elixir_compile.step.lane_order import Order, region_touches, works_of
 from elixir_compile.step.seconds import actions_of, player_of
-from elixir_compile.step.touches import region_touches
 from elixir_compile.step.works import Do
 from tests.pure.analysis.test_lane_order import PLANS, in_mode
 from tests.pure.plans import mixed_plans, planned_graphs

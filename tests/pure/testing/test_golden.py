@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.base.errors import InvalidOption
-from elixir_compile.tools.testing.golden import (
+from elixir_compile.tools.testing.step_memory import (
     Golden,
     GoldenFileError,
     check_golden,

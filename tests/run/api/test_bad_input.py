@@ -16,7 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.base.units import format_bytes
 from elixir_compile.compat.platforms import host_memory_bytes
 from elixir_compile.graph.capture.modules import is_swapped
-from elixir_compile.optim import unplanned
+from elixir_compile.optim import guard as unplanned
 from tests.run.models import Stack
 from tests.run.training import hybrid_adamw, plain_step
 

@@ -1,4 +1,4 @@
-"""`tools.preview.batches`: captures of many batches from three of them."""
+"""`tools.preview.models`: captures of many batches from three of them."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from elixir_compile.base.options import Options
-from elixir_compile.tools.preview.batches import BatchCaptures
 from elixir_compile.tools.preview.capture import Capture, capture_step
+from elixir_compile.tools.preview.models import BatchCaptures
 
 OPTIONS = Options(inner="aot_eager")
 

@@ -1,4 +1,4 @@
-"""`tools.curve`: more memory never makes a step longer, and no bound is above the plan that it bounds."""
+"""`tools.tune`: more memory never makes a step longer, and no bound is above the plan that it bounds."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.base.units import GIB
 from elixir_compile.search import plan
 from elixir_compile.search.question import question_of
-from elixir_compile.tools.curve import budget_curve
+from elixir_compile.tools.tune import budget_curve
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import needed_bytes
 

@@ -18,8 +18,8 @@ from elixir_compile.base.units import GIB, KIB
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir import StepGraph
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.session import out_of_memory
-from elixir_compile.session.out_of_memory import EarlyShortage, FailedAllocation
+from elixir_compile.session import over_budget as out_of_memory
+from elixir_compile.session.over_budget import EarlyShortage, FailedAllocation
 from elixir_compile.session.step_profiler import StepProfiler
 
 PLAIN = {"planner": "greedy", "plan_cache": False}

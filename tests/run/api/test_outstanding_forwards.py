@@ -11,8 +11,8 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.graph.capture.modules import executor_of, model_of
+from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.slab import live_slab_bytes
 from elixir_compile.search.joint.replan import Correction
 from elixir_compile.session import outstanding
 from elixir_compile.session.planning import ExternalUsage

@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.runtime.measure.step_bytes import drop_running_step_bytes, start_step_bytes
+from elixir_compile.runtime.measure import drop_running_step_bytes, start_step_bytes
 from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run.processes import apart
 

@@ -16,7 +16,7 @@ from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
 from elixir_compile.ir.cost import Stretch
 from elixir_compile.ir.hardware import profile_for
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.joint.micro_batches import plan_as_asked
+from elixir_compile.search.joint.variants import plan_as_asked
 from elixir_compile.session import cache
 from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
 from tests.pure.problems import tight_problem

@@ -11,8 +11,8 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.ir import Tier, Update
-from elixir_compile.runtime.measure.step import Resident
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
+from elixir_compile.runtime.measure import Resident
 from elixir_compile.step.timeline import host_bytes
 from tests.run.optim.test_mixed_precision import mixed_of, mixed_run
 from tests.run.training import Run, loss_of

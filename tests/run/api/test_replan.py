@@ -21,8 +21,8 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
 from elixir_compile.session import graph_planner, planning
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
+from elixir_compile.step.as_run import as_run
 from elixir_compile.step.prices import prices
-from elixir_compile.step.recompute import as_run
 
 WIDTH = 128
 NUM_WATCHED = STEPS_SKIPPED + STEPS_TIMED

@@ -119,7 +119,8 @@ def workspaces(graph: StepGraph) -> dict[str, int]:
 
 
 def test_an_associative_scan_takes_less_than_three_times_its_results() -> None:
-    """The bound that `graph.capture.bodies` has for it, checked on its loop: captured graphs have it on accelerators only."""
+    """The bound that `graph.capture.convert` has for it, checked on its loop: captured graphs have it on accelerators
+    only."""
     given = torch.rand(1024, 64)
     body = make_fx(lambda a, b: (a * b,))(given[:1], given[:1])
     peak_bytes = elixir.measure_step(lambda: associative_scan_op(body, [given], ()), device="cpu").device_peak_bytes

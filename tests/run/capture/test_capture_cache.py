@@ -13,13 +13,12 @@ import torch
 
 from elixir_compile.base.options import Options
 from elixir_compile.ir.graph import LossRegion
-from elixir_compile.search.joint.loss import Chunks
+from elixir_compile.search.joint.variants import Chunks
 from elixir_compile.tools.cli import plan
 from elixir_compile.tools.cli.plan import Request
-from elixir_compile.tools.preview import capture_cache
+from elixir_compile.tools.preview import models as capture_cache
 from elixir_compile.tools.preview.capture import Capture
-from elixir_compile.tools.preview.capture_cache import cached_capture, capture_key, store_capture
-from elixir_compile.tools.preview.models import TextBatch
+from elixir_compile.tools.preview.models import TextBatch, cached_capture, capture_key, store_capture
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,

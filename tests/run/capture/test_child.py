@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from elixir_compile.base import control_groups
+from elixir_compile.base import process as control_groups
 from elixir_compile.tools.preview import few_layers
 from elixir_compile.tools.preview.few_layers import beside
 

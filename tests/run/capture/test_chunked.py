@@ -1,4 +1,4 @@
-"""`graph.capture.chunked`: the same loss and gradients as unchunked, and a lower peak."""
+"""`graph.capture.loss`: the same loss and gradients as unchunked, and a lower peak."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.fx.losses import (
     sliced_rows,
 )
 
-# Relative to the largest element: see [Note: Tolerance] in `graph.capture.chunked`.
+# Relative to the largest element: see [Note: Tolerance] in `graph.capture.loss`.
 FP32, BF16 = 1e-6, 2e-2
 
 

@@ -19,10 +19,8 @@ from elixir_compile.tools.cli.plan import Request
 from elixir_compile.tools.plan import named_cluster
 from elixir_compile.tools.preview import few_layers
 from elixir_compile.tools.preview.capture import Capture, capture_step
-from elixir_compile.tools.preview.few_layers import capture_model
-from elixir_compile.tools.preview.linear import Law
+from elixir_compile.tools.preview.few_layers import Law, capture_model, hide_unlike
 from elixir_compile.tools.preview.models import Configured
-from elixir_compile.tools.preview.same_layers import hide_unlike
 
 transformers = pytest.importorskip("transformers")
 

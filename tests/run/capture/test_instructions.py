@@ -3,8 +3,8 @@
 import pytest
 from torch._inductor import config, cpu_vec_isa
 
-from elixir_compile.compat import libraries
-from elixir_compile.compat.libraries import best_instructions_only
+from elixir_compile.compat import compilers as libraries
+from elixir_compile.compat.compilers import best_instructions_only
 
 
 class Isa:

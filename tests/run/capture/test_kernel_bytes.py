@@ -21,10 +21,9 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall, may_differ
 from elixir_compile.graph.rewrite.own_memory import in_own_memory, with_own_memory
 from elixir_compile.ir import Kind, fingerprint
-from elixir_compile.runtime.measure.kernel_bytes import measured_bytes
-from elixir_compile.runtime.measure.step import Resident
-from elixir_compile.session import known_kernels
-from elixir_compile.session.known_kernels import KnownKernels
+from elixir_compile.runtime.measure import Resident, measured_bytes
+from elixir_compile.session import cache as known_kernels
+from elixir_compile.session.cache import KnownKernels
 from elixir_compile.session.saved import load_plan_for
 from elixir_compile.step import plan_timeline
 from tests.run.random_runs import SLACK_BYTES

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
-from elixir_compile.runtime.measure.step import peak_bytes
+from elixir_compile.runtime.measure import peak_bytes
 
 aten = torch.ops.aten
 

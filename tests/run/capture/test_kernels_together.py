@@ -11,8 +11,9 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.exc import CppCompileError
 
 import elixir_compile as elixir
-from elixir_compile.compat import kernels, libraries
-from elixir_compile.compat.kernels import Kernel, Kernels
+from elixir_compile.compat import compilers as kernels
+from elixir_compile.compat import compilers as libraries
+from elixir_compile.compat.compilers import Kernel, Kernels
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_same_tensors
 

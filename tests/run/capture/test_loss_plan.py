@@ -16,8 +16,8 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import NoFeasiblePlan, UnsupportedModel
 from elixir_compile.base.units import MIB
 from elixir_compile.ir import Plan, plan_from_json, plan_to_json
-from elixir_compile.search.joint import loss
-from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint import variants as loss
+from elixir_compile.search.joint.variants import is_pressed
 from elixir_compile.session import backend
 from elixir_compile.tools.testing import MemorySchedules
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo import funcname_cache, symbolic_convert
 
 from elixir_compile.base.options import Options
-from elixir_compile.compat.capturing import templates_when_used
+from elixir_compile.compat.dynamo import templates_when_used
 from elixir_compile.tools.preview.capture import capture_step
 
 

@@ -1,4 +1,5 @@
-"""`graph.capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
+"""`graph.capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a
+handle."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture import rewire
 from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.session import front_end
+from elixir_compile.session import backend as front_end
 
 
 class _Product(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from elixir_compile.base.errors import UnknownModel
-from elixir_compile.tools.preview import models, shapes
+from elixir_compile.tools.preview import models
+from elixir_compile.tools.preview import models as shapes
 from elixir_compile.tools.preview.capture import capture_step
-from elixir_compile.tools.preview.models import TextBatch, load_model
-from elixir_compile.tools.preview.shapes import ModelShape, model_named, model_names
+from elixir_compile.tools.preview.models import ModelShape, TextBatch, load_model, model_named, model_names
 
 pytest.importorskip("transformers")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_compile as elixir
+from elixir_compile.checkpoint import dcp as manifests
 from elixir_compile.checkpoint import folder as folders
-from elixir_compile.checkpoint import manifest as manifests
 from tests.run.processes import program, spawn
 
 

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
-from elixir_compile.checkpoint.dcp import finish, write
+from elixir_compile.checkpoint.dcp import Manifest, finish, read_manifest, write, write_manifest, write_text
 from elixir_compile.checkpoint.folder import BLOCK_BYTES, BlockSums, open_checkpoint
-from elixir_compile.checkpoint.manifest import Manifest, read_manifest, write_manifest, write_text
-from elixir_compile.checkpoint.values import Deferred
+from elixir_compile.checkpoint.run_state import Deferred
 from tests.run.checkpointing import Training, eager, everything, other
 from tests.run.processes import program
 from tests.run.training import assert_same_tensors

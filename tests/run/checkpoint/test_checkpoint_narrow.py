@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import elixir_compile as elixir
 from elixir_compile.graph.ops.shards import full, own_part
 from elixir_compile.ir import Update
-from elixir_compile.optim.disk.state import DiskState
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.precision import form_of
+from elixir_compile.optim.disk import DiskState
+from elixir_compile.optim.precision import MomentForm, form_of
 from tests.run.optim.test_narrow_state import narrow_adamw, rows, steps
 from tests.run.processes import spawn
 from tests.run.training import Run, assert_same_tensors

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.checkpoint.values import UnsupportedValue, from_plain, tensor_keys, to_plain
+from elixir_compile.checkpoint.run_state import UnsupportedValue, from_plain, tensor_keys, to_plain
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),

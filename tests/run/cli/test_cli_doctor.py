@@ -22,9 +22,9 @@ from elixir_compile.session.machine import machine_path, store_machine
 from elixir_compile.tools.cli.doctor import diagnosis_lines
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.doctor import CHECKS, Diagnosis, Verdict, diagnose, this_system, trials
-from elixir_compile.tools.doctor.nvml import Gpu
-from elixir_compile.tools.measure.machine import links
-from elixir_compile.tools.measure.machine.links import Copies
+from elixir_compile.tools.doctor.facts import Gpu
+from elixir_compile.tools.measure import machine as links
+from elixir_compile.tools.measure.machine import Copies
 from tests.run.runtime.test_machine import remembered
 
 CPU = torch.device("cpu")

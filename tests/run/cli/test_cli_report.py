@@ -22,7 +22,7 @@ from elixir_compile.search.question import question_of
 from elixir_compile.session import saved as saved_files
 from elixir_compile.step import plan_timeline
 from elixir_compile.tools.cli.main import app
-from elixir_compile.tools.report import charts
+from elixir_compile.tools.report import figures as charts
 from tests.pure.report.pages import evil, tight
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

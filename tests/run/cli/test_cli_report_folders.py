@@ -16,12 +16,21 @@ from elixir_compile.ir import Origin
 from elixir_compile.search.question import question_of
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.cli.main import app
-from elixir_compile.tools.report import charts
+from elixir_compile.tools.observed import (
+    FullStep,
+    Study,
+    StudyRow,
+    TraceMeta,
+    plan_path,
+    steps_path,
+    study_to_json,
+    summary_to_json,
+    write_full_step,
+    write_meta,
+)
+from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.observed_run import thinned
-from elixir_compile.tools.report.planned_step import planned_row
-from elixir_compile.tools.study.observed import FullStep, summary_to_json
-from elixir_compile.tools.study.study import Study, StudyRow, study_to_json
-from elixir_compile.tools.study.trace_files import TraceMeta, plan_path, steps_path, write_full_step, write_meta
+from elixir_compile.tools.report.study import planned_row
 from tests.pure.report import pages
 
 tight = functools.cache(pages.tight)

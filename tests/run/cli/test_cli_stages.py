@@ -17,8 +17,7 @@ from elixir_compile.base.errors import InvalidOption, NoFeasibleStages, UnknownS
 from elixir_compile.base.options import parse_options
 from elixir_compile.base.units import MIB
 from elixir_compile.ir.hardware import Fleet, parse_fleet
-from elixir_compile.ir.pipeline import TorchSchedule
-from elixir_compile.ir.pipeline_plan import PipelinePlan, pipeline_from_json, pipeline_to_json
+from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule, pipeline_from_json, pipeline_to_json
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.preview.capture import Capture
 from elixir_compile.tools.preview.few_layers import capture_model

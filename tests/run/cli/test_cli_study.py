@@ -9,10 +9,10 @@ from typer.testing import CliRunner, Result
 from elixir_compile.tools.cli import study as cli_study
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.cli.study_worker import Case
-from elixir_compile.tools.report import charts
-from elixir_compile.tools.report.phase_table import WHOLE, phase_figures
-from elixir_compile.tools.report.study_page import study_page
-from elixir_compile.tools.study.study import Study, StudyRow, study_from_json, study_to_json
+from elixir_compile.tools.observed import Study, StudyRow, study_from_json, study_to_json
+from elixir_compile.tools.report import figures as charts
+from elixir_compile.tools.report.link_rates import WHOLE, phase_figures
+from elixir_compile.tools.report.page import study_page
 
 MODEL = """
 import torch

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from elixir_compile.base.options import Options
 from elixir_compile.ir import plan_from_json
-from elixir_compile.search.joint.settings import Setting
+from elixir_compile.search.joint.tuning import Setting
 from elixir_compile.session.saved import load_question
 from elixir_compile.step import verify
 from elixir_compile.tools.cli.main import app

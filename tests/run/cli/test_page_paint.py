@@ -15,7 +15,7 @@ from elixir_compile.base.units import GIB
 from elixir_compile.session.saved import load_answered
 from elixir_compile.step import plan_timeline
 from elixir_compile.tools.cli.main import app
-from elixir_compile.tools.report import charts
+from elixir_compile.tools.report import figures as charts
 
 DRIVER = shutil.which("chromedriver")
 MOST_BYTES = 1_500_000

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.ir.share import shares_from_json
-from elixir_compile.tools.report import charts
+from elixir_compile.tools.report import figures as charts
 from tests.run.cli.test_cli_shares import FLEET, cli, net
 from tests.run.cli.test_page_paint import DRIVER, Browser, browser
 

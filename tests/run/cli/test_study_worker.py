@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from elixir_compile.ir.kinds import Phase
 from elixir_compile.tools.cli import study_worker
-from elixir_compile.tools.cli.study_rows import PLACEMENTS
-from elixir_compile.tools.study.study import StudyRow
+from elixir_compile.tools.cli.study_worker import PLACEMENTS
+from elixir_compile.tools.observed import StudyRow
 
 MODEL = """
 import torch

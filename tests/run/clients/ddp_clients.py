@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.run.clients.client_runs import eager_adamw, hybrid_adamw, own_copy, rows, weights
 from tests.run.models import small_gpt2
 

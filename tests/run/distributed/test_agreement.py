@@ -16,9 +16,8 @@ from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.agreement.agreement import agreed_plan
-from elixir_compile.session.agreement.rank_facts import plan_digest
-from elixir_compile.session.agreement.roll_call import RollCall, Step, roll_call
+from elixir_compile.session.agreement import RollCall, Step, agreed_plan, roll_call
+from elixir_compile.session.rank_facts import plan_digest
 from elixir_compile.step import plan_timeline, verify
 from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
 from tests.pure.strategies import Layer, chain

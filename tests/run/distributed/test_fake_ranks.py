@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.optim import clipping, guard
-from elixir_compile.session.rank_balance import RankBalance
-from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED
+from elixir_compile.optim import guard
+from elixir_compile.optim import hybrid as clipping
+from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, RankBalance
 from tests.run.processes import apart
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.run.processes import spawn
 from tests.run.ranks_training import compiled_with, hybrid, mesh_of
 

@@ -18,10 +18,10 @@ from elixir_compile.ir import Lane, Plan, Verb
 from elixir_compile.runtime.distributed.control import new_control_channel
 from elixir_compile.runtime.lowering import PlacedRegion
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.joint.classes import plan_classes
-from elixir_compile.session.agreement import unequal
-from elixir_compile.session.agreement.agreement import agreed_plan
-from elixir_compile.step.collectives import collectives_of
+from elixir_compile.search.joint.ranks import plan_classes
+from elixir_compile.session import agreement as unequal
+from elixir_compile.session.agreement import agreed_plan
+from elixir_compile.step.structure import collectives_of
 from tests.run.distributed.test_agreement import greedy, outcome, question
 from tests.run.processes import spawn
 from tests.run.ranks_models import batches

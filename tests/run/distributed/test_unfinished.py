@@ -12,8 +12,7 @@ import torch
 from torch import distributed
 
 from elixir_compile.runtime.distributed.control import ControlChannel, PeerFailed
-from elixir_compile.runtime.distributed.ranks import Collective, Ranks
-from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
+from elixir_compile.runtime.distributed.ranks import Collective, Ranks, UnfinishedCollectives
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes import Event, Lanes
 

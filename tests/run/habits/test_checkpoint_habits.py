@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from elixir_compile.ir import Update
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS
 from tests.run.training import Run, assert_same, assert_same_tensors, fused_adamw, hybrid_adamw, on_host, plain_step

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.ir import fingerprint
-from elixir_compile.runtime.measure.step import Resident
-from elixir_compile.step.laps import laps_of
+from elixir_compile.runtime.measure import Resident
+from elixir_compile.step.divide import laps_of
 from tests.run.habits.habit import habit
 from tests.run.models import seeded
 from tests.run.random_runs import SLACK_BYTES

@@ -10,8 +10,8 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Lane, Plan, Saving
 from elixir_compile.runtime import micro_batches as runtime
+from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.slab import live_slab_bytes
 from tests.fx.handmade import Choice, from_host, offload, planned
 from tests.run.micro_batches.stepping import Rows, batch_of, compiled, gradients, loop
 

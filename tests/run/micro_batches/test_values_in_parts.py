@@ -13,12 +13,12 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import ActivationsGone
 from elixir_compile.compat import MemoryView
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.graph.rewrite.divided_graph import Layout
+from elixir_compile.graph.rewrite.regions import Layout
 from elixir_compile.runtime import micro_batches as runtime
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.ledger import ledger_for
-from elixir_compile.runtime.parts import InParts, kept_part, viewed
+from elixir_compile.runtime.recording import ledger_for
 from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.slices import InParts, kept_part, viewed
 from tests.run.micro_batches.stepping import WIDTH, Rows, batch_of, compiled, gradients, loop
 
 NUM, ROWS, BLOCKS = 8, 64, 3

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.tools.measure.counters import CounterThread, HostCounters
-from elixir_compile.tools.measure.nvml import GpuCounters, gpu_counters
+from elixir_compile.tools.measure.memory import GpuCounters, gpu_counters
+from elixir_compile.tools.measure.observation import CounterThread, HostCounters
 
 UUID = "GPU-8f6e"
 UINT, ULONGLONG = 1, 3

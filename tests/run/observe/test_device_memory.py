@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from elixir_compile import compat
-from elixir_compile.compat.platforms import PeakRecord, Platform, blocks
-from elixir_compile.compat.platforms.blocks import block_events, live_blocks, record_blocks
+from elixir_compile.compat.platforms import PeakRecord, Platform
+from elixir_compile.compat.platforms import platform as blocks
+from elixir_compile.compat.platforms.platform import block_events, live_blocks, record_blocks
 from elixir_compile.ir import Kind, Lane, Phase, Span
 from elixir_compile.runtime.recording import Anchor, Taken
-from elixir_compile.tools.measure.device_memory import DeviceMemory, drawn_by_device
-from elixir_compile.tools.measure.phases import StepTimes
-from elixir_compile.tools.study.observed import Interval, Live
+from elixir_compile.tools.measure.memory import DeviceMemory, StepTimes, drawn_by_device
+from elixir_compile.tools.observed import Interval, Live
 
 MS = 1e-3
 DEVICE = torch.device("cuda", 1)
@@ -91,9 +91,7 @@ def live_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Live | None]:
         taken: tuple[Taken, ...] = (),
     ) -> Live | None:
         allocator = Allocator(snapshot(resident), snapshot({}, *entries)).installed(monkeypatch)
-        monkeypatch.setattr(
-            "elixir_compile.tools.measure.device_memory.anchor", lambda: Anchor(TIMES.began_s, BEGAN_NS)
-        )
+        monkeypatch.setattr("elixir_compile.tools.measure.memory.anchor", lambda: Anchor(TIMES.began_s, BEGAN_NS))
         blocks = record_blocks(DEVICE)
         assert blocks is not None
         memory = DeviceMemory(blocks, dict(kinds))
@@ -178,7 +176,7 @@ def test_a_gradient_that_leaves_late_is_told_by_its_address(live_of: Callable[..
 def test_a_step_whose_first_events_are_lost_has_no_memory(
     live_of: Callable[..., Live | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elixir_compile.compat.platforms.blocks.MOST_ENTRIES", 2)
+    monkeypatch.setattr("elixir_compile.compat.platforms.platform.MOST_ENTRIES", 2)
     assert live_of([entry("alloc", 1, 11, 1)]) is not None
     assert live_of([entry("alloc", 1, 11, 1), entry("alloc", 2, 12, 1)]) is None
 

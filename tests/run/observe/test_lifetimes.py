@@ -5,8 +5,8 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.ir import Kind, Lane, Phase, Span
-from elixir_compile.tools.measure.lifetimes import live_by_kind
-from elixir_compile.tools.study.observed import FullStep, Interval
+from elixir_compile.tools.measure.memory import live_by_kind
+from elixir_compile.tools.observed import FullStep, Interval
 from tests.run.models import Stack, seeded, vectors
 
 MS = 1e-3

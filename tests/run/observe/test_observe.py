@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import elixir_compile as elixir
-from elixir_compile.runtime import phases
+from elixir_compile.runtime import recording as phases
 from elixir_compile.tools.measure import observation
 from elixir_compile.tools.observe import Study
 from tests.run.models import Stack, seeded, vectors

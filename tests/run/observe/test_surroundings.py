@@ -12,7 +12,7 @@ import torch._logging._internal
 from torch.utils.data import DataLoader
 
 import elixir_compile as elixir
-from elixir_compile.tools.study.trace_files import read_trace
+from elixir_compile.tools.observed import read_trace
 from tests.run import ranks_observe
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn

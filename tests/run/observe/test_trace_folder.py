@@ -13,7 +13,7 @@ import elixir_compile as elixir
 from elixir_compile.ir import Lane, tallies
 from elixir_compile.session.saved import load_answered
 from elixir_compile.tools.observe import _chooser
-from elixir_compile.tools.study.trace_files import read_full_step, read_trace
+from elixir_compile.tools.observed import read_full_step, read_trace
 from tests.run.models import Stack, seeded, vectors
 
 SMALL = {"inner": "aot_eager", "report": False, "replan": False, "planner": "zero3_offload"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.tools.study.trace_files import read_trace
+from elixir_compile.tools.observed import read_trace
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
 transformers = pytest.importorskip("transformers")

@@ -15,10 +15,10 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.ir import Update
 from elixir_compile.optim.generic import class_rule, code
-from elixir_compile.optim.generic.class_step import ClassStep
-from elixir_compile.optim.generic.tape import Form, TapeError
+from elixir_compile.optim.generic.code import Form, TapeError
+from elixir_compile.optim.generic.dry_step import ClassStep
 from elixir_compile.optim.host import HostThreads
-from elixir_compile.optim.host.threads import GRAIN
+from elixir_compile.optim.host.kernel import GRAIN
 from tests.run import optimizers as users
 from tests.run.updating import buckets_of, hybrid_run, ladder, rows
 

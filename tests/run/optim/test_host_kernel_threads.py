@@ -16,15 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.base import control_groups
-from elixir_compile.base.control_groups import allowed_cores, num_usable_cores
-from elixir_compile.compat.platforms.cores import cores_of_node
-from elixir_compile.compat.platforms.update_threads import num_host_threads
+from elixir_compile.base import process as control_groups
+from elixir_compile.base.process import allowed_cores, num_usable_cores
+from elixir_compile.compat.platforms.host import cores_of_node, num_host_threads
 from elixir_compile.ir import Update
 from elixir_compile.optim import update as updates
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
-from elixir_compile.optim.host.threads import GRAIN, parts
+from elixir_compile.optim.host.kernel import GRAIN, parts
 from elixir_compile.runtime.updates import UpdateLine
 from tests.run.updating import hybrid_run, ladder, rows
 
@@ -184,7 +183,7 @@ def test_fork_and_exit_with_host_threads() -> None:
     code = (
         "import atexit, os\n"
         "from elixir_compile.optim.host import HostThreads\n"
-        "from elixir_compile.optim.host.threads import GRAIN\n"
+        "from elixir_compile.optim.host.kernel import GRAIN\n"
         "threads = HostThreads(2)\n"
         "go = lambda: threads.run(2 * GRAIN, lambda start, stop: stop)\n"
         "atexit.register(go)\n"

@@ -8,7 +8,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import HybridAdamW
-from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.ir import Update
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.hybrid import Hybrid

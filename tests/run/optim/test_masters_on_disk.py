@@ -16,9 +16,9 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 import elixir_compile as elixir
 from elixir_compile.base.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.disk.state import DiskHome, DiskState
-from elixir_compile.optim.layout import StatisticLayout
-from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.optim.disk import DiskHome, DiskState
+from elixir_compile.optim.rule import StatisticLayout
+from elixir_compile.runtime.disk_store import DiskStore
 from tests.covering import covering
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elixir_compile as elixir
 from elixir_compile import HybridAdamW
 from elixir_compile.base.errors import GradientsChanged
-from elixir_compile.graph.ops.masters import has_master
+from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.ir import Update
 from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.optim.rule import ParamUpdate
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.covering import covering
 from tests.run import training
 from tests.run.models import hf_batches, seeded, small_gpt2

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.optim.moment_forms import MomentForm, decode, encode, noise, noise_key
+from elixir_compile.optim.precision import MomentForm, decode, encode, noise, noise_key
 from tests.run.moment_reference import (
     bits_of,
     differences,

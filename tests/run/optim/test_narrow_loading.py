@@ -10,10 +10,9 @@ import torch
 from torch.optim import SGD
 
 import elixir_compile as elixir
-from elixir_compile.graph.ops.masters import REST_NAMES
+from elixir_compile.graph.ops.optimizers import REST_NAMES
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.moment_forms import MomentForm
-from elixir_compile.optim.precision import form_of
+from elixir_compile.optim.precision import MomentForm, form_of
 from tests.run.optim.test_narrow_state import NARROW, assert_same_run, rows, steps
 from tests.run.training import Run
 from tests.run.updating import eager_run

@@ -16,10 +16,9 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.moment_forms import BLOCK, MomentForm
-from elixir_compile.optim.precision import form_of
+from elixir_compile.optim.precision import BLOCK, MomentForm, form_of
 from elixir_compile.optim.saved_state import has_whole_rows
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.session.line import plan_line
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_run, recorded
 from tests.run.training import Run, assert_same_tensors, by_elixir

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elixir_compile.optim.host.passes import coalesce
-from elixir_compile.runtime.slab import Slab, aligned_bytes, flat
+from elixir_compile.runtime.bucket import Slab, aligned_bytes, flat
 
 SHAPES = [(3, 5), (129,), (1,), (16, 16)]
 KINDS = (torch.bfloat16, torch.bfloat16, torch.int16, torch.float32, torch.float32)

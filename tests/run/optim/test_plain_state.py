@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 import elixir_compile as elixir
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of, tight_bytes
 from tests.run.updating import Several

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from elixir_compile.optim.host import HostThreads, bf16_adamw, flat_step, mixed_adamw, passes, split_adamw
+from elixir_compile.optim.host.kernel import GRAIN
 from elixir_compile.optim.host.passes import _kernel
-from elixir_compile.optim.host.threads import GRAIN
-from elixir_compile.optim.moment_forms import MomentForm, Moments, noise_key
+from elixir_compile.optim.precision import MomentForm, Moments, noise_key
 from tests.run.moment_reference import (
     bits_of,
     differences,

@@ -18,7 +18,7 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.base.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.disk.state import DiskState
+from elixir_compile.optim.disk import DiskState
 from elixir_compile.session.saved import save_plan
 from tests.covering import covering
 from tests.pure.problems import disk_staging

@@ -11,10 +11,10 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.base.errors import GradientsChanged
-from elixir_compile.compat.platforms import update_threads
+from elixir_compile.compat.platforms import host as update_threads
 from elixir_compile.ir import Update
 from elixir_compile.optim import adamw_rule
-from elixir_compile.optim.host import threads
+from elixir_compile.optim.host import kernel as threads
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import (
     WIDTH,

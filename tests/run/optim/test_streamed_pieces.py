@@ -11,9 +11,10 @@ import elixir_compile as elixir
 from elixir_compile.base.units import MIB
 from elixir_compile.ir import Update
 from elixir_compile.ir.bucket import streamed_bytes
-from elixir_compile.ir.staging import MOST_STREAMED_ROOM_BYTES, streamed_rooms
-from elixir_compile.optim import pieces, streaming
-from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.ir.cost import MOST_STREAMED_ROOM_BYTES, streamed_rooms
+from elixir_compile.optim import streaming
+from elixir_compile.optim import streaming as pieces
+from elixir_compile.runtime.lanes import Plain
 from tests.run import optimizers as users
 from tests.run.optim.test_mixed_precision import BF16, FP16
 from tests.run.optim.test_streamed_masters import trained

@@ -26,9 +26,8 @@ from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.step import as_run
-from elixir_compile.step.lane_order import Order, Ordered, works_of
-from elixir_compile.step.laps import laps_of
-from elixir_compile.step.touches import region_touches
+from elixir_compile.step.divide import laps_of
+from elixir_compile.step.lane_order import Order, Ordered, region_touches, works_of
 from elixir_compile.step.works import COMPUTE, D2H, PROGRAM, BucketWorks, Do, Memory, Walk
 from elixir_compile.step.works import UPDATES as THREAD_OF_UPDATES
 from tests.races.happens_before import Actor, Cell, Source

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from elixir_compile.runtime.lanes.interface import TimedEvent, Waitable
-from elixir_compile.runtime.slab import slab_at
+from elixir_compile.runtime.bucket import slab_at
+from elixir_compile.runtime.lanes import TimedEvent, Waitable
 
 POISON = 0xFF
 

@@ -17,11 +17,10 @@ from elixir_compile.optim.rule import GroupSlice, ParamUpdate, on_host
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime import executor, updates
 from elixir_compile.runtime.awaited import QueuedUpdates, begin_update
-from elixir_compile.runtime.landing import LandingUpdate
-from elixir_compile.runtime.lanes.plain import Plain
-from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.lanes import Plain
 from elixir_compile.runtime.published import GradNormCache
-from elixir_compile.runtime.updates import UpdateLine
+from elixir_compile.runtime.recording import Ledger
+from elixir_compile.runtime.updates import LandingUpdate, UpdateLine
 from tests.races.checked import Checked
 from tests.races.checker import Checker
 from tests.run.races.simulated import Simulated

@@ -10,9 +10,8 @@ from elixir_compile.base.errors import InvalidOption
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.optim.streaming import Stream
-from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.bucket import RunningBucket, Slab
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.slab import Slab
 from elixir_compile.runtime.updates import UpdateLine
 from tests.races.checked import Checked, CheckedLane
 from tests.races.checker import Race

@@ -15,7 +15,7 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.runtime.distributed.control import OwnThread
 from elixir_compile.runtime.distributed.ranks import Collective, Ranks, _MeanOfCopies
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
-from elixir_compile.runtime.lanes.plain import Plain
+from elixir_compile.runtime.lanes import Plain
 from tests.races.checked import Checked
 from tests.run.races.home import write_behind
 from tests.run.races.simulated import Simulated

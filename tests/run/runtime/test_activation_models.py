@@ -14,9 +14,9 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Op, Saving
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.step import Depth
-from elixir_compile.step.recompute import repeats
+from elixir_compile.step.as_run import repeats
 from tests.fx.handmade import planned, to_depth
 from tests.run.activation_models import CASES, blocks, gpt2_wide, routed, selective
 from tests.run.processes import apart

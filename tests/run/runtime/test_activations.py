@@ -16,9 +16,9 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import ActivationsGone
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Phase, Saving
+from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.measure.step import Resident
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.measure import Resident
 from elixir_compile.session import programs
 from elixir_compile.step import Depth, Group
 from elixir_compile.step.timeline import plan_timeline

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from elixir_compile.base.control_groups import num_usable_cores
 from elixir_compile.base.options import parse_options
+from elixir_compile.base.process import num_usable_cores
 from elixir_compile.compat.platforms import memory_sizes_bytes, num_local_ranks
 from elixir_compile.session import machine
 

@@ -16,7 +16,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import (
     Worker,

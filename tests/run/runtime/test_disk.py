@@ -21,9 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
-from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
-from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
-from elixir_compile.runtime.slab import Slab, live_slab_bytes
+from elixir_compile.runtime import disk_file, disk_store
+from elixir_compile.runtime import disk_file as disk_queue
+from elixir_compile.runtime.bucket import Slab, live_slab_bytes
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore
 
 PAGE = 4096
 BLOCK = 2 * PAGE
@@ -79,7 +80,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     start = """
         import os, signal, sys, threading, time
         from elixir_compile.base.errors import DiskFailed, DiskFull
-        from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
+        from elixir_compile.runtime.disk_store import DiskStore, StagingBuffers
         folder = sys.argv[1]
         buffer = StagingBuffers(1, 1 << 20).acquire().tensor.fill_(7)
     """

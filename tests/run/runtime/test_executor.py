@@ -9,9 +9,9 @@ import torch
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.gather import GATHER
+from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.placed import check_move
-from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.runtime.gathers import check_move
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_offloads, assert_same, by_elixir, by_torch, fused_adamw, loss_of, tight_bytes
 

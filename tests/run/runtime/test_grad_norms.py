@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Update
-from elixir_compile.optim import clipping
+from elixir_compile.optim import hybrid as clipping
 from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import Run, loss_of
 from tests.run.updating import hybrid_run, ladder, rows

@@ -1,6 +1,6 @@
 """The memory of gradients: it is free once a gradient has other memory."""
 
-from elixir_compile.runtime.measure.step import Resident
+from elixir_compile.runtime.measure import Resident
 from tests.run.micro_batches.stepping import Rows, batch_of, compiled
 
 

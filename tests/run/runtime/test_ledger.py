@@ -10,10 +10,8 @@ import torch
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.runtime import recording as recording_module
-from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.lanes.plain import Plain
-from elixir_compile.runtime.ledger import Ledger, all_ledgers, ledger_for
-from elixir_compile.runtime.recording import StepClock
+from elixir_compile.runtime.lanes import Plain, lanes_for
+from elixir_compile.runtime.recording import Ledger, StepClock, all_ledgers, ledger_for
 from tests.races.checked import Checked
 
 

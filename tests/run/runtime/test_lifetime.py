@@ -23,7 +23,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.ir import Update
-from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.run.habits.same import eager
 from tests.run.training import Run, assert_same, fused_adamw, hybrid_adamw, on_host, plain_step
 from tests.run.updating import Ladder, hybrid_run, ladder, rows

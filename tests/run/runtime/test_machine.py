@@ -18,11 +18,11 @@ from rich.console import Console
 from torch import distributed
 from typer.testing import CliRunner
 
-from elixir_compile.base import control_groups
+from elixir_compile.base import process as control_groups
 from elixir_compile.base.errors import DiskFailed, ElixirWarning, InvalidOption, ProfileFileError, UnknownHardware
 from elixir_compile.base.units import GIB, MIB
 from elixir_compile.compat.platforms import available_host_bytes, host, host_memory_bytes, memory_sizes_bytes
-from elixir_compile.compat.platforms.update_threads import UpdateThreads
+from elixir_compile.compat.platforms.host import UpdateThreads
 from elixir_compile.ir.hardware import (
     Cluster,
     cluster_from_json,
@@ -32,7 +32,7 @@ from elixir_compile.ir.hardware import (
     preset,
     profile_for,
 )
-from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.session.machine import (
     cached_machine,
     forget_own_machine,
@@ -44,9 +44,16 @@ from elixir_compile.session.machine import (
 )
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.cli.measure import machine_table
-from elixir_compile.tools.measure.machine import measure_machine, rates, with_disk
-from elixir_compile.tools.measure.machine.clock import MIN_REPEATS, beside, median_s
-from elixir_compile.tools.measure.machine.links import copies_of, fitted_line
+from elixir_compile.tools.measure import machine as rates
+from elixir_compile.tools.measure.machine import (
+    MIN_REPEATS,
+    beside,
+    copies_of,
+    fitted_line,
+    measure_machine,
+    median_s,
+    with_disk,
+)
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from elixir_compile import compat
 from elixir_compile.base.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
+from elixir_compile.runtime import measure as step_bytes
+from elixir_compile.runtime.bucket import Slab
 from elixir_compile.runtime.lanes import lanes_for
-from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.measure import step_bytes
-from elixir_compile.runtime.measure.step import Resident, measure_step, peak_bytes
-from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.measure import Resident, measure_step, peak_bytes
+from elixir_compile.runtime.recording import Ledger
 
 MB = 1_000_000
 

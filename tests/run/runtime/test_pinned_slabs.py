@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elixir_compile.compat.platforms import Platform, cores
-from elixir_compile.runtime import slab as slabs
-from elixir_compile.runtime.slab import Slab, pinned_slab_bytes
+from elixir_compile.compat.platforms import Platform
+from elixir_compile.compat.platforms import host as cores
+from elixir_compile.runtime import bucket as slabs
+from elixir_compile.runtime.bucket import Slab, pinned_slab_bytes
 
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -15,8 +15,7 @@ import elixir_compile as elixir
 from elixir_compile.base.options import Planner
 from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import InnerVerb, Lane, Plan, Record, Tally, Tier, Update, Verb, tallies, verb_of
-from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.recording import Taken
+from elixir_compile.runtime.recording import Ledger, Taken
 from elixir_compile.step.seconds import Drawing, simulate
 from tests.run.races.combinations import Combination, batches_of, wide
 from tests.run.training import hybrid_adamw, loss_of

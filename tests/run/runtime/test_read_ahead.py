@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from elixir_compile.base.errors import DiskFailed
-from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
-from elixir_compile.runtime.disk.disk_queue import DiskTransfer
-from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
-from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
+from elixir_compile.runtime import disk_file, disk_store
+from elixir_compile.runtime import disk_file as disk_queue
+from elixir_compile.runtime.disk_file import DiskTransfer
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead
 
 PAGE = 4096
 NUM_PIECES = 9

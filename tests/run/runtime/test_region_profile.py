@@ -13,10 +13,10 @@ import elixir_compile as elixir
 from elixir_compile.base import folders
 from elixir_compile.graph.capture.node_facts import reads_seed_on_host
 from elixir_compile.ir import Kind, Op, OpId, Phase, Region, RegionId, StepGraph, Storage, StorageId
-from elixir_compile.runtime.measure.regions import RegionTime
-from elixir_compile.session import profile as profiling
-from elixir_compile.session.compilation import Compilation
-from elixir_compile.session.profile import made_bytes
+from elixir_compile.runtime.measure import RegionTime
+from elixir_compile.session import machine as profiling
+from elixir_compile.session.machine import made_bytes
+from elixir_compile.session.model import Compilation
 
 PLAIN = {"planner": "greedy", "plan_cache": False}
 

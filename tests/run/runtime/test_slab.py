@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from elixir_compile.runtime.slab import (
+from elixir_compile.runtime.bucket import (
     ALIGN_BYTES,
     Slab,
     aligned_bytes,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.base.errors import DiskFailed
-from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
+from elixir_compile.runtime.disk_store import DiskStore, StagingBuffers
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20

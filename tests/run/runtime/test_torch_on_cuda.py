@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor import compile_fx
 
-from elixir_compile.compat.platforms.cuda import CudaPlatform
+from elixir_compile.compat.platforms.platform import CudaPlatform
 from tests.run.processes import spawn
 
 ADVICE = {

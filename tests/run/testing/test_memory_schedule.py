@@ -12,7 +12,7 @@ from elixir_compile.ir import Kind, Saving, Tier
 from elixir_compile.ir.hardware import preset
 from elixir_compile.step import plan_timeline
 from elixir_compile.tools.testing import MemorySchedule, MemorySchedules
-from elixir_compile.tools.testing.schedule import is_named
+from elixir_compile.tools.testing.step_memory import is_named
 from tests.run.models import Stack, small_gpt2, tokens, vectors
 
 GREEDY: Any = {"planner": "greedy", "inner": "aot_eager", "hardware": "a100-40g", "micro_batches": 1}

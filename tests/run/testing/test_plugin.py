@@ -11,7 +11,7 @@ import torch
 from elixir_compile.tools.testing.fixture import MemorySchedules
 
 ROOT = Path(__file__).parents[3]
-PLUGIN = "elixir_compile.tools.testing.plugin"
+PLUGIN = "elixir_compile.testing.plugin"
 
 GOLDEN_TEST = """
 import torch

@@ -1,1 +1,0 @@
-"""Optimizer state on disk; nothing else of the optimizer knows its files."""

@@ -1,1 +1,0 @@
-"""Host state on disk: files, queues of reads and writes, staging buffers and read-ahead."""

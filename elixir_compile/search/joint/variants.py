@@ -1,0 +1,567 @@
+"""Plan a step in several forms and take the best: with its loss whole or in chunks, in micro-batches, and with
+optimizer state in fewer bytes.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Options
+from elixir_compile.base.units import MIB, format_bytes, format_s
+from elixir_compile.ir import Decision, Phase, Plan, Saving, StorageId, Tier
+from elixir_compile.ir.graph import LossRegion
+from elixir_compile.ir.schedule import LEAST_ROWS
+from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
+from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, leanest
+from elixir_compile.search.greedy import RULES
+from elixir_compile.search.planner import plan
+from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.step.divide import micro_batches_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Decide whether the loss of a captured graph is computed in chunks over its tokens, without all logits at once.
+#
+# The step is first planned with its loss whole. If this plan keeps everything on the device, chunks gain nothing. If it
+# moves or drops something, or if nothing fits, the step with a chunked loss is captured and planned too, and the plan
+# with the shorter step is taken. Computing the logits a second time in the backward costs a matrix product, and saves
+# their bytes two or three times.
+#
+# `with_chosen_loss` takes the decision; `session.backend` compiles the forms of the loss that it asks for, and
+# `tools.plan` plans them.
+
+
+Made = TypeVar("Made")
+_LEAST_BYTES = 16 * MIB
+"""Logits with fewer bytes are not chunked: they are not the peak of any step."""
+_CHUNK_BYTES = 64 * MIB
+"""Bytes of the logits of a chunk: a matrix product with so many results is as fast as a larger product."""
+_MIN_CHUNKS, _MAX_CHUNKS = 8, 64
+_SHARED_CHUNKS, _LEAST_CLASSES = 16, 1024
+"""Chunks, and the fewest classes, on several ranks. Batches, and so logits, may differ in size between ranks, so the
+number of classes decides: logits of fewer classes are rarely the peak."""
+LOSS = "loss"
+"""The subject of the decision about chunks."""
+_GAIN = 0.01
+"""Share of the step that a chunked loss must save to be taken."""
+Unchunked = Plan | NoFeasiblePlan
+"""The plan of the step with its loss as the model computes it, or the error if nothing fits."""
+
+
+class NotTaken(BaseException):
+    """Ends a compilation with a plan that is not used; no `Exception`, as the compiler would wrap it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The loss region of a graph, and the number of chunks into which it could be split."""
+
+    region: LossRegion
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossAttempt:
+    """A form of the loss, with which the caller captures and plans the step."""
+
+    chunks: Chunks | None = None
+    """The loss region and its number of chunks, 1 for a whole loss; None if the graph has no loss to chunk."""
+    review: Callable[[Plan], Plan] | None = None
+    """Given the first plan, returns the plan to use, or raises NotTaken; None if any plan is used as it is."""
+    instead_of: Unchunked | None = None
+    """The plan with the loss whole that a plan in chunks would replace, or the error if nothing fits."""
+    is_last: bool = False
+    """Whether no other attempt follows, so that the captured graph may be changed."""
+    keeps_whole: bool = False
+    """Whether the batch may not be divided into micro-batches under the option micro_batches="fit"."""
+
+    @property
+    def num_chunks(self) -> int | None:
+        """The number of chunks, 1 for a whole loss; None if the graph has no loss to chunk."""
+        return None if self.chunks is None else self.chunks.num_chunks
+
+    def options_of(self, options: Options) -> Options:
+        """Return `options` with `keeps_whole` applied."""
+        return replace(options, micro_batches=1) if self.keeps_whole else options
+
+    @property
+    def cut(self) -> Chunks | None:
+        """The chunks into which the loss has to be cut; None if it stays whole."""
+        return self.chunks if self.chunks is not None and self.chunks.num_chunks > 1 else None
+
+
+def possible_chunks(region: LossRegion | None, options: Options, *, is_shared: bool = False) -> Chunks | None:
+    """Return how `region`, the loss of a graph, could be chunked; None if chunks would save little.
+
+    If parameters are sharded over several ranks (`is_shared`), the answer is the same for all graphs that differ in
+    sizes alone.
+    """
+    if region is None or options.activations not in ("any", "recompute"):
+        return None
+    if is_shared:
+        is_large = region.num_classes >= _LEAST_CLASSES
+        return Chunks(region=region, num_chunks=_SHARED_CHUNKS) if is_large else None
+    if region.logits_bytes < _LEAST_BYTES:
+        return None
+    wanted = max(_MIN_CHUNKS, -(-region.logits_bytes // _CHUNK_BYTES))
+    num_chunks = min(1 << (wanted - 1).bit_length(), _MAX_CHUNKS, region.num_tokens)
+    return Chunks(region=region, num_chunks=num_chunks) if num_chunks > 1 else None
+
+
+def decided_chunks(asked: Plan | None, alike: Iterable[int | None]) -> int | None:
+    """Return the number of chunks of the loss if it is decided already, else None.
+
+    It is the number of `asked`, the plan given by the user, or else the first number in `alike`: the numbers of earlier
+    graphs of several ranks, as the other ranks may not compile again.
+    """
+    if asked is not None:
+        return asked.loss_chunks
+    return next((count for count in alike if count is not None), None)
+
+
+def with_chosen_loss(
+    chunks: Chunks | None,
+    make: Callable[[LossAttempt], Made],
+    *,
+    decided: int | None = None,
+    is_training: bool = True,
+    is_whole_first: bool = False,
+) -> Made:
+    """Return the result of `make` with the loss whole, or with its loss in `chunks` if that plan is better.
+
+    `make` captures and plans the step with the loss of an attempt, and calls the `review` of the attempt with the plan.
+    `decided` is the number of chunks if it is decided already. If the whole batch comes first (`is_whole_first`), it
+    is divided into micro-batches only if it fits with neither form of the loss. Raises NoFeasiblePlan if nothing fits.
+    """
+    if chunks is None:
+        return make(LossAttempt(is_last=True))
+    if decided is not None:
+        own = replace(chunks, num_chunks=decided)
+        return make(LossAttempt(chunks=own, review=partial(replace, loss_chunks=decided), is_last=True))
+    if is_whole_first and is_training:
+
+        def make_whole(attempt: LossAttempt) -> Made:
+            return make(replace(attempt, keeps_whole=True, is_last=False))
+
+        try:
+            return _with_better_loss(chunks, make_whole, is_training=is_training)
+        except NoFeasiblePlan as error:
+            if error.because or error.memory != "device":
+                raise
+    return _with_better_loss(chunks, make, is_training=is_training)
+
+
+def _with_better_loss(chunks: Chunks, make: Callable[[LossAttempt], Made], *, is_training: bool) -> Made:
+    whole = replace(chunks, num_chunks=1)
+    try:
+        # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
+        return make(LossAttempt(chunks=whole, review=_unpressed if is_training else None))
+    except NoFeasiblePlan as error:
+        if error.because:  # other ranks run other graphs, and do not try chunks
+            raise
+        # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
+        unchunked: Unchunked = error.renewed()
+    except NotTaken as refused:
+        unchunked = refused.plan
+    try:
+        review = partial(_taken_if_better, chunks, unchunked)
+        return make(LossAttempt(chunks=chunks, review=review, instead_of=unchunked))
+    except NoFeasiblePlan as error:
+        _raise_smaller_need(unchunked, error)
+    except NotTaken:
+        pass
+    if isinstance(unchunked, NoFeasiblePlan):
+        raise unchunked.renewed()
+    return make(LossAttempt(chunks=whole, is_last=True))
+
+
+def _unpressed(plan: Plan) -> Plan:
+    """Return `plan` if it keeps all activations and optimizer state on the device; else raise NotTaken."""
+    if is_pressed(plan):
+        raise NotTaken(plan)
+    return plan
+
+
+def _taken_if_better(chunks: Chunks, unchunked: Unchunked, plan: Plan) -> Plan:
+    """Return `plan`, of the step with its loss in `chunks`, if it is better than `unchunked`; else raise NotTaken."""
+    found = if_better(chunks, plan, unchunked)
+    if found is None:
+        raise NotTaken(plan)
+    return found
+
+
+def is_pressed(plan: Plan) -> bool:
+    """Return whether `plan`, or that of a rank with another, keeps optimizer state off the device, or offloads or
+    recomputes activations. So all ranks answer alike."""
+    if any(line.is_pressed for line in plan.classes):
+        return True
+    is_moved = any(home.optim is not Tier.DEVICE for home in plan.placements)
+    return is_moved or any(group.saving is not Saving.KEEP for group in plan.activations)
+
+
+def _raise_smaller_need(unchunked: Unchunked, chunked: NoFeasiblePlan) -> None:
+    """If the step fits neither unchunked nor chunked, raise the error of the step that needs fewer bytes."""
+    if isinstance(unchunked, NoFeasiblePlan):
+        is_chunked_less = chunked.memory == unchunked.memory and chunked.needed_bytes < unchunked.needed_bytes
+        raise (chunked if is_chunked_less else unchunked).renewed()
+
+
+def if_better(chunks: Chunks, chunked: Plan, unchunked: Unchunked) -> Plan | None:
+    """Return the plan `chunked` with the decision for it if its step is shorter than `unchunked`; else None."""
+    if chunked.loss_chunks > 1:
+        return chunked  # in force since an earlier capture of the same step
+    if isinstance(unchunked, NoFeasiblePlan):
+        other = f"whole: needs {format_bytes(unchunked.needed_bytes)}"
+    else:
+        saved_s = unchunked.prediction.step_s - chunked.prediction.step_s
+        if saved_s <= _GAIN * unchunked.prediction.step_s:
+            return None
+        other = f"whole: {format_s(saved_s)} longer"
+    at = f" at {chunks.region.source}" if chunks.region.source else ""
+    decision = Decision(
+        subject=LOSS,
+        choice=f"{chunks.num_chunks} chunks over tokens",
+        because=f"the {format_bytes(chunks.region.logits_bytes)} of logits{at} never exist whole",
+        rejected=(other,),
+    )
+    return replace(chunked, decisions=(*chunked.decisions, decision), loss_chunks=chunks.num_chunks)
+
+
+def as_decided(plan: Plan, before: Plan) -> Plan:
+    """Return `plan`, a later plan of the graph of `before`, with the decision of `before` about the loss."""
+    if before.loss_chunks == 1 or plan.loss_chunks > 1:
+        return plan
+    decided = tuple(decision for decision in before.decisions if decision.subject == LOSS)
+    return replace(plan, decisions=(*plan.decisions, *decided), loss_chunks=before.loss_chunks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plan with exact moments if any plan of them fits; else choose narrower moments for the fewest bytes of parameters.
+#
+#     exact      needs 24.3 GiB of host memory, budget 22 GiB: 2.3 GiB too many
+#     narrower   bfloat16 saves 4 bytes for each parameter: the largest parameters that save 2.3 GiB together
+#
+# Disk, recomputation, micro-batches and every other way to fit come first: they change no bit of the result.
+
+
+SearchOfAll = Callable[[Sequence[Problem]], Sequence[Plan]]
+"""Plans the problem of a rank of each class of ranks. Raises NoFeasiblePlan if a class has no plan."""
+_MOST_SEARCHES = 5
+"""Searches with the narrower moments of some parameters, before all of them get narrower moments."""
+_SPARE = 1.02
+"""The bytes to be saved, over those that were missing: buckets are padded, and the planner has other buckets then."""
+
+
+def plans_with_fewest_narrower(problems: Sequence[Problem], search: SearchOfAll) -> Sequence[Plan]:
+    """Return the plans of `search` for `problems`, with narrower moments for as few bytes of parameters as fit.
+
+    `problems` are those of the classes of ranks of a step, one if all ranks follow one plan. All classes have the same
+    moments. Raises NoFeasiblePlan if no plan fits even if all moments are narrower; the error names the bytes of that
+    plan.
+    """
+    try:
+        return search(problems)
+    except NoFeasiblePlan as error:
+        missing = error.renewed()
+    saved_bytes = _savings(problems[0])
+    if not saved_bytes:
+        raise missing.renewed()
+    order = sorted(saved_bytes, key=lambda param: (-saved_bytes[param], param))
+    share = min(_share(problem) for problem in problems)
+    wanted_bytes, exact = 0, missing
+    for _ in range(_MOST_SEARCHES):
+        wanted_bytes += int(_SPARE / share * (missing.needed_bytes - missing.budget_bytes))
+        chosen = _fewest(order, saved_bytes, wanted_bytes)
+        if len(chosen) == len(order):
+            break
+        try:
+            return _narrower(problems, chosen, search, exact)
+        except NoFeasiblePlan as error:
+            missing = error.renewed()
+    return _narrower(problems, order, search, exact)
+
+
+def _share(problem: Problem) -> float:
+    """Return the part of all state that the rank of `problem` has; of a rank without state, that of an equal part."""
+    own = problem.state[problem.rank] if problem.state else 0.0
+    return own or 1 / problem.num_shards
+
+
+def _narrower(
+    problems: Sequence[Problem], params: Collection[StorageId], search: SearchOfAll, exact: NoFeasiblePlan
+) -> Sequence[Plan]:
+    """Return the plans of `search` with narrower moments for `params`; `exact` says why exact ones do not fit."""
+    plans = search([with_narrower(problem, params) for problem in problems])
+    return [_with_decisions(problem, plan, exact) for problem, plan in zip(problems, plans, strict=True)]
+
+
+def with_narrower(problem: Problem, params: Collection[StorageId]) -> Problem:
+    """Return `problem` with narrower moments for `params`, and no further choice."""
+    assert problem.narrower is not None, "only a problem with a choice has narrower moments"
+    nbytes = {param: problem.narrower.nbytes[param] for param in params}
+    return replace(
+        problem,
+        state_nbytes={**problem.state_nbytes, **nbytes},
+        state_dtypes={**problem.state_dtypes, **dict.fromkeys(params, problem.narrower.dtype)},
+        narrower=None,
+    )
+
+
+def _savings(problem: Problem) -> dict[StorageId, int]:
+    """Return the bytes that narrower moments of each parameter save; a parameter in a bucket in force keeps its own."""
+    if problem.narrower is None:
+        return {}
+    in_force = {param for bucket in problem.buckets for param in bucket.params}
+    saved = {
+        param: problem.state_nbytes[param] - nbytes
+        for param, nbytes in problem.narrower.nbytes.items()
+        if param in problem.state_nbytes and param not in in_force and param not in problem.state_dtypes
+    }
+    return {param: nbytes for param, nbytes in saved.items() if nbytes > 0}
+
+
+def _fewest(order: list[StorageId], saved_bytes: dict[StorageId, int], wanted_bytes: int) -> list[StorageId]:
+    """Return the first parameters of `order` that save `wanted_bytes` together; all if they save less."""
+    chosen: list[StorageId] = []
+    for param in order:
+        if wanted_bytes <= 0:
+            break
+        chosen.append(param)
+        wanted_bytes -= saved_bytes[param]
+    return chosen
+
+
+def _with_decisions(problem: Problem, made: Plan, exact: NoFeasiblePlan) -> Plan:
+    """Return `made` with a decision for each bucket with narrower moments; `exact` says why exact ones do not fit."""
+    needed, budget = format_bytes(exact.needed_bytes), format_bytes(exact.budget_bytes)
+    why = f"with exact moments the step needs {needed} of {exact.memory} memory, budget {budget}"
+    decisions: list[Decision] = []
+    for bucket in made.buckets:
+        if bucket.state_dtype is None or any(bucket.id == old.id for old in problem.buckets):
+            continue
+        exact_bytes = sum(problem.state_nbytes[param] for param in bucket.params)
+        decisions.append(
+            Decision(
+                subject=bucket.id,
+                choice=f"moments {bucket.state_dtype}",
+                because=f"{why}; its state takes {format_bytes(bucket.state_nbytes)} instead of "
+                f"{format_bytes(exact_bytes)}",
+                saves_bytes=exact_bytes - bucket.state_nbytes,
+            )
+        )
+    # With more memory fewer moments are narrower, and the bound was proved for the narrower ones.
+    return replace(made, decisions=(*made.decisions, *decisions), gib_bound_s=None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Choose the number of micro-batches of a step together with its plan.
+#
+# The step is first planned on the whole batch. If this plan keeps everything on the device, micro-batches gain nothing.
+# If it moves or drops something, or if nothing fits, numbers that divide the batch are searched: the two smallest that
+# fit, then larger ones as long as the step gets shorter. Micro-batches have to save 1 % of the step to be taken. Under
+# the option micro_batches="fit", numbers are searched only if nothing fits.
+#
+# The bound of the result holds for every plan in any of the numbers: it is the lowest of the bounds of all numbers that
+# fit, and of those that were not searched, the relaxed optimum counts.
+
+
+MICRO_BATCHES = "micro_batches"
+"""The subject of the decision about the number of micro-batches."""
+_ASKED = "the option micro_batches says so"
+"""The reason of a number that the user asks for."""
+_MOST = 64
+"""The largest number of micro-batches that is tried."""
+"""Share of the step that micro-batches must save to be taken."""
+_NUM_FIRST = 2
+"""So many numbers that fit are searched in any case."""
+Search = Callable[[Problem, float], Plan]
+"""Plans a problem within so many seconds. Raises NoFeasiblePlan."""
+
+
+def plan_as_asked(problem: Problem, options: Options) -> Plan:
+    """Return the plan for `problem` by the planner of `options`, which also say in how many micro-batches.
+
+    If no plan fits, and the problem allows narrower moments, some have them: see `plans_with_fewest_narrower`. Raises
+    the errors of `plan`.
+    """
+    [made] = plans_with_fewest_narrower([problem], lambda variants: [_plan_exact(each, options) for each in variants])
+    return made
+
+
+def _plan_exact(problem: Problem, options: Options) -> Plan:
+    def search(variant: Problem, timeout_s: float) -> Plan:
+        return plan(variant, options.planner, timeout_s)
+
+    # The fixed rules are there for comparison, so they change nothing that they do not name.
+    is_last_resort = options.micro_batches == "fit" and options.planner not in RULES
+    if problem.micro_batches == 1 and (is_last_resort or options.micro_batches == "auto"):
+        return plan_divided(problem, search, options.search_timeout, is_last_resort=is_last_resort)
+    made = search(problem, options.search_timeout)
+    if problem.micro_batches == 1:
+        return made
+    is_asked = options.micro_batches == problem.micro_batches
+    return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many", ())
+
+
+def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[str, ...]) -> Plan:
+    """Return `made`, a plan in micro-batches, with the decision for their number."""
+    number = micro_batches_of(made)
+    graph = problem.graph
+    choice = f"{number} of {graph.batch // number} rows"
+    if graph.batch_size:
+        choice = f"at most {number} for {graph.batch} rows"
+    decision = Decision(subject=MICRO_BATCHES, choice=choice, because=because, rejected=rejected)
+    return replace(made, decisions=(*made.decisions, decision))
+
+
+def chosen_number(plan: Plan) -> Decision | None:
+    """Return the decision about the number of micro-batches of `plan`; None if it is 1, or the number of the option."""
+    if micro_batches_of(plan) == 1:
+        return None
+    found = (decision for decision in plan.decisions if decision.subject == MICRO_BATCHES)
+    return next((decision for decision in found if decision.because != _ASKED), None)
+
+
+def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_resort: bool = False) -> Plan:
+    """Return the plan of `search` for `problem` on the whole batch, or in micro-batches if their plan is better.
+
+    If micro-batches are only the last resort (`is_last_resort`), any plan on the whole batch is better. All searches
+    together end after about `timeout_s` seconds. Raises the NoFeasiblePlan of the number that needs the fewest bytes if
+    nothing fits.
+    """
+    clock = Clock()
+    whole: Plan | NoFeasiblePlan
+    try:
+        whole = search(problem, timeout_s)
+    except NoFeasiblePlan as error:
+        if error.memory != "device":
+            raise
+        whole = error.renewed()
+    if isinstance(whole, Plan) and (is_last_resort or not is_pressed(whole)):
+        return whole
+    numbers = candidates(problem)
+    if not numbers:
+        if isinstance(whole, NoFeasiblePlan):
+            raise whole.renewed()
+        return whole
+    evaluators = {number: Evaluator(gather_facts(replace(problem, micro_batches=number))) for number in numbers}
+    floors = {number: leanest(evaluator).floor_bytes for number, evaluator in evaluators.items()}
+    fitting = [number for number in numbers if floors[number] <= problem.budget_bytes]
+    plans: dict[int, Plan] = {}
+    for number in fitting:
+        is_shorter = len(plans) < _NUM_FIRST or _is_falling(plans)
+        if not is_shorter or (plans and clock.spent_s > timeout_s):
+            break
+        try:
+            plans[number] = search(replace(problem, micro_batches=number), max(1.0, timeout_s - clock.spent_s))
+        except NoFeasiblePlan:
+            continue
+    if plans:
+        unsearched = [evaluators[number] for number in fitting if number not in plans]
+        bound_s = _bound_s(whole, plans, unsearched, clock.until(timeout_s + 1.0))
+        best = _best(problem, whole, plans, floors, bound_s)
+        # With more memory other numbers fit, and the whole batch at once.
+        others = [evaluator for number, evaluator in evaluators.items() if number not in plans]
+        others += [] if isinstance(whole, Plan) else [Evaluator(gather_facts(problem))]
+        return with_gib_bound_of(best, others, clock.until(timeout_s + 2.0))
+    if isinstance(whole, Plan):
+        return whole
+    raise _leanest_error(problem, whole, floors, search).renewed()
+
+
+def candidates(problem: Problem) -> list[int]:
+    """Return the numbers of micro-batches to try: of the divisors of the batch from 2 to 64, one in each doubling, a
+    power of two if there is one. On several ranks they divide the batch of each. A dynamic number of rows needs no
+    divisor. Empty if nothing can be divided, or if several ranks have a dynamic number of rows each."""
+    graph = problem.graph
+    is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
+    if not is_training or (graph.batch_size and problem.cluster.num_ranks > 1):
+        return []
+    rows = graph.batch if problem.common_rows is None else problem.common_rows
+    found: list[int] = []
+    for power in (2, 4, 8, 16, 32, 64):
+        if graph.batch_size:
+            found += [power] if power * LEAST_ROWS <= graph.batch else []
+            continue
+        divisors = [number for number in range(power, 2 * power) if rows % number == 0 and number <= _MOST]
+        found += divisors[:1]
+    return [number for number in found if replace(problem, micro_batches=number).laps(())]
+
+
+def _is_falling(plans: dict[int, Plan]) -> bool:
+    """Return whether the last of `plans` has the shortest step."""
+    steps = [plan.prediction.step_s for plan in plans.values()]
+    return steps[-1] == min(steps)
+
+
+def _best(
+    problem: Problem,
+    whole: Plan | NoFeasiblePlan,
+    plans: dict[int, Plan],
+    floors: dict[int, int],
+    bound_s: float | None,
+) -> Plan:
+    """Return the plan with the shortest step, with the decision for it and the bound over all numbers, `bound_s`."""
+    chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
+    best = plans[chosen]
+    searched = [*plans.values(), *([whole] if isinstance(whole, Plan) else [])]
+    known = [plan.gib_bound_s for plan in searched if plan.gib_bound_s is not None]
+    gib_bound_s = min(known) if len(known) == len(searched) else None
+    if isinstance(whole, Plan) and best.prediction.step_s >= whole.prediction.step_s * (1 - _GAIN):
+        return replace(whole, bound_s=bound_s if whole.bound_s is not None else None, gib_bound_s=gib_bound_s)
+    rejected = tuple(
+        _rejected(number, plans.get(number), floor_bytes, best, problem.budget_bytes)
+        for number, floor_bytes in floors.items()
+        if number != chosen
+    )
+    best = replace(best, bound_s=None if best.bound_s is None else bound_s, gib_bound_s=gib_bound_s)
+    return _with_decision(best, problem, _because(whole, best), rejected)
+
+
+def _because(whole: Plan | NoFeasiblePlan, best: Plan) -> str:
+    if isinstance(whole, NoFeasiblePlan):
+        return f"the whole batch at once needs {format_bytes(whole.needed_bytes)}"
+    saved_s = whole.prediction.step_s - best.prediction.step_s
+    return f"the whole batch at once takes {format_s(saved_s)} longer"
+
+
+def _rejected(number: int, plan: Plan | None, floor_bytes: int, best: Plan, budget_bytes: int) -> str:
+    if floor_bytes > budget_bytes:
+        return f"{number}: needs {format_bytes(floor_bytes)}"
+    if plan is None:
+        return f"{number}: not searched, as smaller numbers were faster"
+    return f"{number}: {plan.prediction.step_s / best.prediction.step_s - 1:.1%} longer"
+
+
+def _bound_s(
+    whole: Plan | NoFeasiblePlan, plans: dict[int, Plan], unsearched: Sequence[Evaluator], deadline: Deadline
+) -> float | None:
+    """Return the lowest bound of all numbers that fit, or None if the bound of one is not known.
+
+    `unsearched` are the evaluators of the numbers that fit and have no plan.
+    """
+    bounds = [plan.bound_s for plan in plans.values()]
+    bounds += [whole.bound_s] if isinstance(whole, Plan) else []
+    step_s = min(plan.prediction.step_s for plan in plans.values())
+    bounds += [relaxed_bound_s(evaluator, step_s, deadline) for evaluator in unsearched]
+    known = [bound_s for bound_s in bounds if bound_s is not None]
+    return min(known) if len(known) == len(bounds) else None
+
+
+def _leanest_error(problem: Problem, whole: NoFeasiblePlan, floors: dict[int, int], search: Search) -> NoFeasiblePlan:
+    """Return the error of the number of micro-batches that needs the fewest bytes; `whole` is that of the whole
+    batch."""
+    number = min(floors, key=lambda key: floors[key])
+    if floors[number] >= whole.needed_bytes:
+        return whole
+    try:
+        search(replace(problem, micro_batches=number), 1.0)
+    except NoFeasiblePlan as error:
+        return error.renewed()
+    raise AssertionError(f"{number} micro-batches need {floors[number]} bytes, and a plan was found in fewer")

@@ -1,1 +1,0 @@
-"""Studies and observed runs as values."""
