@@ -43,8 +43,10 @@ def check(draw: Draw, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("seed", range(38))
-def test_a_random_run_keeps_its_budget_and_its_prediction(seed: int) -> None:
-    assert not holds_too_much(outcome(Draw.of(seed)))
+def test_a_random_run_keeps_its_budget_and_its_prediction(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Run 19 holds 22.9 MiB more than its budget behind the runs before it, 16.9 MiB alone: it says so, and the budget
+    that it names is enough."""
+    check(Draw.of(seed), caplog)
 
 
 @pytest.mark.parametrize("seed", [100, 101, 102, 103, 104, 105, 108, 109, 110, 111, 112, 114])
