@@ -20,7 +20,7 @@ class _FormerNames(MetaPathFinder, Loader):
         return None if name is None else ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(f"{_name_now(spec.name)}")
+        module = import_module(str(_name_now(spec.name)))
         spec.loader_state = module.__spec__
         return module
 

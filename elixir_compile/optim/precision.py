@@ -285,7 +285,7 @@ def _per_element(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:
 #     master              the fp32 master of an fp16 parameter
 #
 # Codes have other names than moments, so that an optimizer which does not know them stops with a KeyError and never
-# takes codes for moments. The codes of the second moment are those of its square root: see `moment_forms`.
+# takes codes for moments. The codes of the second moment are those of its square root: see [Note: Why the root].
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

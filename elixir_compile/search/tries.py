@@ -220,6 +220,8 @@ def _promising(tries: Tries, milp: Milp, base: DraftPlan, limit_s: float) -> lis
         for option in options:
             if option == _option(candidate, i):
                 continue
+            if tries.is_over():
+                return []
             if float((live_bytes - now + milp.bytes_of[:, milp.choices[i, option]]).max()) > budget_bytes:
                 continue
             changed = _changed(candidate, i, option)

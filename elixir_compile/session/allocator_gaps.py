@@ -50,13 +50,13 @@ _MOST_FREED = 3
 _SHORT_DIVISOR = 16
 """If the allocator had to free its cache for room, nothing tells how much was missing: plans leave this part of the
 budget more free, each time."""
-_MOST_ASKED = 3
-"""So many sizes of gaps are asked for in turn, until plans leave room for one: an error may name the bytes of a plan
-that its search does not find."""
+MOST_ASKED = 3
+"""So many plans are asked for in turn, each with less room beside it, until there is one: an error may name the bytes
+of a plan that its search does not find."""
 _ALIKE_BYTES = 2 * MIB
 """Gaps that differ by less, the smallest segment, give the same plans."""
 _ASKED_DIVISOR = 64
-"""Each is smaller than the last by this part of the budget, beside what the error says."""
+"""Each has less room by this part of the budget, beside what the error says."""
 _SPARE_DIVISOR = 4
 """The budget is taken as one segment only if the device has this part of it to spare: where memory is short, the
 allocator frees whole segments for room, and this one has tensors in it at all times."""
@@ -265,7 +265,7 @@ class AllocatorGaps:
         if self._num_plans == _MOST_PLANS:
             return None, f"It was planned again {_MOST_PLANS} times"
         before_bytes, gap_bytes, needed = self.nbytes, held.gap_bytes, ""
-        for _ in range(_MOST_ASKED):
+        for _ in range(MOST_ASKED):
             if gap_bytes <= before_bytes or any(abs(gap_bytes - own.gap_bytes) < _ALIKE_BYTES for own in self._tried):
                 gap_bytes = self._between(held.budget_bytes)
             if not gap_bytes:
@@ -275,8 +275,7 @@ class AllocatorGaps:
                 planned = make()
             except NoFeasiblePlan as error:
                 needed = f": it needs {format_bytes(error.needed_bytes)} of {error.memory} memory"
-                missing_bytes = error.needed_bytes - error.budget_bytes + held.budget_bytes // _ASKED_DIVISOR
-                gap_bytes -= missing_bytes if error.memory == "device" else gap_bytes
+                gap_bytes -= missing_bytes(error, held.budget_bytes) if error.memory == "device" else gap_bytes
             else:
                 self._num_plans += 1
                 return planned, f"It is planned again with {format_bytes(gap_bytes)} for gaps"
@@ -305,6 +304,11 @@ class AllocatorGaps:
     def follow(self, other: "AllocatorGaps") -> None:
         """Leave room for what `other` found, the gaps of a model that runs in turn."""
         self.nbytes, self._is_over = other.nbytes, other._is_over
+
+
+def missing_bytes(error: NoFeasiblePlan, budget_bytes: int) -> int:
+    """Return by how many bytes less room is asked for beside the next plan after `error`, under `budget_bytes`."""
+    return error.needed_bytes - error.budget_bytes + budget_bytes // _ASKED_DIVISOR
 
 
 def fix(held_bytes: int) -> str:

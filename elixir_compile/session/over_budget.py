@@ -31,6 +31,7 @@ from elixir_compile.runtime.measure import StepBytes, end_idle_profiler, start_s
 from elixir_compile.runtime.recording import observed_files
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
+from elixir_compile.session.allocator_gaps import MOST_ASKED, missing_bytes
 from elixir_compile.session.graph_planner import GraphPlanner
 from elixir_compile.session.line import plan_line
 from elixir_compile.session.machine import library_bytes
@@ -456,9 +457,6 @@ log = logging.getLogger("elixir_compile")
 _NUM_EARLY = STEPS_SKIPPED + STEPS_TIMED
 """The first so many forwards of a plan run a second time if the device is full. Its later forwards need as much."""
 _NUM_LARGEST = 5
-_MOST_ASKED, _ASKED_DIVISOR = 3, 64
-"""So many plans are asked for after a shortage, each with as much less as the last error says, and this part of the
-budget."""
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
@@ -631,9 +629,8 @@ class EarlyShortage:
                 if not self.wants_plan:
                     raise
                 num_asked += 1
-                missing_bytes = error.needed_bytes - error.budget_bytes + error.budget_bytes // _ASKED_DIVISOR
-                less_bytes = self._planner.excess_bytes - missing_bytes
-                if error.memory != "device" or less_bytes <= 0 or num_asked == _MOST_ASKED:
+                less_bytes = self._planner.excess_bytes - missing_bytes(error, error.budget_bytes)
+                if error.memory != "device" or less_bytes <= 0 or num_asked == MOST_ASKED:
                     raise self._explained(active) from error
                 log.warning(
                     "%s: no plan needs so much less; it is planned with %s less", self._name, format_bytes(less_bytes)
