@@ -33,6 +33,7 @@ from elixir_compile.base.units import MIB, format_bytes
 from elixir_compile.compat.platforms import PeakRecord, platform_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search.joint.joint_budget import Planned
+from elixir_compile.search.outer import Variants, answers
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 
 log = logging.getLogger("elixir_compile")
@@ -264,21 +265,29 @@ class AllocatorGaps:
         leave more than those in force, for other gaps than those tried; None without any. And in words what is done."""
         if self._num_plans == _MOST_PLANS:
             return None, f"It was planned again {_MOST_PLANS} times"
-        before_bytes, gap_bytes, needed = self.nbytes, held.gap_bytes, ""
-        for _ in range(MOST_ASKED):
-            if gap_bytes <= before_bytes or any(abs(gap_bytes - own.gap_bytes) < _ALIKE_BYTES for own in self._tried):
-                gap_bytes = self._between(held.budget_bytes)
-            if not gap_bytes:
-                break
+        before_bytes, needed = self.nbytes, ""
+
+        def gaps() -> Variants[int, Sequence[Planned] | NoFeasiblePlan]:
+            gap_bytes = held.gap_bytes
+            for _ in range(MOST_ASKED):
+                if gap_bytes <= before_bytes or any(
+                    abs(gap_bytes - own.gap_bytes) < _ALIKE_BYTES for own in self._tried
+                ):
+                    gap_bytes = self._between(held.budget_bytes)
+                found = (yield gap_bytes) if gap_bytes else ()
+                if not isinstance(found, NoFeasiblePlan):
+                    return
+                gap_bytes -= missing_bytes(found, held.budget_bytes) if found.memory == "device" else gap_bytes
+
+        def plan_with(gap_bytes: int) -> Sequence[Planned]:
             self.nbytes = gap_bytes
-            try:
-                planned = make()
-            except NoFeasiblePlan as error:
-                needed = f": it needs {format_bytes(error.needed_bytes)} of {error.memory} memory"
-                gap_bytes -= missing_bytes(error, held.budget_bytes) if error.memory == "device" else gap_bytes
-            else:
+            return make()
+
+        for gap_bytes, found in answers(gaps(), plan_with):
+            if not isinstance(found, NoFeasiblePlan):
                 self._num_plans += 1
-                return planned, f"It is planned again with {format_bytes(gap_bytes)} for gaps"
+                return found, f"It is planned again with {format_bytes(gap_bytes)} for gaps"
+            needed = f": it needs {format_bytes(found.needed_bytes)} of {found.memory} memory"
         self.nbytes = before_bytes
         return None, f"No plan leaves {format_bytes(held.gap_bytes)} for gaps{needed}"
 

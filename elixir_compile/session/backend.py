@@ -8,7 +8,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -411,21 +410,14 @@ def _compile_gathers(
     def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
         return _compile_attempt(gm, inputs, options, model, attempt)
 
-    decided = None if chunks is None else _decided_chunks(options, model)
-    try:
-        return with_chosen_loss(
-            chunks,
-            compile_with,
-            decided=decided,
-            is_training=torch.is_grad_enabled(),
-            is_whole_first=options.micro_batches == "fit",
-        )
-    except NoFeasiblePlan as error:
-        if chunks is None or decided is not None or options.device_memory is None or not error.uncounted:
-            raise
-        with suppress(NoFeasiblePlan):  # the last attempt, of which the refusal may be put off
-            return with_chosen_loss(chunks, compile_with, decided=chunks.num_chunks)
-        raise
+    return with_chosen_loss(
+        chunks,
+        compile_with,
+        decided=None if chunks is None else _decided_chunks(options, model),
+        is_training=torch.is_grad_enabled(),
+        is_whole_first=options.micro_batches == "fit",
+        may_put_off=options.device_memory is not None,
+    )
 
 
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:

@@ -31,6 +31,7 @@ from elixir_compile.runtime.measure import StepBytes, end_idle_profiler, start_s
 from elixir_compile.runtime.recording import observed_files
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
+from elixir_compile.search.outer import Refusal, Variants, first_of
 from elixir_compile.session.allocator_gaps import MOST_ASKED, missing_bytes
 from elixir_compile.session.graph_planner import GraphPlanner
 from elixir_compile.session.line import plan_line
@@ -620,22 +621,25 @@ class EarlyShortage:
         if self._failed is not None:
             self._count_excess(self._failed, args)
             self._failed = None
-        num_asked = 0
-        while True:
-            try:
-                make()
-                return
-            except NoFeasiblePlan as error:
-                if not self.wants_plan:
-                    raise
-                num_asked += 1
-                less_bytes = self._planner.excess_bytes - missing_bytes(error, error.budget_bytes)
-                if error.memory != "device" or less_bytes <= 0 or num_asked == MOST_ASKED:
+
+        def lessened() -> Variants[int, Refusal]:
+            less_bytes = self._planner.excess_bytes
+            for num_left in reversed(range(MOST_ASKED)):
+                error = yield less_bytes
+                if not isinstance(error, NoFeasiblePlan) or not self.wants_plan:
+                    raise error.renewed()
+                less_bytes -= missing_bytes(error, error.budget_bytes)
+                if error.memory != "device" or less_bytes <= 0 or not num_left:
                     raise self._explained(active) from error
                 log.warning(
                     "%s: no plan needs so much less; it is planned with %s less", self._name, format_bytes(less_bytes)
                 )
-                self._planner.excess_bytes = less_bytes
+
+        def plan_with(less_bytes: int) -> None:
+            self._planner.excess_bytes = less_bytes
+            make()
+
+        first_of(lessened(), plan_with)
 
     def begin(self) -> None:
         """Note that a plan comes into force: its first steps are early ones, whatever came before it."""

@@ -2,20 +2,34 @@
 optimizer state in fewer bytes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import accumulate
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Options
-from elixir_compile.base.units import MIB, format_bytes, format_s
+from elixir_compile.base.units import MIB, format_bytes
 from elixir_compile.ir import Decision, Phase, Plan, Saving, StorageId, Tier
 from elixir_compile.ir.graph import LossRegion
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
 from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, leanest
 from elixir_compile.search.greedy import RULES
+from elixir_compile.search.outer import (
+    Made,
+    NotTaken,
+    Refusal,
+    Variants,
+    answer,
+    answers,
+    first_of,
+    is_worth,
+    leaner,
+    lowest,
+    shortfall,
+)
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
@@ -33,7 +47,6 @@ from elixir_compile.step.divide import micro_batches_of
 # `tools.plan` plans them.
 
 
-Made = TypeVar("Made")
 _LEAST_BYTES = 16 * MIB
 """Logits with fewer bytes are not chunked: they are not the peak of any step."""
 _CHUNK_BYTES = 64 * MIB
@@ -44,18 +57,8 @@ _SHARED_CHUNKS, _LEAST_CLASSES = 16, 1024
 number of classes decides: logits of fewer classes are rarely the peak."""
 LOSS = "loss"
 """The subject of the decision about chunks."""
-_GAIN = 0.01
-"""Share of the step that a chunked loss must save to be taken."""
 Unchunked = Plan | NoFeasiblePlan
 """The plan of the step with its loss as the model computes it, or the error if nothing fits."""
-
-
-class NotTaken(BaseException):
-    """Ends a compilation with a plan that is not used; no `Exception`, as the compiler would wrap it."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,68 +135,70 @@ def with_chosen_loss(
     decided: int | None = None,
     is_training: bool = True,
     is_whole_first: bool = False,
+    may_put_off: bool = False,
 ) -> Made:
     """Return the result of `make` with the loss whole, or with its loss in `chunks` if that plan is better.
 
     `make` captures and plans the step with the loss of an attempt, and calls the `review` of the attempt with the plan.
     `decided` is the number of chunks if it is decided already. If the whole batch comes first (`is_whole_first`), it
-    is divided into micro-batches only if it fits with neither form of the loss. Raises NoFeasiblePlan if nothing fits.
+    is divided into micro-batches only if it fits with neither form of the loss. If nothing fits, and what the step
+    needs is not known in full, `make` may put off the refusal of the last attempt (`may_put_off`): that is in chunks.
+    Raises NoFeasiblePlan if nothing fits.
     """
-    if chunks is None:
-        return make(LossAttempt(is_last=True))
-    if decided is not None:
-        own = replace(chunks, num_chunks=decided)
-        return make(LossAttempt(chunks=own, review=partial(replace, loss_chunks=decided), is_last=True))
-    if is_whole_first and is_training:
 
-        def make_whole(attempt: LossAttempt) -> Made:
-            return make(replace(attempt, keeps_whole=True, is_last=False))
-
+    def attempts() -> Variants[LossAttempt, Refusal]:
+        if chunks is None:
+            yield LossAttempt(is_last=True)
+            return
+        in_chunks = LossAttempt(chunks=chunks, review=partial(replace, loss_chunks=chunks.num_chunks), is_last=True)
+        if decided is not None:
+            own = replace(chunks, num_chunks=decided)
+            yield replace(in_chunks, chunks=own, review=partial(replace, loss_chunks=decided))
+            return
         try:
-            return _with_better_loss(chunks, make_whole, is_training=is_training)
+            if is_whole_first and is_training:
+                try:
+                    yield from _forms(chunks, keeps_whole=True)
+                except NoFeasiblePlan as error:
+                    if error.because or error.memory != "device":
+                        raise
+            yield from _forms(chunks, is_training=is_training)
         except NoFeasiblePlan as error:
-            if error.because or error.memory != "device":
-                raise
-    return _with_better_loss(chunks, make, is_training=is_training)
-
-
-def _with_better_loss(chunks: Chunks, make: Callable[[LossAttempt], Made], *, is_training: bool) -> Made:
-    whole = replace(chunks, num_chunks=1)
-    try:
-        # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
-        return make(LossAttempt(chunks=whole, review=_unpressed if is_training else None))
-    except NoFeasiblePlan as error:
-        if error.because:  # other ranks run other graphs, and do not try chunks
+            if may_put_off and error.uncounted:
+                yield in_chunks
             raise
-        # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
-        unchunked: Unchunked = error.renewed()
-    except NotTaken as refused:
-        unchunked = refused.plan
-    try:
-        review = partial(_taken_if_better, chunks, unchunked)
-        return make(LossAttempt(chunks=chunks, review=review, instead_of=unchunked))
-    except NoFeasiblePlan as error:
-        _raise_smaller_need(unchunked, error)
-    except NotTaken:
-        pass
+
+    return first_of(attempts(), make)
+
+
+def _forms(chunks: Chunks, *, is_training: bool = True, keeps_whole: bool = False) -> Variants[LossAttempt, Refusal]:
+    """Yield the step with its loss whole, with its loss in `chunks`, and whole again if that is taken. Raises
+    NoFeasiblePlan if nothing fits."""
+    whole = replace(chunks, num_chunks=1)
+    # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
+    first = LossAttempt(chunks=whole, review=_if_unpressed if is_training else None, keeps_whole=keeps_whole)
+    found = yield first
+    if isinstance(found, NoFeasiblePlan) and found.because:  # other ranks run other graphs, and do not try chunks
+        raise found.renewed()
+    unchunked: Unchunked = found.plan if isinstance(found, NotTaken) else found
+
+    def review(plan: Plan) -> Plan:
+        taken = if_better(chunks, plan, unchunked)
+        if taken is None:
+            raise NotTaken(plan)
+        return taken
+
+    chunked = yield LossAttempt(chunks=chunks, review=review, instead_of=unchunked, keeps_whole=keeps_whole)
     if isinstance(unchunked, NoFeasiblePlan):
-        raise unchunked.renewed()
-    return make(LossAttempt(chunks=whole, is_last=True))
+        raise (leaner(unchunked, chunked) if isinstance(chunked, NoFeasiblePlan) else unchunked).renewed()
+    yield LossAttempt(chunks=whole, is_last=not keeps_whole, keeps_whole=keeps_whole)
 
 
-def _unpressed(plan: Plan) -> Plan:
+def _if_unpressed(plan: Plan) -> Plan:
     """Return `plan` if it keeps all activations and optimizer state on the device; else raise NotTaken."""
     if is_pressed(plan):
         raise NotTaken(plan)
     return plan
-
-
-def _taken_if_better(chunks: Chunks, unchunked: Unchunked, plan: Plan) -> Plan:
-    """Return `plan`, of the step with its loss in `chunks`, if it is better than `unchunked`; else raise NotTaken."""
-    found = if_better(chunks, plan, unchunked)
-    if found is None:
-        raise NotTaken(plan)
-    return found
 
 
 def is_pressed(plan: Plan) -> bool:
@@ -205,30 +210,18 @@ def is_pressed(plan: Plan) -> bool:
     return is_moved or any(group.saving is not Saving.KEEP for group in plan.activations)
 
 
-def _raise_smaller_need(unchunked: Unchunked, chunked: NoFeasiblePlan) -> None:
-    """If the step fits neither unchunked nor chunked, raise the error of the step that needs fewer bytes."""
-    if isinstance(unchunked, NoFeasiblePlan):
-        is_chunked_less = chunked.memory == unchunked.memory and chunked.needed_bytes < unchunked.needed_bytes
-        raise (chunked if is_chunked_less else unchunked).renewed()
-
-
 def if_better(chunks: Chunks, chunked: Plan, unchunked: Unchunked) -> Plan | None:
     """Return the plan `chunked` with the decision for it if its step is shorter than `unchunked`; else None."""
     if chunked.loss_chunks > 1:
         return chunked  # in force since an earlier capture of the same step
-    if isinstance(unchunked, NoFeasiblePlan):
-        other = f"whole: needs {format_bytes(unchunked.needed_bytes)}"
-    else:
-        saved_s = unchunked.prediction.step_s - chunked.prediction.step_s
-        if saved_s <= _GAIN * unchunked.prediction.step_s:
-            return None
-        other = f"whole: {format_s(saved_s)} longer"
+    if isinstance(unchunked, Plan) and not is_worth(chunked.prediction.step_s, unchunked.prediction.step_s):
+        return None
     at = f" at {chunks.region.source}" if chunks.region.source else ""
     decision = Decision(
         subject=LOSS,
         choice=f"{chunks.num_chunks} chunks over tokens",
         because=f"the {format_bytes(chunks.region.logits_bytes)} of logits{at} never exist whole",
-        rejected=(other,),
+        rejected=(f"whole: {shortfall(unchunked, chunked)}",),
     )
     return replace(chunked, decisions=(*chunked.decisions, decision), loss_chunks=chunks.num_chunks)
 
@@ -265,39 +258,36 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: SearchOfAll)
     moments. Raises NoFeasiblePlan if no plan fits even if all moments are narrower; the error names the bytes of that
     plan.
     """
-    try:
-        return search(problems)
-    except NoFeasiblePlan as error:
-        missing = error.renewed()
-    saved_bytes = _savings(problems[0])
+    exact = answer(search, problems)
+    if not isinstance(exact, NoFeasiblePlan):
+        return exact
+    first = problems[0]
+    # A parameter in a bucket in force keeps its moments.
+    fixed = {*first.state_dtypes, *(param for bucket in first.buckets for param in bucket.params)}
+    saved_bytes = {
+        param: first.state_nbytes[param] - nbytes
+        for param, nbytes in ({} if first.narrower is None else first.narrower.nbytes).items()
+        if param not in fixed and first.state_nbytes.get(param, 0) > nbytes
+    }
     if not saved_bytes:
-        raise missing.renewed()
+        raise exact.renewed()
     order = sorted(saved_bytes, key=lambda param: (-saved_bytes[param], param))
-    share = min(_share(problem) for problem in problems)
-    wanted_bytes, exact = 0, missing
-    for _ in range(_MOST_SEARCHES):
-        wanted_bytes += int(_SPARE / share * (missing.needed_bytes - missing.budget_bytes))
-        chosen = _fewest(order, saved_bytes, wanted_bytes)
-        if len(chosen) == len(order):
-            break
-        try:
-            return _narrower(problems, chosen, search, exact)
-        except NoFeasiblePlan as error:
-            missing = error.renewed()
-    return _narrower(problems, order, search, exact)
+    saved_before = list(accumulate((saved_bytes[param] for param in order), initial=0))
+    # The part of all state that a rank has; of a rank without state, that of an equal part.
+    share = min((own.state[own.rank] if own.state else 0.0) or 1 / own.num_shards for own in problems)
 
+    def variants() -> Variants[Sequence[Problem], Refusal]:
+        wanted_bytes, missing = 0, exact
+        for _ in range(_MOST_SEARCHES):
+            assert isinstance(missing, NoFeasiblePlan)
+            wanted_bytes += int(_SPARE / share * (missing.needed_bytes - missing.budget_bytes))
+            chosen = order[: bisect_left(saved_before, wanted_bytes)]
+            if len(chosen) == len(order):
+                break
+            missing = yield [with_narrower(problem, chosen) for problem in problems]
+        yield [with_narrower(problem, order) for problem in problems]
 
-def _share(problem: Problem) -> float:
-    """Return the part of all state that the rank of `problem` has; of a rank without state, that of an equal part."""
-    own = problem.state[problem.rank] if problem.state else 0.0
-    return own or 1 / problem.num_shards
-
-
-def _narrower(
-    problems: Sequence[Problem], params: Collection[StorageId], search: SearchOfAll, exact: NoFeasiblePlan
-) -> Sequence[Plan]:
-    """Return the plans of `search` with narrower moments for `params`; `exact` says why exact ones do not fit."""
-    plans = search([with_narrower(problem, params) for problem in problems])
+    plans = first_of(variants(), search)
     return [_with_decisions(problem, plan, exact) for problem, plan in zip(problems, plans, strict=True)]
 
 
@@ -311,30 +301,6 @@ def with_narrower(problem: Problem, params: Collection[StorageId]) -> Problem:
         state_dtypes={**problem.state_dtypes, **dict.fromkeys(params, problem.narrower.dtype)},
         narrower=None,
     )
-
-
-def _savings(problem: Problem) -> dict[StorageId, int]:
-    """Return the bytes that narrower moments of each parameter save; a parameter in a bucket in force keeps its own."""
-    if problem.narrower is None:
-        return {}
-    in_force = {param for bucket in problem.buckets for param in bucket.params}
-    saved = {
-        param: problem.state_nbytes[param] - nbytes
-        for param, nbytes in problem.narrower.nbytes.items()
-        if param in problem.state_nbytes and param not in in_force and param not in problem.state_dtypes
-    }
-    return {param: nbytes for param, nbytes in saved.items() if nbytes > 0}
-
-
-def _fewest(order: list[StorageId], saved_bytes: dict[StorageId, int], wanted_bytes: int) -> list[StorageId]:
-    """Return the first parameters of `order` that save `wanted_bytes` together; all if they save less."""
-    chosen: list[StorageId] = []
-    for param in order:
-        if wanted_bytes <= 0:
-            break
-        chosen.append(param)
-        wanted_bytes -= saved_bytes[param]
-    return chosen
 
 
 def _with_decisions(problem: Problem, made: Plan, exact: NoFeasiblePlan) -> Plan:
@@ -377,7 +343,6 @@ _ASKED = "the option micro_batches says so"
 """The reason of a number that the user asks for."""
 _MOST = 64
 """The largest number of micro-batches that is tried."""
-"""Share of the step that micro-batches must save to be taken."""
 _NUM_FIRST = 2
 """So many numbers that fit are searched in any case."""
 Search = Callable[[Problem, float], Plan]
@@ -390,23 +355,23 @@ def plan_as_asked(problem: Problem, options: Options) -> Plan:
     If no plan fits, and the problem allows narrower moments, some have them: see `plans_with_fewest_narrower`. Raises
     the errors of `plan`.
     """
-    [made] = plans_with_fewest_narrower([problem], lambda variants: [_plan_exact(each, options) for each in variants])
-    return made
 
-
-def _plan_exact(problem: Problem, options: Options) -> Plan:
     def search(variant: Problem, timeout_s: float) -> Plan:
         return plan(variant, options.planner, timeout_s)
 
-    # The fixed rules are there for comparison, so they change nothing that they do not name.
-    is_last_resort = options.micro_batches == "fit" and options.planner not in RULES
-    if problem.micro_batches == 1 and (is_last_resort or options.micro_batches == "auto"):
-        return plan_divided(problem, search, options.search_timeout, is_last_resort=is_last_resort)
-    made = search(problem, options.search_timeout)
-    if problem.micro_batches == 1:
-        return made
-    is_asked = options.micro_batches == problem.micro_batches
-    return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many", ())
+    def plan_exact(problem: Problem) -> Plan:
+        # The fixed rules are there for comparison, so they change nothing that they do not name.
+        is_last_resort = options.micro_batches == "fit" and options.planner not in RULES
+        if problem.micro_batches == 1 and (is_last_resort or options.micro_batches == "auto"):
+            return plan_divided(problem, search, options.search_timeout, is_last_resort=is_last_resort)
+        made = search(problem, options.search_timeout)
+        if problem.micro_batches == 1:
+            return made
+        is_asked = options.micro_batches == problem.micro_batches
+        return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many", ())
+
+    [made] = plans_with_fewest_narrower([problem], lambda variants: [plan_exact(each) for each in variants])
+    return made
 
 
 def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[str, ...]) -> Plan:
@@ -436,43 +401,89 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
     nothing fits.
     """
     clock = Clock()
-    whole: Plan | NoFeasiblePlan
-    try:
-        whole = search(problem, timeout_s)
-    except NoFeasiblePlan as error:
-        if error.memory != "device":
-            raise
-        whole = error.renewed()
-    if isinstance(whole, Plan) and (is_last_resort or not is_pressed(whole)):
-        return whole
-    numbers = candidates(problem)
-    if not numbers:
-        if isinstance(whole, NoFeasiblePlan):
-            raise whole.renewed()
-        return whole
-    evaluators = {number: Evaluator(gather_facts(replace(problem, micro_batches=number))) for number in numbers}
-    floors = {number: leanest(evaluator).floor_bytes for number, evaluator in evaluators.items()}
-    fitting = [number for number in numbers if floors[number] <= problem.budget_bytes]
-    plans: dict[int, Plan] = {}
-    for number in fitting:
-        is_shorter = len(plans) < _NUM_FIRST or _is_falling(plans)
-        if not is_shorter or (plans and clock.spent_s > timeout_s):
-            break
-        try:
-            plans[number] = search(replace(problem, micro_batches=number), max(1.0, timeout_s - clock.spent_s))
-        except NoFeasiblePlan:
-            continue
+    evaluators: dict[int, Evaluator] = {}
+
+    def divided(number: int) -> Problem:
+        return replace(problem, micro_batches=number)
+
+    def variants() -> Variants[int, Plan | NoFeasiblePlan]:
+        whole = yield 1
+        if isinstance(whole, Plan) and (is_last_resort or not is_pressed(whole)):
+            return
+        if isinstance(whole, NoFeasiblePlan) and whole.memory != "device":
+            return
+        evaluators.update({number: Evaluator(gather_facts(divided(number))) for number in candidates(problem)})
+        steps_s: list[float] = []
+        for number, own in evaluators.items():
+            if leanest(own).floor_bytes > problem.budget_bytes:
+                continue
+            is_shorter = len(steps_s) < _NUM_FIRST or steps_s[-1] == min(steps_s)
+            if not is_shorter or (steps_s and clock.spent_s > timeout_s):
+                return
+            found = yield number
+            steps_s += [found.prediction.step_s] if isinstance(found, Plan) else []
+
+    def search_divided(number: int) -> Plan:
+        return search(divided(number), timeout_s if number == 1 else max(1.0, timeout_s - clock.spent_s))
+
+    found = dict(answers(variants(), search_divided))
+    whole = found.pop(1)
+    plans = {number: own for number, own in found.items() if isinstance(own, Plan)}
     if plans:
-        unsearched = [evaluators[number] for number in fitting if number not in plans]
-        bound_s = _bound_s(whole, plans, unsearched, clock.until(timeout_s + 1.0))
-        best = _best(problem, whole, plans, floors, bound_s)
-        # With more memory other numbers fit, and the whole batch at once.
-        others = [evaluator for number, evaluator in evaluators.items() if number not in plans]
-        others += [] if isinstance(whole, Plan) else [Evaluator(gather_facts(problem))]
-        return with_gib_bound_of(best, others, clock.until(timeout_s + 2.0))
+        return _best_number(problem, whole, plans, evaluators, lambda more_s: clock.until(timeout_s + more_s))
     if isinstance(whole, Plan):
         return whole
-    raise _leanest_error(problem, whole, floors, search).renewed()
+    # The number that needs the fewest bytes says so, if they are fewer than those of the whole batch.
+    floors = {number: leanest(own).floor_bytes for number, own in evaluators.items()}
+    number = min(floors, key=lambda key: floors[key], default=1)
+    if floors.get(number, whole.needed_bytes) >= whole.needed_bytes:
+        raise whole.renewed()
+    error = answer(lambda number: search(divided(number), 1.0), number)
+    assert isinstance(error, NoFeasiblePlan), f"{number} micro-batches need {floors[number]} bytes, and fit in fewer"
+    raise error.renewed()
+
+
+def _best_number(
+    problem: Problem,
+    whole: Plan | NoFeasiblePlan,
+    plans: Mapping[int, Plan],
+    evaluators: Mapping[int, Evaluator],
+    within: Callable[[float], Deadline],
+) -> Plan:
+    """Return the best of `plans`, by their numbers of micro-batches, or `whole` if none is worth it, with the decision
+    and with bounds over all numbers that fit. `within` returns the deadline so many seconds after that of the search.
+    """
+    floors = {number: leanest(own).floor_bytes for number, own in evaluators.items()}
+    chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
+    best = plans[chosen]
+    searched = [*plans.values(), *([whole] if isinstance(whole, Plan) else [])]
+    deadline = within(1.0)
+    unsearched = (
+        relaxed_bound_s(own, best.prediction.step_s, deadline)
+        for number, own in evaluators.items()
+        if number not in plans and floors[number] <= problem.budget_bytes
+    )
+    bound_s = lowest([*(plan.bound_s for plan in searched), *unsearched])
+    gib_bound_s = lowest(plan.gib_bound_s for plan in searched)
+    if isinstance(whole, Plan) and not is_worth(best.prediction.step_s, whole.prediction.step_s):
+        made = whole
+    else:
+
+        def rejected(number: int) -> str:
+            if floors[number] > problem.budget_bytes:
+                return f"{number}: needs {format_bytes(floors[number])}"
+            if number not in plans:
+                return f"{number}: not searched, as smaller numbers were faster"
+            return f"{number}: {plans[number].prediction.step_s / best.prediction.step_s - 1:.1%} longer"
+
+        takes = "" if isinstance(whole, NoFeasiblePlan) else "takes "
+        because = f"the whole batch at once {takes}{shortfall(whole, best)}"
+        made = _with_decision(best, problem, because, tuple(rejected(own) for own in floors if own != chosen))
+    made = replace(made, bound_s=None if made.bound_s is None else bound_s, gib_bound_s=gib_bound_s)
+    # With more memory other numbers fit, and the whole batch at once.
+    others = [evaluator for number, evaluator in evaluators.items() if number not in plans]
+    others += [] if isinstance(whole, Plan) else [Evaluator(gather_facts(problem))]
+    return with_gib_bound_of(made, others, within(2.0))
 
 
 def candidates(problem: Problem) -> list[int]:
@@ -492,76 +503,3 @@ def candidates(problem: Problem) -> list[int]:
         divisors = [number for number in range(power, 2 * power) if rows % number == 0 and number <= _MOST]
         found += divisors[:1]
     return [number for number in found if replace(problem, micro_batches=number).laps(())]
-
-
-def _is_falling(plans: dict[int, Plan]) -> bool:
-    """Return whether the last of `plans` has the shortest step."""
-    steps = [plan.prediction.step_s for plan in plans.values()]
-    return steps[-1] == min(steps)
-
-
-def _best(
-    problem: Problem,
-    whole: Plan | NoFeasiblePlan,
-    plans: dict[int, Plan],
-    floors: dict[int, int],
-    bound_s: float | None,
-) -> Plan:
-    """Return the plan with the shortest step, with the decision for it and the bound over all numbers, `bound_s`."""
-    chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
-    best = plans[chosen]
-    searched = [*plans.values(), *([whole] if isinstance(whole, Plan) else [])]
-    known = [plan.gib_bound_s for plan in searched if plan.gib_bound_s is not None]
-    gib_bound_s = min(known) if len(known) == len(searched) else None
-    if isinstance(whole, Plan) and best.prediction.step_s >= whole.prediction.step_s * (1 - _GAIN):
-        return replace(whole, bound_s=bound_s if whole.bound_s is not None else None, gib_bound_s=gib_bound_s)
-    rejected = tuple(
-        _rejected(number, plans.get(number), floor_bytes, best, problem.budget_bytes)
-        for number, floor_bytes in floors.items()
-        if number != chosen
-    )
-    best = replace(best, bound_s=None if best.bound_s is None else bound_s, gib_bound_s=gib_bound_s)
-    return _with_decision(best, problem, _because(whole, best), rejected)
-
-
-def _because(whole: Plan | NoFeasiblePlan, best: Plan) -> str:
-    if isinstance(whole, NoFeasiblePlan):
-        return f"the whole batch at once needs {format_bytes(whole.needed_bytes)}"
-    saved_s = whole.prediction.step_s - best.prediction.step_s
-    return f"the whole batch at once takes {format_s(saved_s)} longer"
-
-
-def _rejected(number: int, plan: Plan | None, floor_bytes: int, best: Plan, budget_bytes: int) -> str:
-    if floor_bytes > budget_bytes:
-        return f"{number}: needs {format_bytes(floor_bytes)}"
-    if plan is None:
-        return f"{number}: not searched, as smaller numbers were faster"
-    return f"{number}: {plan.prediction.step_s / best.prediction.step_s - 1:.1%} longer"
-
-
-def _bound_s(
-    whole: Plan | NoFeasiblePlan, plans: dict[int, Plan], unsearched: Sequence[Evaluator], deadline: Deadline
-) -> float | None:
-    """Return the lowest bound of all numbers that fit, or None if the bound of one is not known.
-
-    `unsearched` are the evaluators of the numbers that fit and have no plan.
-    """
-    bounds = [plan.bound_s for plan in plans.values()]
-    bounds += [whole.bound_s] if isinstance(whole, Plan) else []
-    step_s = min(plan.prediction.step_s for plan in plans.values())
-    bounds += [relaxed_bound_s(evaluator, step_s, deadline) for evaluator in unsearched]
-    known = [bound_s for bound_s in bounds if bound_s is not None]
-    return min(known) if len(known) == len(bounds) else None
-
-
-def _leanest_error(problem: Problem, whole: NoFeasiblePlan, floors: dict[int, int], search: Search) -> NoFeasiblePlan:
-    """Return the error of the number of micro-batches that needs the fewest bytes; `whole` is that of the whole
-    batch."""
-    number = min(floors, key=lambda key: floors[key])
-    if floors[number] >= whole.needed_bytes:
-        return whole
-    try:
-        search(replace(problem, micro_batches=number), 1.0)
-    except NoFeasiblePlan as error:
-        return error.renewed()
-    raise AssertionError(f"{number} micro-batches need {floors[number]} bytes, and a plan was found in fewer")

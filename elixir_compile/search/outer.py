@@ -1,0 +1,110 @@
+"""Ask for a plan in several variants of a question: the loop around searches.
+
+A variant is a changed question, most often a changed `Problem`: in micro-batches, with its loss in chunks, with
+narrower moments, with less room beside the plan. Who knows the variants yields one after the other, and is sent the
+answer to each: the plan, or the error with the bytes that it needs. The next variant may depend on them.
+
+```text
+  exact moments          -> needs 24.3 GiB, budget 22 GiB: 2.3 GiB too many
+  2.3 GiB of them less   -> 1.2 s
+```
+
+A plan of a variant is taken instead of that of the question as it was asked if its step is shorter by `GAIN`.
+
+Other loops around searches compare no plans: the fewest bytes for which a search has a plan are bisected
+(`planner.with_min_host_bytes`, `joint_budget.plan_in_least`), the classes of ranks search again until they agree on
+what is released (`ranks`), and the settings of an optimizer step are searched in the order of their bounds (`tuning`).
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.units import format_bytes, format_s
+from elixir_compile.ir import Plan
+
+Asked = TypeVar("Asked")
+Made = TypeVar("Made")
+Variants = Generator[Asked, Made, None]
+"""Yields variants of a question, and is sent the answer to each."""
+GAIN = 0.01
+"""Share of the step that a variant must save to be taken: no prediction is as exact."""
+
+
+class NotTaken(BaseException):
+    """Ends a compilation with a plan that is not used; no `Exception`, as the compiler would wrap it."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+
+    def renewed(self) -> "NotTaken":
+        """Return the same without the traceback."""
+        return NotTaken(self.plan)
+
+
+Refusal = NoFeasiblePlan | NotTaken
+
+
+def answers(
+    variants: Variants[Asked, Made | NoFeasiblePlan], search: Callable[[Asked], Made]
+) -> list[tuple[Asked, Made | NoFeasiblePlan]]:
+    """Return each of `variants` with its answer."""
+    found: list[tuple[Asked, Made | NoFeasiblePlan]] = []
+    asked = next(variants, None)
+    while asked is not None:
+        found.append((asked, answer(search, asked)))
+        try:
+            asked = variants.send(found[-1][1])
+        except StopIteration:
+            break
+    return found
+
+
+def answer(search: Callable[[Asked], Made], asked: Asked) -> Made | NoFeasiblePlan:
+    """Return what `search` finds for `asked`, or its error, without the traceback: its frames hold a failed capture."""
+    try:
+        return search(asked)
+    except NoFeasiblePlan as error:
+        return error.renewed()
+
+
+def first_of(variants: Variants[Asked, Refusal], search: Callable[[Asked], Made]) -> Made:
+    """Return what `search` finds for the first of `variants` that has a plan which is taken.
+
+    `variants` are sent errors, and plans that are not taken. Raises the last error if no variant is left.
+    """
+    asked = next(variants)
+    while True:
+        try:
+            return search(asked)
+        except (NoFeasiblePlan, NotTaken) as refused:
+            found = refused.renewed()
+        try:
+            asked = variants.send(found)
+        except StopIteration:
+            break
+    raise found.renewed()
+
+
+def leaner(one: NoFeasiblePlan, other: NoFeasiblePlan) -> NoFeasiblePlan:
+    """Return the error `other` if it names fewer bytes of the same memory than `one`; else `one`."""
+    return other if other.memory == one.memory and other.needed_bytes < one.needed_bytes else one
+
+
+def is_worth(step_s: float, before_s: float) -> bool:
+    """Return whether a variant with a step of `step_s` is taken instead of a plan with a step of `before_s`."""
+    return step_s < before_s * (1 - GAIN)
+
+
+def shortfall(found: Plan | NoFeasiblePlan, taken: Plan) -> str:
+    """Return what a decision says of `found`, the answer to a variant in whose place `taken` is taken."""
+    if isinstance(found, NoFeasiblePlan):
+        return f"needs {format_bytes(found.needed_bytes)}"
+    return f"{format_s(found.prediction.step_s - taken.prediction.step_s)} longer"
+
+
+def lowest(bounds: Iterable[float | None]) -> float | None:
+    """Return the bound that holds for every plan of several variants, given those of each; None if one is not known."""
+    known = list(bounds)
+    return None if None in known else min((bound for bound in known if bound is not None), default=None)
