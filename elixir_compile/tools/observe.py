@@ -36,7 +36,7 @@ from elixir_compile.tools.observed import (
     write_full_step,
     write_meta,
 )
-from elixir_compile.tools.report.observed_run import observed_text
+from elixir_compile.tools.report.runs import observed_text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Write an observed run to a folder, while it runs.

@@ -22,7 +22,7 @@ from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.session.line import measured_line, plan_line
 from elixir_compile.session.machine import library_bytes
-from elixir_compile.tools.report.text import curve_text, table_text
+from elixir_compile.tools.report.tables import curve_text, table_text
 
 
 def read_text(path: Path | None) -> bytes:

@@ -33,10 +33,9 @@ from elixir_compile.tools.observed import (
 from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.diff import diff_text, difference
 from elixir_compile.tools.report.explain import answer, answer_text
-from elixir_compile.tools.report.observed_run import ObservedRun, observed_run, run_data, run_page
-from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet, study_page
+from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet, run_page, study_page
+from elixir_compile.tools.report.runs import ObservedRun, observed_run, run_data, trace_events
 from elixir_compile.tools.report.tables import waiting_regions
-from elixir_compile.tools.report.trace_events import trace_events
 from elixir_compile.tools.tune import budget_curve
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from elixir_compile.tools.observed import Study, StudyRow, study_to_json
 from elixir_compile.tools.plan import named_cluster, question
 from elixir_compile.tools.preview.models import require_model
 from elixir_compile.tools.report.page import study_page
-from elixir_compile.tools.report.study import planned_row, study_text
+from elixir_compile.tools.report.runs import planned_row, study_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.session.line import SAID, lean_text, saving_answers
-from elixir_compile.tools.report.text import table_text
+from elixir_compile.tools.report.tables import table_text
 
 TOLERANCE = 0.1
 """Seconds and bytes of a step are flagged if they differ from the plan by more than this share; counts, if they differ
@@ -92,23 +92,57 @@ def difference(first: Plan, second: Plan | Record) -> PlanDiff | RunDiff:
 
 
 def diff_text(found: PlanDiff | RunDiff) -> str:
-    """Return `found` as a table."""
-    return _run_diff_text(found) if isinstance(found, RunDiff) else _plan_diff_text(found)
+    """Return `found` as a table with a mark on measured figures that are off, or as a sentence if plans are equal."""
+    if isinstance(found, RunDiff):
+        rows = [
+            (
+                pair.what,
+                _figure_text(pair.what, pair.planned),
+                _figure_text(pair.what, pair.measured),
+                "" if pair.ratio is None else f"{pair.ratio:.2f}",
+                "<-- off" if pair.is_off else "",
+            )
+            for pair in found.comparisons
+        ]
+        num_off = sum(pair.is_off for pair in found.comparisons)
+        verdict = f"{num_off} of {len(rows)} figures are off" if num_off else "as planned"
+        return f"{verdict}\n" + table_text(("", "planned", found.origin, "ratio", ""), rows)
+    if found.is_equal:
+        return "the plans are equal"
+    changes = change_rows(found)
+    if not changes:
+        return "the plans have the same placements and counts; their regions, the order of actions, or decisions differ"
+    return "the plans differ\n" + table_text(("", "first", "second"), changes)
 
 
 def plan_diff(first: Plan, second: Plan) -> PlanDiff:
     """Return the differences in the head, the buckets and placements, the activations, and the number of actions."""
     header = [Change(what=what, first=of(first), second=of(second)) for what, of in _HEADER.items()]
-    planned, other = _counts(first), _counts(second)
-    counts = [
-        Change(what=verb, first=planned.get(verb, 0), second=other.get(verb, 0)) for verb in sorted({*planned, *other})
-    ]
+    before, after = _bucket_figures(first), _bucket_figures(second)
+    buckets: list[Change] = []
+    for bucket in dict.fromkeys((*before, *after)):
+        if bucket not in before or bucket not in after:
+            in_first, in_second = ("present" if bucket in side else "absent" for side in (before, after))
+            buckets.append(Change(what=bucket, first=in_first, second=in_second))
+            continue
+        own = before[bucket].items()
+        buckets += [Change(what=f"{bucket} {what}", first=value, second=after[bucket][what]) for what, value in own]
+    kept, other = _saved_figures(first), _saved_figures(second)
+    activations = [Change(what=what, first=kept[what], second=other[what]) for what in _SAVED_BYTES.values()]
+    savings = [{group.id: group.saving for group in made.activations} for made in (first, second)]
+    for group in dict.fromkeys((*savings[0], *savings[1])):
+        pair = [saving_of.get(group) for saving_of in savings]
+        if len({saving or Saving.KEEP for saving in pair}) > 1:  # a plan keeps a group that it does not list
+            in_first, in_second = (_NOT_LISTED if saving is None else saving.value for saving in pair)
+            activations.append(Change(what=group, first=in_first, second=in_second))
+    counts, others = _counts(first), _counts(second)
+    verbs = sorted({*counts, *others})
     return PlanDiff(
         is_equal=first == second,
         header=_changed(header),
-        buckets=_changed(_bucket_changes(first, second)),
-        activations=_changed(_activation_changes(first, second)),
-        counts=_changed(counts),
+        buckets=_changed(buckets),
+        activations=_changed(activations),
+        counts=_changed([Change(what=verb, first=counts.get(verb, 0), second=others.get(verb, 0)) for verb in verbs]),
     )
 
 
@@ -137,39 +171,12 @@ def run_diff(plan: Plan, record: Record) -> RunDiff:
     return RunDiff(origin=record.origin, comparisons=tuple(comparisons))
 
 
-def _plan_diff_text(found: PlanDiff) -> str:
-    """Return the differences as a table, or a sentence if there are none."""
-    rows = change_rows(found)
-    if found.is_equal:
-        return "the plans are equal"
-    if not rows:
-        return "the plans have the same placements and counts; their regions, the order of actions, or decisions differ"
-    return "the plans differ\n" + table_text(("", "first", "second"), rows)
-
-
 def change_rows(found: PlanDiff) -> list[tuple[str, str, str]]:
     """Return each difference as text: the figure, in the first plan, in the second."""
     return [
         (change.what, _figure_text(change.what, change.first), _figure_text(change.what, change.second))
         for change in (*found.header, *found.buckets, *found.activations, *found.counts)
     ]
-
-
-def _run_diff_text(found: RunDiff) -> str:
-    """Return planned and measured figures as a table, with a mark on figures that are off."""
-    rows = [
-        (
-            pair.what,
-            _figure_text(pair.what, pair.planned),
-            _figure_text(pair.what, pair.measured),
-            "" if pair.ratio is None else f"{pair.ratio:.2f}",
-            "<-- off" if pair.is_off else "",
-        )
-        for pair in found.comparisons
-    ]
-    num_off = sum(pair.is_off for pair in found.comparisons)
-    verdict = f"{num_off} of {len(rows)} figures are off" if num_off else "as planned"
-    return f"{verdict}\n" + table_text(("", "planned", found.origin, "ratio", ""), rows)
 
 
 _HEADER: Mapping[str, Callable[[Plan], Figure]] = {
@@ -205,21 +212,6 @@ def _counts(plan: Plan) -> Mapping[str, int]:
     return Counter(action.verb.value for action in actions)
 
 
-def _bucket_changes(first: Plan, second: Plan) -> list[Change]:
-    before, after = _bucket_figures(first), _bucket_figures(second)
-    changes: list[Change] = []
-    for bucket in dict.fromkeys((*before, *after)):
-        if bucket not in before or bucket not in after:
-            in_first, in_second = ("present" if bucket in side else "absent" for side in (before, after))
-            changes.append(Change(what=bucket, first=in_first, second=in_second))
-            continue
-        changes += [
-            Change(what=f"{bucket} {what}", first=figure, second=after[bucket][what])
-            for what, figure in before[bucket].items()
-        ]
-    return changes
-
-
 def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
     return {
         bucket.id: {
@@ -235,19 +227,6 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
         }
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
     }
-
-
-def _activation_changes(first: Plan, second: Plan) -> list[Change]:
-    """Return the differences in activations. A group that a plan does not list is kept by that plan."""
-    before, after = _saved_figures(first), _saved_figures(second)
-    changes = [Change(what=what, first=before[what], second=after[what]) for what in _SAVED_BYTES.values()]
-    savings = [{group.id: group.saving for group in made.activations} for made in (first, second)]
-    for group in dict.fromkeys((*savings[0], *savings[1])):
-        first_saving, second_saving = (saving_of.get(group) for saving_of in savings)
-        if (first_saving or Saving.KEEP) is not (second_saving or Saving.KEEP):
-            texts = [_NOT_LISTED if saving is None else saving.value for saving in (first_saving, second_saving)]
-            changes.append(Change(what=group, first=texts[0], second=texts[1]))
-    return changes
 
 
 def _saved_figures(plan: Plan) -> Mapping[str, Figure]:

@@ -15,8 +15,7 @@ from elixir_compile.ir.schedule import Action, BucketRef, Calls, GradientRef, Gr
 from elixir_compile.session.line import SAID, SavingAnswer, layer_of_group, lean_text, saving_answers
 from elixir_compile.step.bucket_bytes import resting
 from elixir_compile.step.verify import require_same_graph
-from elixir_compile.tools.report.tables import Again, Move, Subject, Survey, actions_of, find_subject
-from elixir_compile.tools.report.text import entry_text
+from elixir_compile.tools.report.tables import Again, Move, Subject, Survey, actions_of, entry_text, find_subject
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Collect facts about the activations of a plan as values: by layer and group, by region, and in sum.
@@ -196,19 +195,14 @@ class Answer:
     layers: tuple[LayerAnswer, ...] = ()
 
 
-def _gib_text(plan: Plan) -> str:
-    if plan.gib_saves_s is None:
-        return ""
-    form = f", with the loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""
-    return f"saves at most {format_s(plan.gib_saves_s)} per step{form}"
-
-
 def plan_answer(plan: Plan) -> PlanAnswer:
     """Return the figures of `plan`."""
     ids = {bucket.id for bucket in plan.buckets}
     layers = layers_of_plan(plan)
     decided = {decision.subject for decision in plan.decisions}
     homes = zip(plan.buckets, plan.placements, strict=True)
+    chunks = f", with the loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""
+    gib_saves = "" if plan.gib_saves_s is None else f"saves at most {format_s(plan.gib_saves_s)} per step{chunks}"
     staying_bytes = {home.value: plan.staying_gradient_bytes(home) for home in (Tier.DEVICE, Tier.HOST)}
     return PlanAnswer(
         name=plan.name,
@@ -220,7 +214,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         bound_s=plan.bound_s,
         gap=plan.gap,
         binding=plan.binding,
-        gib_saves=_gib_text(plan),
+        gib_saves=gib_saves,
         formula=plan.formula,
         rank=plan.rank,
         classes=plan.classes,
@@ -385,6 +379,17 @@ def _plan_text(found: PlanAnswer) -> str:
     subjects = [_count_text(found.num_moved, "bucket")] if found.num_moved else []
     subjects += [_count_text(found.num_layers, "layer")] if found.num_layers else []
     moved = f"{' and '.join(subjects)} have decisions of their own; ask for any by its name"
+    kept = " and ".join(f"{format_bytes(n)} on the {home}" for home, n in found.staying_gradient_bytes.items())
+    tensor, streamed = found.tensor, found.num_streamed
+    sent = (
+        ""
+        if tensor is None
+        else (
+            f"{tensor.num_ranks} ranks: {_count_text(tensor.num_collectives, 'collective')} of "
+            f"{format_bytes(tensor.nbytes)} in all, {format_s(tensor.run_s)} of compute"
+        )
+    )
+    through = f", {_count_text(streamed, 'bucket')} streamed through the device" if streamed else ""
     return entry_text(
         f"plan {found.name} on {found.cluster}, chosen by {found.planner}",
         [
@@ -394,11 +399,11 @@ def _plan_text(found: PlanAnswer) -> str:
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
             ("calls", [str(found.calls)] if found.calls.num > 1 else []),
             ("lean calls", [found.lean] if found.lean else []),
-            ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
+            ("accumulates", [f"gradients of earlier backward passes stay: {kept}"] if kept else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("ranks", [_class_text(line, found.rank) for line in found.classes]),
-            ("tensor axis", [] if found.tensor is None else [_tensor_text(found.tensor)]),
-            ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
+            ("tensor axis", [sent] if sent else []),
+            ("update", [f"{found.update}{through}"] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
             ("one more GiB", [found.gib_saves] if found.gib_saves else []),
@@ -419,18 +424,6 @@ def _plan_text(found: PlanAnswer) -> str:
     )
 
 
-def _kept_text(found: PlanAnswer) -> str:
-    kept = [f"{format_bytes(nbytes)} on the {home}" for home, nbytes in found.staying_gradient_bytes.items()]
-    return f"gradients of earlier backward passes stay: {' and '.join(kept)}"
-
-
-def _tensor_text(found: TensorTraffic) -> str:
-    return (
-        f"{found.num_ranks} ranks: {_count_text(found.num_collectives, 'collective')} of {format_bytes(found.nbytes)} "
-        f"in all, {format_s(found.run_s)} of compute"
-    )
-
-
 def _class_text(line: RankClass, rank: int) -> str:
     """Return what the plan of a class of ranks comes to, as a line of the plan of `rank`."""
     who = f"{spans_text(line.ranks)}, this plan" if rank in line.ranks else spans_text(line.ranks)
@@ -440,13 +433,6 @@ def _class_text(line: RankClass, rank: int) -> str:
     parts.append(f"peak {format_bytes(line.device_peak_bytes)} of {format_bytes(line.budget_bytes)}")
     parts += [f"host {format_bytes(line.host_peak_bytes)}", f"busy {line.busy_share:.0%}"]
     return f"{who} on {line.device}: {', '.join(parts)}"
-
-
-def _update_text(found: PlanAnswer) -> str:
-    streamed = (
-        f", {_count_text(found.num_streamed, 'bucket')} streamed through the device" if found.num_streamed else ""
-    )
-    return f"{found.update}{streamed}"
 
 
 def _region_text(found: RegionAnswer, peak_at: str) -> str:
@@ -486,23 +472,41 @@ def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
         if bucket.is_sharded
         else ""
     )
+    placement = found.placement
+    stays = placement.param is Tier.DEVICE
+    if stays and not bucket.is_sharded:
+        copy = "none is needed: the parameters are on the device"
+    elif not found.copy_bytes:
+        copy = "never gathered: no region reads it"
+    else:
+        copy = (
+            "gathered once, kept until the backward" if placement.resident else "gathered for each use, then released"
+        )
     why = [
         _decision_text(decision, "" if decision.subject == bucket.id else decision.subject)
         for decision in found.decisions
     ]
+    undecided = "no decision of this plan: its home is that of an earlier plan"
+    if stays and placement.optim is Tier.DEVICE:
+        undecided = "it fits on the device: no decision moved it"
+    more = f", {format_bytes(found.copy_bytes)} more while it is gathered" if found.copy_bytes else ""
+    held = f"{format_bytes(found.always_bytes)} on the device at every op{more}"
+    if found.peak_bytes is not None:
+        kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peak_bytes.items())
+        held = f"{kinds or 'nothing'} on the device"
     return entry_text(
         f"{bucket.id}  {_count_text(len(bucket.params), 'parameter')}, {bucket.numel} elements of {bucket.dtype}",
         [
             ("asked for", [_names_text(found.asked)] if found.asked else []),
             ("holds", [] if len(found.asked) == len(bucket.params) else [_names_text(bucket.params)]),
             ("size", [f"{format_bytes(bucket.nbytes)} of parameters{state}{each}"]),
-            ("lives", [home_text(bucket, found.placement)]),
-            ("copy", [_copy_text(found)]),
-            ("why", why or [_undecided_text(found)]),
+            ("lives", [home_text(bucket, placement)]),
+            ("copy", [copy]),
+            ("why", why or [undecided]),
             ("rejected", [other for decision in found.decisions for other in decision.rejected]),
             ("passed over", found.passed_over),
             ("schedule", [_move_text(move, found) for move in found.moves] or ["nothing moves"]),
-            ("at the peak", [_peak_text(found, peak_at)]),
+            ("at the peak", [f"{peak_at}: it holds {held}"]),
         ],
     )
 
@@ -512,28 +516,28 @@ def _layer_text(found: LayerAnswer) -> str:
     nbytes = format_bytes(sum(group.nbytes for group in groups))
     num_groups = _count_text(found.num_groups, "group")
     asked = num_groups if len(groups) == found.num_groups else f"{len(groups)} of {num_groups}"
+    treated: list[tuple[str, list[str]]] = []
+    for part in found.groups:
+        group = part.group
+        how = f"{format_bytes(group.nbytes)} {SAID[group.saving]}"
+        if group.saving is Saving.RECOMPUTE:
+            again = [f"{_count_text(each.num_ops, 'op')} in {each.region}" for each in part.again or ()]
+            how += f": {', '.join(again)}" if again else ""
+        elif part.moves:
+            how += f": {'; '.join(map(_trip_text, part.moves))}"
+        how += "" if part.is_saved in (True, None) else "; saved for the ops that run again"
+        treated.append((group.id.removeprefix(f"{found.layer}."), [how]))
     why = [_decision_text(decision) for decision in found.decisions]
     is_kept = all(group.saving is Saving.KEEP for group in groups)
     undecided = "they fit on the device: no decision moved them" if is_kept else "no decision of this plan names them"
     return entry_text(
         f"{found.layer}  activations of {asked}, {nbytes}{', in lean calls' if found.is_lean else ''}",
         [
-            *((answer.group.id.removeprefix(f"{found.layer}."), [_group_text(answer)]) for answer in found.groups),
+            *treated,
             ("why", why or [undecided]),
             ("rejected", [other for decision in found.decisions for other in decision.rejected]),
         ],
     )
-
-
-def _group_text(found: GroupAnswer) -> str:
-    group = found.group
-    how = f"{format_bytes(group.nbytes)} {SAID[group.saving]}"
-    if group.saving is Saving.RECOMPUTE:
-        again = [f"{_count_text(part.num_ops, 'op')} in {part.region}" for part in found.again or ()]
-        how += f": {', '.join(again)}" if again else ""
-    elif found.moves:
-        how += f": {'; '.join(map(_trip_text, found.moves))}"
-    return how if found.is_saved in (True, None) else f"{how}; saved for the ops that run again"
 
 
 def _trip_text(move: Move) -> str:
@@ -560,22 +564,6 @@ def _decision_text(decision: Decision, subject: str = "") -> str:
     return "".join([f"{subject}: " if subject else "", f"{decision.choice}: {decision.because}", *effect])
 
 
-def _undecided_text(found: BucketAnswer) -> str:
-    if found.placement.param is Tier.DEVICE and found.placement.optim is Tier.DEVICE:
-        return "it fits on the device: no decision moved it"
-    return "no decision of this plan: its home is that of an earlier plan"
-
-
-def _copy_text(found: BucketAnswer) -> str:
-    if found.placement.param is Tier.DEVICE and not found.bucket.is_sharded:
-        return "none is needed: the parameters are on the device"
-    if not found.copy_bytes:
-        return "never gathered: no region reads it"
-    return (
-        "gathered once, kept until the backward" if found.placement.resident else "gathered for each use, then released"
-    )
-
-
 def _move_text(move: Move, found: BucketAnswer) -> str:
     regions = _count_text(move.num_ahead, "region")
     if move.verb is Verb.GATHER:
@@ -586,11 +574,3 @@ def _move_text(move: Move, found: BucketAnswer) -> str:
         how = ", with its state streamed both ways" if found.placement.streamed else ""
         return f"update on the {found.placement.update}{how}"
     return f"{move.verb} after {move.region}"
-
-
-def _peak_text(found: BucketAnswer, peak_at: str) -> str:
-    if found.peak_bytes is not None:
-        kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peak_bytes.items())
-        return f"{peak_at}: it holds {kinds or 'nothing'} on the device"
-    copy = f", {format_bytes(found.copy_bytes)} more while it is gathered" if found.copy_bytes else ""
-    return f"{peak_at}: it holds {format_bytes(found.always_bytes)} on the device at every op{copy}"

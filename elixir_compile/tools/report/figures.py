@@ -7,17 +7,18 @@ import gzip
 import importlib
 import importlib.util
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elixir_compile.base.units import GIB
+from elixir_compile.ir.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Kind, Lane, Update, Verb
 from elixir_compile.ir.record import Record, Span
 from elixir_compile.ir.schedule import verb_of, what_of
-from elixir_compile.tools.observed import OTHER, Live
-from elixir_compile.tools.report.link_rates import LinkRates, rate_columns, rates_view
+from elixir_compile.tools.observed import OTHER, Counters, Live
 from elixir_compile.tools.report.tables import Survey
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,47 +100,34 @@ def memory_rows(survey: Survey, record: Record) -> tuple[MemoryRow, ...]:
     held = survey.held
     if held is None:
         raise ValueError("the memory of a plan is counted from its graph")
-    starts = _starts(record)
+    runs = [span for span in record.spans if verb_of(span.label) == Verb.RUN]
+    starts: dict[str, float] = {}
+    for span in runs:
+        starts.setdefault(what_of(span.label), span.start_s)
     found: list[tuple[float, str, range]] = []
     begin_s = 0.0
     for region in survey.plan.regions:
         begin_s = max(starts.get(region.id, 0.0), begin_s)
         found.append((begin_s, region.id, held.ops_of(region)))
     num_ops = len(held.timeline.ops)
-    last, end_s = found[-1][2].stop if found else 0, _compute_end_s(record)
+    last = found[-1][2].stop if found else 0
+    end_s = min(max((span.end_s for span in runs), default=0.0), record.step_s)
     if last < num_ops:
         is_first = survey.plan.update is Update.ACROSS_STEPS
         found.insert(0 if is_first else len(found), (end_s, "update", range(last, num_ops)))
     # Compute may wait before the first region, as for an update by the host.
     found[:1] = [(0.0, region, ops) for _, region, ops in found[:1]]
     ends = [start_s for start_s, _, _ in found[1:]] + [max(record.step_s, end_s)]
-    return tuple(_memory_row(survey, *stretch, end) for stretch, end in zip(found, ends, strict=True))
-
-
-def _starts(record: Record) -> Mapping[str, float]:
-    """Return the start of each region in seconds."""
-    starts: dict[str, float] = {}
-    for span in record.spans:
-        if verb_of(span.label) == Verb.RUN:
-            starts.setdefault(what_of(span.label), span.start_s)
-    return starts
-
-
-def _compute_end_s(record: Record) -> float:
-    runs = [span.end_s for span in record.spans if verb_of(span.label) == Verb.RUN]
-    return min(max(runs, default=0.0), record.step_s)
-
-
-def _memory_row(survey: Survey, start_s: float, region: str, ops: range, end_s: float) -> MemoryRow:
-    held = survey.held
-    assert held is not None
-    timeline = held.timeline
-    at = max(ops, key=lambda op: timeline.live_bytes[op])
-    op = held.rows.step.ops[at]
-    live: dict[str, int] = {kind: live[at] for kind, live in timeline.live_bytes_by_kind.items()}
-    return MemoryRow(
-        region=region, op=op.id, module=op.module, source=op.source, start_s=start_s, end_s=end_s, live_bytes=live
-    )
+    rows: list[MemoryRow] = []
+    for (start_s, name, ops), stop_s in zip(found, ends, strict=True):
+        at = max(ops, key=held.timeline.live_bytes.__getitem__)
+        op = held.rows.step.ops[at]
+        live: dict[str, int] = {kind: own[at] for kind, own in held.timeline.live_bytes_by_kind.items()}
+        row = MemoryRow(
+            region=name, op=op.id, module=op.module, source=op.source, start_s=start_s, end_s=stop_s, live_bytes=live
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 _MOST_STRETCHES = 300
@@ -199,37 +187,24 @@ def bars(record: Record, of: str = PLANNED, most: int = MOST_BARS) -> tuple[Bar,
     for span in sorted(record.spans, key=lambda span: (span.start_s, span.end_s)):
         if span.end_s > span.start_s:  # else a release of the plan, which takes no time
             by_kind.setdefault((span.lane, verb_of(span.label)), []).append(span)
-    gap_s = -1.0
+    gap_s = -1.0  # of spans that are merged; none are if it is negative
     while True:
-        found = [bar for spans in by_kind.values() for bar in _merged(spans, of, gap_s)]
+        found: list[Bar] = []
+        for (lane, verb), spans in by_kind.items():
+            groups: list[tuple[Span, float, int]] = []  # the first span, the end of all, and their number
+            for span in spans:
+                first, end_s, number = groups[-1] if groups else (span, math.inf, 0)
+                if gap_s >= 0 and number and span.start_s - end_s < gap_s:
+                    groups[-1] = first, max(end_s, span.end_s), number + 1
+                else:
+                    groups.append((span, span.end_s, 1))
+            for first, end_s, number in groups:
+                what = what_of(first.label) + (f" and {number - 1} more" if number > 1 else "")
+                bar = Bar(of=of, lane=lane, verb=verb, what=what, start_s=first.start_s, end_s=end_s, num_spans=number)
+                found.append(bar)
         if len(found) <= most or gap_s > record.step_s:
             return tuple(sorted(found, key=lambda bar: (list(Lane).index(bar.lane), bar.start_s)))
         gap_s = record.step_s * _FIRST_GAP if gap_s < 0 else 2 * gap_s
-
-
-def _merged(spans: Sequence[Span], of: str, gap_s: float) -> Iterator[Bar]:
-    """Yield `spans`, in order, with those less than `gap_s` apart as one bar; none are merged if it is negative."""
-    first, end_s, num_spans = spans[0], spans[0].end_s, 1
-    for span in spans[1:]:
-        if gap_s >= 0 and span.start_s - end_s < gap_s:
-            end_s, num_spans = max(end_s, span.end_s), num_spans + 1
-        else:
-            yield _bar(first, of, end_s, num_spans)
-            first, end_s, num_spans = span, span.end_s, 1
-    yield _bar(first, of, end_s, num_spans)
-
-
-def _bar(first: Span, of: str, end_s: float, num_spans: int) -> Bar:
-    what = what_of(first.label)
-    return Bar(
-        of=of,
-        lane=first.lane,
-        verb=verb_of(first.label),
-        what=what if num_spans == 1 else f"{what} and {num_spans - 1} more",
-        start_s=first.start_s,
-        end_s=end_s,
-        num_spans=num_spans,
-    )
 
 
 _DECIMALS = 8
@@ -264,6 +239,97 @@ def kinds_of(rows: Sequence[MemoryRow]) -> tuple[str, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Tell and draw the bytes per second on the link between host and device over a step, in both directions.
+#
+#   copies     |--- 64 MB ---|            |- 16 MB -|
+#   bins       |  6 GB/s |  6 GB/s |  0  |  2 GB/s |    200 of equal length: a copy counts in each by its seconds there
+#
+# What the driver counts on the link is more: it holds all traffic of the device. It is drawn as dots beside the bins.
+
+
+NUM_BINS = 200
+_GB = 1e9
+_COUNTERS = {Lane.H2D: "link_rx_bytes_per_s", Lane.D2H: "link_tx_bytes_per_s"}
+"""The counters of the device, which receives what goes to it."""
+_COLOUR_OF = {Lane.H2D: "gather", Lane.D2H: "offload"}
+_DASHES = {PLANNED: [1, 0], SECOND: [2, 2], MEASURED: [6, 3]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """The mean rate of one direction of the link in each of `NUM_BINS` parts of a step."""
+
+    of: str
+    """Of which step: one of `STEPS`."""
+    lane: Lane
+    """`H2D` or `D2H`."""
+    step_s: float
+    bytes_per_s: tuple[float, ...]
+    rated_bytes_per_s: float
+    """The rate of the machine's profile."""
+    counted: tuple[tuple[float, float], ...] = ()
+    """(seconds since the step began, bytes per second) as the driver counted; empty if nothing was counted."""
+
+    @property
+    def nbytes(self) -> float:
+        """The bytes of the step in this direction."""
+        return sum(self.bytes_per_s) * self.step_s / NUM_BINS
+
+
+def link_rates(record: Record, of: str, cluster: Cluster, counters: Counters | None = None) -> tuple[LinkRates, ...]:
+    """Return the rates of both directions over `record`, the step called `of`; empty if no copy of it has bytes.
+
+    A copy that took no time counts in the bin of its moment.
+    """
+    step_s = max([record.step_s, *(span.end_s for span in record.spans if span.nbytes)])
+    if step_s <= 0:
+        return ()
+    bin_s = step_s / NUM_BINS
+    found: list[LinkRates] = []
+    for lane, link in ((Lane.H2D, cluster.h2d), (Lane.D2H, cluster.d2h)):
+        nbytes = [0.0] * NUM_BINS
+        for span in record.spans:
+            if span.lane is not lane or not span.nbytes:
+                continue
+            first, last = (min(max(int(at_s / bin_s), 0), NUM_BINS - 1) for at_s in (span.start_s, span.end_s))
+            length_s = span.end_s - span.start_s
+            for place in range(first, last + 1):
+                within_s = min(span.end_s, (place + 1) * bin_s) - max(span.start_s, place * bin_s)
+                is_only = first == last or not length_s
+                nbytes[place] += span.nbytes if is_only else span.nbytes * max(within_s, 0.0) / length_s
+        values = () if counters is None else counters.values.get(_COUNTERS[lane], ())
+        samples = zip(() if counters is None else counters.at_s, values, strict=False)
+        rates = LinkRates(
+            of=of,
+            lane=lane,
+            step_s=step_s,
+            bytes_per_s=tuple(each / bin_s for each in nbytes),
+            rated_bytes_per_s=link.bytes_per_s,
+            counted=tuple((at_s, value) for at_s, value in samples if value is not None),
+        )
+        found.append(rates)
+    return tuple(found) if any(any(each.bytes_per_s) for each in found) else ()
+
+
+def rate_columns(found: Sequence[LinkRates]) -> dict[str, list[Any]]:
+    """Return the rates as columns by name, with a row where a rate changes and one at the end of each step.
+
+    The seconds have the name that they have in the tables of memory and lanes: charts zoom as one only by one name.
+    """
+    table: dict[str, list[Any]] = {"of": [], "link": [], "start_s": [], "gb_per_s": []}
+    for each in found:
+        before = None
+        for place, rate in enumerate((*each.bytes_per_s, 0.0)):
+            rate = float(f"{rate / _GB:.4g}")
+            if rate != before or place == NUM_BINS:
+                row = (each.of, each.lane.value, round(place * each.step_s / NUM_BINS, 8), rate)
+                for column, value in zip(table.values(), row, strict=True):
+                    column.append(value)
+            before = rate
+    return table
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Draw memory over the step and the lanes: Vega-Lite specifications made with Altair, and pictures of them as SVG.
 #
 # The charts need the extra `report`, Altair and vl-convert. Colours are CSS variables with a value for files without a
@@ -291,7 +357,7 @@ _INK, _RULE = "var(--ink, #222222)", "var(--rule, #d9d9d9)"
 _HOVER = "hover"
 """The name of the layer that shows tooltips and zooms. It is set in the specification: Altair 6 calls a layer that was
 named `hover` `hover_0`."""
-_WIDTH, _HEIGHT, _LANE_HEIGHT = 1040, 280, 26
+_WIDTH, _HEIGHT, _LANE_HEIGHT, _RATES_HEIGHT = 1040, 280, 26, 110
 """Pixels."""
 
 
@@ -326,7 +392,7 @@ def step_chart(
     """
     alt = _library("altair")
     memory = _memory(rows, budget_bytes, second, is_static=is_static)
-    views = [memory, _lanes(found, is_static=is_static), *([rates_view(alt, rates, colour)] if rates else [])]
+    views = [memory, _lanes(found, is_static=is_static), *([_rates(alt, rates)] if rates else [])]
     spec = _finished(_stacked(alt, views), tables(rows, found, second, rates))
     if not is_static:
         # One zoom for all charts. Altair would name it in each, and warn of the repetition.
@@ -397,7 +463,7 @@ def lanes_chart(found: Sequence[Bar], rates: Sequence[LinkRates] = ()) -> dict[s
     """Return the specification of the lanes, with the rates of the link below, for a picture."""
     alt = _library("altair")
     lanes = _lanes(found, is_static=True)
-    drawn = _stacked(alt, [lanes, rates_view(alt, rates, colour)]) if rates else lanes
+    drawn = _stacked(alt, [lanes, _rates(alt, rates)]) if rates else lanes
     return _finished(drawn, tables((), found, (), rates))
 
 
@@ -415,15 +481,15 @@ def tables(
 
     Memory gets a last row that repeats the one before at its end, because an area of steps ends at its last point.
     """
-    memory = {name: _closed(columns(drawn)) for name, drawn in (("memory", rows), ("second", second)) if drawn}
-    memory |= {"lanes": bar_columns(found)} if found else {}
-    memory |= {"rates": rate_columns(rates)} if rates else {}
-    return {name: [table] for name, table in memory.items()}
-
-
-def _closed(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    last = {name: column[-1] for name, column in table.items()} | {"start_s": table["end_s"][-1]}
-    return {name: [*column, last[name]] for name, column in table.items()}
+    made: dict[str, dict[str, list[Any]]] = {}
+    for name, drawn in (("memory", rows), ("second", second)):
+        if drawn:
+            table = columns(drawn)
+            last = {key: column[-1] for key, column in table.items()} | {"start_s": table["end_s"][-1]}
+            made[name] = {key: [*column, last[key]] for key, column in table.items()}
+    made |= {"lanes": bar_columns(found)} if found else {}
+    made |= {"rates": rate_columns(rates)} if rates else {}
+    return {name: [table] for name, table in made.items()}
 
 
 def curve_chart(points: Sequence[CurvePoint]) -> dict[str, Any]:
@@ -478,7 +544,11 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[Memor
     marks = _chart(alt, highest).mark_point(
         shape="triangle-down", filled=True, size=70, color=_INK, yOffset=-6, aria=False
     )
-    layers = [areas, *_line(alt, second), limit.encode(y="budget:Q"), marks.encode(x="s:Q", y="GiB:Q")]
+    layers = [areas, limit.encode(y="budget:Q"), marks.encode(x="s:Q", y="GiB:Q")]
+    if second:
+        total = _named(alt, "second", second).transform_calculate(GiB=_total_gib(list(map(str, kinds_of(second)))))
+        line = total.mark_line(interpolate="step-after", color=_INK, strokeWidth=1.5, aria=False)
+        layers.insert(1, line.encode(x="start_s:Q", y="GiB:Q"))
     if not is_static:
         in_gib = {f"{kind}_gib": f"datum['{kind}'] / {GIB}" for kind in kinds}
         hover = _named(alt, "memory", rows).transform_calculate(**in_gib, total_gib=_total_gib(kinds))
@@ -487,14 +557,6 @@ def _memory(rows: Sequence[MemoryRow], budget_bytes: int, second: Sequence[Memor
         edges = {"x": x, "x2": "end_s:Q", "y": alt.value(0), "y2": alt.value(_HEIGHT)}
         layers.append(hover.mark_rect(opacity=0.001, aria=False).encode(**edges, tooltip=shown))
     return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
-
-
-def _line(alt: Any, rows: Sequence[MemoryRow]) -> Iterator[Any]:
-    """Yield the line of all live bytes of a second plan, if there are `rows`."""
-    if rows:
-        total = _named(alt, "second", rows).transform_calculate(GiB=_total_gib(list(map(str, kinds_of(rows)))))
-        line = total.mark_line(interpolate="step-after", color=_INK, strokeWidth=1.5, aria=False)
-        yield line.encode(x="start_s:Q", y="GiB:Q")
 
 
 def _total_gib(kinds: Sequence[str]) -> str:
@@ -541,6 +603,41 @@ def _lanes(found: Sequence[Bar], *, is_static: bool) -> Any:
         )
     )
     return chart.properties(width=_WIDTH, height=_LANE_HEIGHT * len(rows), name="lanes")
+
+
+def _rates(alt: Any, found: Sequence[LinkRates]) -> Any:
+    """Return the chart of the rates of the link, whose columns are the table called `rates`.
+
+    The dashed rules are the rates of the machine's profile.
+    """
+    most = max(max(*each.bytes_per_s, each.rated_bytes_per_s, *(rate for _, rate in each.counted)) for each in found)
+    lanes = [lane.value for lane in _COLOUR_OF]
+    scale = alt.Scale(domain=lanes, range=[colour(verb) for verb in _COLOUR_OF.values()])
+    axes = {
+        "y": alt.Y("gb_per_s:Q", title="GB/s", scale=alt.Scale(domain=[0, 1.05 * most / _GB], nice=False)),
+        "color": alt.Color("link:N", scale=scale, legend=alt.Legend(title=None)),
+    }
+    steps = list(dict.fromkeys(each.of for each in found))
+    dashes = alt.Scale(domain=steps, range=[_DASHES[of] for of in steps])
+    line = (
+        alt.Chart(alt.NamedData("rates"))
+        .transform_flatten(list(rate_columns(found)))
+        .mark_line(interpolate="step-after", strokeWidth=1.2, aria=False)
+        .encode(
+            x=alt.X("start_s:Q", title="seconds", axis=alt.Axis(grid=False)),
+            strokeDash=alt.StrokeDash("of:N", scale=dashes, legend=alt.Legend(title=None) if len(steps) > 1 else None),
+            **axes,
+        )
+    )
+    rated = {each.lane.value: each.rated_bytes_per_s / _GB for each in found}
+    rule = _chart(alt, {"link": list(rated), "gb_per_s": list(rated.values())})
+    layers = [line, rule.mark_rule(strokeDash=[2, 3], aria=False).encode(**axes)]
+    dots = [(each.lane.value, at_s, rate / _GB) for each in found for at_s, rate in each.counted]
+    if dots:
+        links, times_s, rates = (list(column) for column in zip(*dots, strict=True))
+        table = {"link": links, "start_s": times_s, "gb_per_s": rates}
+        layers.append(_chart(alt, table).mark_point(filled=True, size=20, aria=False).encode(x="start_s:Q", **axes))
+    return alt.layer(*layers).properties(width=_WIDTH, height=_RATES_HEIGHT)
 
 
 def _finished(chart: Any, datasets: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,13 +1,10 @@
-"""Findings about a run: which link is idle, which resource bounds updates, how much memory is left, which rank waits.
-
-Each finding is a function of the observation. It returns None below its limit, else a sentence with its figure, and
-the labels of the spans that it was computed from. The questions are those of the study of offloaded optimizers in
-arXiv 2406.10728, asked of any placement.
+"""The seconds, memory and traffic of each phase of a step, and findings about a run: which link is idle, which resource
+bounds updates, how much memory is left, which rank waits.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM
@@ -18,9 +15,168 @@ from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Span
 from elixir_compile.ir.schedule import what_of
-from elixir_compile.tools.observed import CALLER, FullStep, StepSummary, StudyRow
+from elixir_compile.tools.observed import CALLER, FullStep, Interval, StepSummary, StudyRow, name_of
 from elixir_compile.tools.report.diff import TOLERANCE, run_diff
-from elixir_compile.tools.report.link_rates import WHOLE, PhaseFigures, busy_s, moved_bytes, phase_figures, stretches
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tell for each phase of a step its seconds, its memory, its traffic in both directions, and who waited.
+#
+# A span that lasts through several phases counts in each by the seconds it spends there, and so do its bytes.
+
+
+WHOLE = "whole"
+STEP_PHASES = ("forward", "backward", "update", CALLER)
+PHASES = (*STEP_PHASES, WHOLE)
+Stretch = tuple[float, float]
+"""A start and an end in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What passed one direction of the link between host and device in a phase."""
+
+    nbytes: int
+    busy_s: float
+    """Seconds in which at least one copy was on its way."""
+    seconds_s: float
+    """Seconds of the phase."""
+    rated_bytes_per_s: float
+    """The rate of the machine's profile."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes per second while busy; None if nothing was copied."""
+        return self.nbytes / self.busy_s if self.busy_s else None
+
+    @property
+    def share_of_rate(self) -> float | None:
+        """The rate while busy over that of the profile."""
+        return None if self.bytes_per_s is None else self.bytes_per_s / self.rated_bytes_per_s
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the phase in which nothing was copied."""
+        return 1 - self.busy_s / self.seconds_s if self.seconds_s else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFigures:
+    """One column of the table."""
+
+    phase: str
+    seconds_s: float
+    share: float
+    """Of the period."""
+    most_bytes: int | None
+    """The most bytes on the device in the phase; None if memory was not recorded."""
+    least_bytes: int | None
+    unused_bytes: int | None
+    """What the phase leaves of the budget at its own peak; None without a budget."""
+    up: Traffic
+    down: Traffic
+    compute_s: float
+    """Seconds in which the device computed."""
+    waited_s: float
+    """Seconds in which the thread of the step was blocked by a wait of ours."""
+    host_s: float
+    """Seconds in which the host updated parameters."""
+
+
+def phase_figures(row: StudyRow, cluster: Cluster) -> tuple[PhaseFigures, ...]:
+    """Return the figures of each phase of `row` that takes time, and of the whole step; empty if it was not run."""
+    full, memory = row.full, row.memory
+    if full is None:
+        return ()
+    spans, period_s = full.record.spans, full.summary.period_s
+    live = None if memory is None else memory.live
+    names = {name_of(interval.phase) for interval in full.intervals} | {WHOLE}
+    found: list[PhaseFigures] = []
+    for phase in PHASES:
+        if phase not in names:
+            continue
+        own = stretches(full.intervals, phase)
+        seconds_s = sum(end_s - start_s for start_s, end_s in own)
+        seen: list[int] = []
+        if memory is not None and live is not None:
+            within = stretches(memory.intervals, phase)
+            ends_s = [*live.at_s[1:], memory.intervals[-1].end_s if memory.intervals else 0.0]
+            seen = [
+                total
+                for start_s, end_s, total in zip(live.at_s, ends_s, live.totals_bytes, strict=True)
+                if any(
+                    (start_s < last_s and first_s < end_s) or first_s <= start_s < last_s for first_s, last_s in within
+                )
+            ]
+        most = max(seen, default=None)
+        up, down = (
+            Traffic(
+                nbytes=moved_bytes(spans, lane, own),
+                busy_s=busy_s(spans, lane, own),
+                seconds_s=seconds_s,
+                rated_bytes_per_s=link.bytes_per_s,
+            )
+            for lane, link in ((Lane.H2D, cluster.h2d), (Lane.D2H, cluster.d2h))
+        )
+        figures = PhaseFigures(
+            phase=phase,
+            seconds_s=seconds_s,
+            share=seconds_s / period_s if period_s else 0.0,
+            most_bytes=most,
+            least_bytes=min(seen, default=None),
+            unused_bytes=None if row.budget_bytes is None or most is None else row.budget_bytes - most,
+            up=up,
+            down=down,
+            compute_s=busy_s(spans, Lane.COMPUTE, own),
+            waited_s=busy_s(spans, Lane.CALLER, own),
+            host_s=busy_s(spans, Lane.HOST, own),
+        )
+        found.append(figures)
+    return tuple(found)
+
+
+def stretches(intervals: Sequence[Interval], phase: str) -> tuple[Stretch, ...]:
+    """Return when `phase` runs, or the whole step for `WHOLE`."""
+    return tuple((each.start_s, each.end_s) for each in intervals if phase in (WHOLE, name_of(each.phase)))
+
+
+def busy_s(spans: Iterable[Span], lane: Lane, within: Sequence[Stretch]) -> float:
+    """Return the seconds of `within` in which at least one span of `lane` runs."""
+    own = sorted((span.start_s, span.end_s) for span in spans if span.lane is lane)
+    joined: list[Stretch] = []
+    for start_s, end_s in own:
+        if joined and start_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end_s))
+        else:
+            joined.append((start_s, end_s))
+    return sum(_overlap_s(span, stretch) for span in joined for stretch in within)
+
+
+def moved_bytes(spans: Iterable[Span], lane: Lane, within: Sequence[Stretch]) -> int:
+    """Return the bytes that pass `lane` in `within`; a span counts by the share of its seconds there.
+
+    A span without length counts where it begins.
+    """
+    total = 0.0
+    for span in spans:
+        if span.lane is lane and span.nbytes:
+            length_s = span.end_s - span.start_s
+            if length_s > 0:
+                inside_s = sum(_overlap_s((span.start_s, span.end_s), stretch) for stretch in within)
+                total += span.nbytes * inside_s / length_s
+            elif any(start_s <= span.start_s < end_s for start_s, end_s in within):
+                total += span.nbytes
+    return round(total)
+
+
+def _overlap_s(first: Stretch, second: Stretch) -> float:
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Findings about a run. Each is a function of the observation, which returns None below its limit, else a sentence with
+# its figure, and the labels of the spans that it was computed from. The questions are those of the study of offloaded
+# optimizers in arXiv 2406.10728, asked of any placement.
+
 
 _MOST_EVIDENCE = 8
 """The most labels that a finding names."""
@@ -291,7 +447,12 @@ def _samples(seen: Observed, name: str) -> list[int]:
 
 def slow_rank(seen: Observed) -> Finding | None:
     """F11: one rank is slower than the others."""
-    own_s = {rank: _unwaited_s(steps) for rank, steps in seen.ranks.items() if steps}
+    # Only seconds in which a rank did not wait: waits make the periods of all ranks equal.
+    own_s = {
+        rank: statistics.median(each.period_s - (each.waited_s or 0.0) for each in steps)
+        for rank, steps in seen.ranks.items()
+        if steps
+    }
     if len(own_s) < 2:
         return None
     middle_s = statistics.median(own_s.values())
@@ -308,11 +469,6 @@ def slow_rank(seen: Observed) -> Finding | None:
         limit=RANK_SHARE,
         evidence=("period_s", "waited_s"),
     )
-
-
-def _unwaited_s(steps: Sequence[StepSummary]) -> float:
-    """Return the median seconds of a step in which a rank did not wait: waits make the periods of all ranks equal."""
-    return statistics.median(each.period_s - (each.waited_s or 0.0) for each in steps)
 
 
 def _slow_phase(seen: Observed, rank: int) -> str:

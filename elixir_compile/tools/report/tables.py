@@ -1,15 +1,17 @@
 """Count the facts that answers about a plan share: its moves, its recomputed ops, the state and the bytes of each
-layer, and its work beside the measured work.
+layer, and its work beside the measured work; and format tables, titled entries, curves and memory timelines as text.
 """
 
 import functools
 import itertools
+import math
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.base.errors import UnknownSubject
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import StepGraph, is_numbered, layer_of
 from elixir_compile.ir.kinds import GroupId, Kind, Lane, OpId, RegionId, Saving, StorageId, Tier, Verb
@@ -141,26 +143,20 @@ def find_subject(plan: Plan, name: str) -> Subject:
         tuple(own for own in activations if _has_parts(own.id, name)) for activations in (plan.activations, lean)
     )
     if not found and not groups and not lean_groups:
-        raise UnknownSubject(name, _names(plan))
+        # Every name that would be found: ids, and paths of parameters and activations with their parts.
+        names = dict.fromkeys([*(bucket.id for bucket in plan.buckets), *(region.id for region in plan.regions)])
+        params = [param for bucket in plan.buckets for param in bucket.params]
+        for path in (*params, *(group.id for group in (*plan.activations, *lean))):
+            parts = path.split(".")
+            for start in range(len(parts)):
+                names |= dict.fromkeys(".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))
+        raise UnknownSubject(name, list(names))
     buckets = tuple(bucket for bucket in plan.buckets if not found.isdisjoint(bucket.params))
     return Subject(name=name, buckets=buckets, params=found, groups=groups, lean_groups=lean_groups)
 
 
 def _has_parts(path: str, name: str) -> bool:
     return f".{name}." in f".{path}."
-
-
-def _names(plan: Plan) -> list[str]:
-    """Return all names that `find_subject` knows: ids, paths of parameters and activations, and parts of paths."""
-    names: dict[str, None] = dict.fromkeys([bucket.id for bucket in plan.buckets])
-    names |= dict.fromkeys([region.id for region in plan.regions])
-    params = [param for bucket in plan.buckets for param in bucket.params]
-    lean = () if plan.lean is None else plan.lean.activations
-    for path in (*params, *(group.id for group in (*plan.activations, *lean))):
-        parts = path.split(".")
-        for start in range(len(parts)):
-            names |= dict.fromkeys(".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))
-    return list(names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,7 +326,7 @@ def layer_rows(survey: Survey, op_seconds: Sequence[float]) -> tuple[LayerRow, .
 
     `op_seconds` are the seconds of the ops that the plan runs. Raises ValueError if `survey` is without a graph.
     """
-    held = survey.held
+    plan, held = survey.plan, survey.held
     if held is None:
         raise ValueError("the layers of a plan are those of its graph")
     step = held.rows.step
@@ -339,61 +335,37 @@ def layer_rows(survey: Survey, op_seconds: Sequence[float]) -> tuple[LayerRow, .
     def row(layer: str) -> LayerRow:
         return rows.setdefault(layer, LayerRow(layer=layer))
 
-    homes = _homes(survey)
+    placed = [*zip(plan.buckets, plan.placements, strict=True)]
+    params = {name for bucket in plan.buckets for name in bucket.params}
     nbytes = {storage.id: storage.nbytes for storage in step.storages if storage.kind is Kind.PARAM}
     for op in step.ops:
         for name in op.reads:
-            if name in homes:
+            if name in params:
                 row(layer_of_param(name))
     for op, seconds in zip(step.ops, op_seconds, strict=True):
         layer = layer_of(op.module)
         own = layer if is_numbered(layer) else op.module if op.module in rows else OTHER
         if seconds:
             row(own).compute_s += seconds
-    for name, home in homes.items():
-        own = row(layer_of_param(name))
-        own.param_bytes[home.param] += nbytes.get(name, 0)
-        own.state_bytes[home.optim] += int(nbytes.get(name, 0) * home.state_per_byte)
-    for group in survey.plan.activations:
+    for bucket, placement in placed:
+        state_per_byte = bucket.state_nbytes / bucket.nbytes if bucket.nbytes else 0.0
+        for name in bucket.params:
+            own = row(layer_of_param(name))
+            own.param_bytes[placement.param] += nbytes.get(name, 0)
+            own.state_bytes[placement.optim] += int(nbytes.get(name, 0) * state_per_byte)
+    for group in plan.activations:
         row(layer_of_group(group.id)).saved_bytes[group.saving] += group.nbytes
-    _add_buckets(survey, rows)
-    return tuple(rows.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Home:
-    """The homes of a parameter and of its state, and the bytes of state for each of its bytes."""
-
-    param: Tier
-    optim: Tier
-    state_per_byte: float
-
-
-def _homes(survey: Survey) -> Mapping[StorageId, _Home]:
-    plan = survey.plan
-    return {
-        name: _Home(
-            param=placement.param,
-            optim=placement.optim,
-            state_per_byte=bucket.state_nbytes / bucket.nbytes if bucket.nbytes else 0.0,
-        )
-        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
-        for name in bucket.params
-    }
-
-
-def _add_buckets(survey: Survey, rows: Mapping[str, LayerRow]) -> None:
-    """Add gathers and decisions of the buckets to the rows of their parameters, and decisions about layers."""
     by_subject: dict[str, list[Decision]] = {}
-    for decision in survey.plan.decisions:
+    for decision in plan.decisions:
         by_subject.setdefault(decision.subject, []).append(decision)
     for layer, own in rows.items():
         own.decisions += tuple(by_subject.get(layer, ()))
-    for bucket in survey.plan.buckets:
+    for bucket in plan.buckets:
         num_gathers = sum(move.verb is Verb.GATHER for move in survey.moves.of(BucketRef(bucket.id)))
         for layer in dict.fromkeys(layer_of_param(name) for name in bucket.params):
             rows[layer].num_gathers += num_gathers
             rows[layer].decisions += tuple(by_subject.get(bucket.id, ()))
+    return tuple(rows.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -417,15 +389,27 @@ SEVERAL = "several layers"
 def layer_bytes(held: Holdings, op: OpId) -> Mapping[str, Mapping[Kind, int]]:
     """Return the live bytes at `op` by layer and kind, without zeros, in the order of the first ops of the layers."""
     at, rows = held.position(op), held.rows
-    layers = _layers_of_storages(rows.step)
-    found: dict[str, Counter[Kind]] = {layer: Counter() for layer in dict.fromkeys(layers.values())}
     nbytes = {storage.id: storage.nbytes for storage in rows.step.storages}
+    inputs = {storage.id for storage in rows.step.storages if storage.kind is Kind.INPUT}
+    layers: dict[StorageId, str] = {}  # of each storage that an op touches, in the order of the first ops
+    written: set[StorageId] = set()
+    for own in rows.step.ops:
+        layer = layer_of_op(own.module)
+        for name in own.reads:
+            layers.setdefault(name, INPUTS if name in inputs else layer)
+        for name in own.writes:
+            if name not in written and name not in inputs:
+                written.add(name)
+                layers.setdefault(name, layer)
+    found: dict[str, Counter[Kind]] = {layer: Counter() for layer in dict.fromkeys(layers.values())}
 
     def add(layer: str, kind: Kind, count: int) -> None:
         found.setdefault(layer, Counter())[kind] += count
 
     for bucket in rows.plan.buckets:
-        shares = _shares(bucket, nbytes)
+        shares: Counter[str] = Counter()  # the bytes of the parameters of the bucket by layer
+        for name in bucket.params:
+            shares[layer_of_param(name)] += nbytes.get(name, 0)
         for row in _live(rows.of_bucket(bucket), at):
             for layer, share in split(row.nbytes, shares).items():
                 add(layer, row.kind, share)
@@ -444,34 +428,10 @@ def _live(rows: Iterable[Held], at: int) -> Iterable[Held]:
     return (row for row in rows if row.first <= at <= row.last)
 
 
-def _layers_of_storages(step: StepGraph) -> Mapping[StorageId, str]:
-    """Return the layer of each storage that an op touches, in the order of the first ops."""
-    inputs = {storage.id for storage in step.storages if storage.kind is Kind.INPUT}
-    layers: dict[StorageId, str] = {}
-    written: set[StorageId] = set()
-    for op in step.ops:
-        layer = layer_of_op(op.module)
-        for name in op.reads:
-            layers.setdefault(name, INPUTS if name in inputs else layer)
-        for name in op.writes:
-            if name not in written and name not in inputs:
-                written.add(name)
-                layers.setdefault(name, layer)
-    return layers
-
-
 def layer_of_op(module: str) -> str:
     """Return the layer of an op of `module`; outside of all layers the module itself, or `OTHER` for the model."""
     layer = layer_of(module)
     return layer if is_numbered(layer) else module or OTHER
-
-
-def _shares(bucket: Bucket, nbytes: Mapping[StorageId, int]) -> Mapping[str, int]:
-    """Return the bytes of the parameters of `bucket` by layer."""
-    shares: Counter[str] = Counter()
-    for name in bucket.params:
-        shares[layer_of_param(name)] += nbytes.get(name, 0)
-    return shares
 
 
 def split(total: int, shares: Mapping[str, int]) -> Mapping[str, int]:
@@ -512,8 +472,20 @@ def work_rows(planned: Record, measured: Record) -> tuple[WorkRow, ...]:
 
     What the calling thread waits for is left out: no plan says it.
     """
-    sides = [_by_verb(record) for record in (planned, measured)]
     nothing = (Tally(0, 0), 0.0)
+
+    def by_verb(record: Record) -> dict[tuple[Lane, str], tuple[Tally, float]]:
+        works: dict[tuple[Lane, str], tuple[Tally, float]] = {}
+        for (lane, name), tally in tallies(record.spans).items():
+            before, _ = works.get((lane, verb_of(name)), nothing)
+            works[lane, verb_of(name)] = Tally(before.times + tally.times, before.nbytes + tally.nbytes), 0.0
+        for span in record.spans:
+            work = span.lane, verb_of(span.label)
+            if work in works:
+                works[work] = works[work][0], works[work][1] + (span.end_s - span.start_s)
+        return works
+
+    sides = by_verb(planned), by_verb(measured)
     found: list[WorkRow] = []
     for lane, verb in sorted({*sides[0], *sides[1]}, key=lambda work: (list(Lane).index(work[0]), work[1])):
         (own, own_s), (other, other_s) = (side.get((lane, verb), nothing) for side in sides)
@@ -521,14 +493,71 @@ def work_rows(planned: Record, measured: Record) -> tuple[WorkRow, ...]:
     return tuple(found)
 
 
-def _by_verb(record: Record) -> dict[tuple[Lane, str], tuple[Tally, float]]:
-    seconds: defaultdict[tuple[Lane, str], float] = defaultdict(float)
-    for span in record.spans:
-        seconds[span.lane, verb_of(span.label)] += span.end_s - span.start_s
-    works: dict[tuple[Lane, str], list[Tally]] = {}
-    for (lane, name), tally in tallies(record.spans).items():
-        works.setdefault((lane, verb_of(name)), []).append(tally)
-    return {
-        work: (Tally(sum(own.times for own in each), sum(own.nbytes for own in each)), seconds[work])
-        for work, each in works.items()
-    }
+# ----------------------------------------------------------------------------------------------------------------------
+# Format parts of a report as text: tables, titled entries, curves and memory timelines.
+
+
+def table_text(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with the first column flush left and the others flush right.
+
+    Raises ValueError if a row has another number of cells than `headers`.
+    """
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"row {list(row)} has {len(row)} cells, the table has {len(headers)} columns")
+    widths = [max(len(line[column]) for line in (headers, *rows)) for column in range(len(headers))]
+    rule = ["-" * width for width in widths]
+    lines = (
+        [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]
+        for cells in (headers, rule, *rows)
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def entry_text(title: str, fields: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return `title` with a row for each line of each field below; fields without lines are left out."""
+    shown = [(name, lines) for name, lines in fields if lines]
+    width = max((len(name) for name, _ in shown), default=0)
+    rows = [
+        f"  {name if first else '':<{width}}  {line}".rstrip()
+        for name, lines in shown
+        for first, line in ((at == 0, line) for at, line in enumerate(lines))
+    ]
+    return "\n".join((title, *rows))
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def curve_text(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """Return a block character for each value, scaled from `low` to `high` (default: the extremes of `values`).
+
+    Values outside the scale are cut to it. NaN and infinity print as `!`.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "!" * len(values)
+    bottom = min(finite) if low is None else low
+    top = max(finite) if high is None else high
+    blocks: list[str] = []
+    for value in values:
+        cut = min(max(value, bottom), top)
+        height = (cut - bottom) / (top - bottom) if top > bottom else 0.0
+        # If the range is too small or too large to divide by, the curve is flat.
+        at = min(int(height * len(_BLOCKS)), len(_BLOCKS) - 1) if math.isfinite(height) else 0
+        blocks.append(_BLOCKS[at] if math.isfinite(value) else "!")
+    return "".join(blocks)
+
+
+def timeline_text(timeline: MemoryTimeline, width: int = 72) -> str:
+    """Return the live bytes over the step as a row of blocks, and a table of the bytes by kind at the peak."""
+    columns, values = min(width, len(timeline.ops)), timeline.live_bytes
+    edges = [len(values) * column // columns for column in range(columns + 1)]
+    # The largest value of each stretch, which keeps every peak.
+    drawn = curve_text([float(max(values[first:last])) for first, last in itertools.pairwise(edges)], low=0.0)
+    peak = timeline.peak
+    largest = sorted(peak.by_kind.items(), key=lambda item: -item[1])
+    rows = [(str(kind), format_bytes(nbytes), f"{nbytes / peak.nbytes:.0%}") for kind, nbytes in largest]
+    rows.append(("all", format_bytes(peak.nbytes), "100%"))
+    title = f"live bytes over {len(timeline.ops)} ops, peak {format_bytes(peak.nbytes)} at {peak.op}"
+    return f"{title}\n{drawn}\n\n{table_text(('at the peak', 'bytes', 'share'), rows)}"

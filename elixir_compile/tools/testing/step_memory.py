@@ -16,8 +16,7 @@ from elixir_compile.ir import Kind, OpId, Placement, Plan, Record, Saving, StepG
 from elixir_compile.session.line import SAID, measured_line, plan_line
 from elixir_compile.step.timeline import MemoryTimeline, Peak
 from elixir_compile.tools.report.diff import TOLERANCE, RunDiff, diff_text, run_diff
-from elixir_compile.tools.report.tables import LayerRow, Survey, layer_bytes, layer_rows
-from elixir_compile.tools.report.text import table_text, timeline_text
+from elixir_compile.tools.report.tables import LayerRow, Survey, layer_bytes, layer_rows, table_text, timeline_text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Goldens: the memory of a training step as a small text file, and what has changed since it was written.

@@ -1,6 +1,6 @@
 """`entry`: fields are aligned, and those without lines are left out."""
 
-from elixir_compile.tools.report.text import entry_text
+from elixir_compile.tools.report.tables import entry_text
 
 
 def test_an_entry_is_aligned() -> None:

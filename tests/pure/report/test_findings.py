@@ -12,9 +12,8 @@ from elixir_compile.ir import Lane, Origin, Record, Span
 from elixir_compile.ir.kinds import Phase
 from elixir_compile.tools.observed import Counters, FullStep, Interval, Live, StepSummary, StudyRow
 from elixir_compile.tools.report import findings
-from elixir_compile.tools.report.findings import Finding, Observed, observed_row
-from elixir_compile.tools.report.link_rates import WHOLE, phase_figures
-from elixir_compile.tools.report.study import finding_lines
+from elixir_compile.tools.report.findings import WHOLE, Finding, Observed, observed_row, phase_figures
+from elixir_compile.tools.report.runs import finding_lines
 from tests.pure.problems import tight_problem
 from tests.pure.report.pages import tight
 

@@ -10,7 +10,7 @@ from elixir_compile.ir.hardware import preset
 from elixir_compile.tools.observed import Counters
 from elixir_compile.tools.report import figures
 from elixir_compile.tools.report import figures as charts
-from elixir_compile.tools.report.link_rates import NUM_BINS, LinkRates, link_rates, rate_columns
+from elixir_compile.tools.report.figures import NUM_BINS, LinkRates, link_rates, rate_columns
 from elixir_compile.tools.report.page import PlanSheet, page, page_data
 from tests.pure.report.pages import sheet_of, tight
 

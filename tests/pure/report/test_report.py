@@ -14,7 +14,7 @@ from elixir_compile.ir.record import Origin, Record
 from elixir_compile.ir.schedule import Action, BucketRef, Schedule
 from elixir_compile.session.line import measured_line, plan_line
 from elixir_compile.step.timeline import MemoryTimeline
-from elixir_compile.tools.report.text import curve_text, table_text, timeline_text
+from elixir_compile.tools.report.tables import curve_text, table_text, timeline_text
 
 MIB = 1024**2
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.ir import Lane, Origin, Phase, Record, Span
 from elixir_compile.tools.observed import Counters, FullStep, Interval, Live, StepSummary
-from elixir_compile.tools.report.trace_events import trace_events
+from elixir_compile.tools.report.runs import trace_events
 
 TIMES = st.floats(0, 2, allow_nan=False)
 SPANS = st.lists(

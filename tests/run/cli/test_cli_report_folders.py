@@ -29,8 +29,7 @@ from elixir_compile.tools.observed import (
     write_meta,
 )
 from elixir_compile.tools.report import figures as charts
-from elixir_compile.tools.report.observed_run import thinned
-from elixir_compile.tools.report.study import planned_row
+from elixir_compile.tools.report.runs import planned_row, thinned
 from tests.pure.report import pages
 
 tight = functools.cache(pages.tight)

@@ -11,7 +11,7 @@ from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.cli.study_worker import Case
 from elixir_compile.tools.observed import Study, StudyRow, study_from_json, study_to_json
 from elixir_compile.tools.report import figures as charts
-from elixir_compile.tools.report.link_rates import WHOLE, phase_figures
+from elixir_compile.tools.report.findings import WHOLE, phase_figures
 from elixir_compile.tools.report.page import study_page
 
 MODEL = """

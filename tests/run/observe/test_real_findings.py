@@ -11,8 +11,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Lane, Span
 from elixir_compile.tools.observed import StudyRow
-from elixir_compile.tools.report.findings import Observed, find, host_update_bytes, observed_row
-from elixir_compile.tools.report.link_rates import WHOLE
+from elixir_compile.tools.report.findings import WHOLE, Observed, find, host_update_bytes, observed_row
 from tests.run.models import Stack, seeded, vectors
 
 NUM_STEPS = 7
