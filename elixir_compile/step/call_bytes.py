@@ -13,6 +13,7 @@ and those between. The bytes at an op are the most of them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,8 +86,7 @@ def call_kinds(calls: Calls) -> tuple[CallKind, ...]:
     return (first, *dict.fromkeys((between(most - 1, 1), between(1, calls.num - 2))), last)
 
 
-@dataclass(frozen=True, slots=True)
-class Ops:
+class Ops(NamedTuple):
     """How many ops a step has: in its forward, in forward and backward together, and with the update.
 
     Or how many positions, if the axis of a step has more than its ops.

@@ -1,35 +1,15 @@
-"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them, and scale
-a captured step to another number of rows of the batch.
-"""
+"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import (
-    Action,
-    Bucket,
-    BucketId,
-    BucketRef,
-    GradientRef,
-    GroupId,
-    GroupRef,
-    Kind,
-    OpId,
-    Plan,
-    RegionRef,
-    StepGraph,
-    StorageId,
-    Tier,
-    Verb,
-)
+from elixir_compile.ir import Action, Bucket, BucketId, Kind, Plan, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ir.bucket import streamed, streamed_bytes
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import Births, Held, Sizes, last_unreduced, last_with_gradients, resting
@@ -46,6 +26,7 @@ from elixir_compile.step.call_bytes import (
 )
 from elixir_compile.step.divide import arrived_name, laps_of, leaving_name
 from elixir_compile.step.liveness import Life, liveness
+from elixir_compile.step.works import FIRST_OWN, BucketWorks, Do, GroupWorks, Memory, Walk, Work
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The axis of rows of bytes: the ops of a step, and its reduces with buffers, which stand between two ops.
@@ -53,25 +34,51 @@ from elixir_compile.step.liveness import Life, liveness
 #   op         0    1    2         3    4      a reduce holds gradients and a flat buffer, and nothing that only
 #   position   0    1    2    3    4    5      op 2 reads last
 #   reduce                    ^
+#
+# What is allocated or freed when ops 0 to 2 are done, but not the reduce, is there from position 3 on, or up to
+# position 2.
 
 
-@dataclass(frozen=True, slots=True)
 class Axis:
-    """The ops of a step and its reduces with buffers in one order."""
+    """The ops of a step and its reduces with buffers in one order, and where works allocate and free memory on it."""
 
-    ops: Ops
-    """How many positions there are in all, and before the backward and the update."""
-    of: Mapping[OpId, int]
-    """The position of each op."""
-    op_of: tuple[int, ...]
-    """By position: the index of its op, or of the op before a reduce."""
-    with_moment: frozenset[BucketId]
-    """The buckets whose reduce has a position."""
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The positions of the ops, in order."""
-        return tuple(self.of.values())
+    def __init__(self, step: StepGraph, plan: Plan, rank: int) -> None:
+        """Read the works of the schedule of `rank` under `plan`; `step` has the ops that run."""
+        index = {op.id: number for number, op in enumerate(step.ops)}
+        ends: dict[str, int] = {region.id: index[region.last] + 1 for region in plan.regions}
+        with_moment = {bucket.id for bucket in plan.buckets if Sizes.of(bucket, plan.num_copies).has_moment}
+        self.reduced: dict[str, int] = {}
+        """By bucket: the last position before its reduce."""
+        self.allocated: dict[tuple[str, str], list[int]] = defaultdict(list)
+        """By `Memory` and name of its bucket or group: the positions from which on it is there."""
+        self.freed: dict[tuple[str, str], list[int]] = defaultdict(list)
+        """By `Memory` and name of its bucket or group: the last positions at which it is there."""
+        self.op_of: list[int] = []
+        """By position: the index of its op, or of the op before a reduce."""
+        op_of, num_done = self.op_of, 0
+        for work in _works(plan, rank):
+            do, name = work.do, work.name
+            if do is Do.RUN:
+                op_of += range(num_done, ends[name])
+                num_done = max(num_done, ends[name])
+            elif do is Do.REDUCE or do is Do.ADD_UP:
+                if name in with_moment and not num_done:  # before the first op, it counts behind it
+                    op_of.append(0)
+                    num_done = 1
+                self.reduced[name] = len(op_of) - 1
+                if name in with_moment:
+                    op_of.append(num_done - 1)
+            for memory in work.writes if work.allocates else ():
+                self.allocated[str(memory), name].append(len(op_of))
+            for memory in work.frees:
+                self.freed[str(memory), name].append(len(op_of) - 1)
+        op_of += range(num_done, len(step.ops))
+        self.starts: list[int] = [len(op_of)] * (len(step.ops) + 1)
+        """By index of an op: its position; at last, how many positions there are."""
+        for position in reversed(range(len(op_of))):
+            self.starts[op_of[position]] = position
+        self.ops = Ops(*(self.starts[number] for number in Ops.of(step)))
+        """How many positions there are in all, and before the backward and the update."""
 
     def op_from(self, position: int) -> int:
         """Return the index of the first op that is not before `position`; the number of ops if there is none."""
@@ -85,25 +92,20 @@ class Axis:
         return -1 if position < 0 else self.op_of[position]
 
 
-def axis_of(step: StepGraph, plan: Plan, rank: int) -> Axis:
-    """Return the axis of `step`, the ops that `plan` runs, with the reduces of the schedule of `rank`."""
-    buckets = [(bucket.id, Sizes.of(bucket, plan.num_copies)) for bucket in plan.buckets]
-    with_moment = frozenset(name for name, sizes in buckets if sizes.has_moment)
-    index = {op.id: number for number, op in enumerate(step.ops)}
-    lasts = {region.id: index[region.last] for region in plan.regions}
-    moments: Counter[int] = Counter()
-    done = 0  # a reduce before the first op, if a plan has one, counts behind it
-    for action in actions_of(plan, rank):
-        match action.verb, action.target:
-            case Verb.RUN, RegionRef(region):
-                done = lasts[region]
-            case Verb.REDUCE, BucketRef(bucket) if bucket in with_moment:
-                moments[done] += 1
-    op_of = tuple(number for number in range(len(step.ops)) for _ in range(1 + moments[number]))
-    starts = [0, *accumulate(1 + moments[number] for number in range(len(step.ops)))]
-    counted = Ops.of(step)
-    ops = Ops(starts[counted.num_forward], starts[counted.num_run], starts[counted.num])
-    return Axis(ops, {op.id: starts[number] for number, op in enumerate(step.ops)}, op_of, with_moment)
+def _works(plan: Plan, rank: int) -> Sequence[Work]:
+    """Return the works of `rank`, or of the first rank if all have the same, without what regions touch."""
+    # When an update runs changes no bytes: streamed updates take turns in one row, and gradients stay until the end.
+    mode = Update.AFTER_BACKWARD
+    placed = zip(plan.buckets, plan.placements, strict=True)
+    buckets = {
+        bucket.id: BucketWorks(FIRST_OWN, home, mode, is_sharded=bucket.is_sharded, is_trained=False)
+        for bucket, home in placed
+    }
+    groups = {group.id: GroupWorks(FIRST_OWN, group.id) for group in plan.activations if group.saving is Saving.OFFLOAD}
+    for group in groups.values():
+        group.leaves_whole = group.returns_whole = True
+    walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)
+    return walk.step([(action.verb, action.target) for action in actions_of(plan, rank)])
 
 
 def actions_of(plan: Plan, rank: int) -> tuple[Action, ...]:
@@ -121,10 +123,6 @@ def actions_of(plan: Plan, rank: int) -> tuple[Action, ...]:
 #
 # The rows of all owners add up to the timeline of the plan, and the rows of an owner to its own bytes. Buckets that
 # take turns have one joint row, with the bytes of the largest of them.
-#
-# Rows are on an axis with a position for each op, and one for each reduce with buffers, which stands between two ops
-# where the schedule has it. A row that a release or a wait ends before the reduce is not there at the position of the
-# reduce, nor is a row that only the op before it reads.
 
 
 class PlanRows:
@@ -136,17 +134,15 @@ class PlanRows:
     def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0, call: CallKind = ONLY) -> None:
         self.step = as_run(graph, plan.activations, laps_of(plan))
         """The ops as the plan runs them."""
-        self.axis = axis_of(self.step, plan, rank)
+        self.axis = Axis(self.step, plan, rank)
         """The positions of rows."""
-        self.call, self._ops = call, self.axis.ops
+        self.call, self._ops, self.plan = call, self.axis.ops, plan
         self._others_bytes: Mapping[Kind, int] = {}
-        self.plan, self.rank = plan, rank
         self._placements = {placement.bucket: placement for placement in plan.placements}
-        self._moves = _moves(self.axis, plan, rank)
-        self.lives = _lives(self.step, plan, self._moves)
+        owners = {param: bucket for bucket in plan.buckets for param in bucket.params}
+        self.lives = self._lives(owners)
         """The stretches of positions in which each storage is on the device. Parameters of buckets are listed as if
         they never moved."""
-        owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
         self._births: dict[BucketId, list[tuple[int, int]]] = {bucket.id: [] for bucket in plan.buckets}
         self.storages: dict[StorageId, tuple[Held, ...]] = {}
         """The rows of each storage that is neither a parameter nor a gradient of a bucket."""
@@ -154,9 +150,44 @@ class PlanRows:
         for name, lives in self.lives.items():
             storage = storages[name]
             if storage.of is not None and storage.of in owners:
-                self._births[owners[storage.of]].append((lives[0].first, storage.nbytes))
+                self._births[owners[storage.of].id].append((lives[0].first, storage.nbytes))
             elif not (storage.kind is Kind.PARAM and name in owners):
-                self.storages[name] = tuple(Held(storage.kind, storage.nbytes, *life) for life in map(_ends, lives))
+                self.storages[name] = tuple(Held(storage.kind, storage.nbytes, own.first, own.last) for own in lives)
+
+    def _lives(self, owners: Mapping[StorageId, Bucket]) -> Mapping[StorageId, tuple[Life, ...]]:
+        """Return the lives of all storages; `owners` has the bucket of each parameter."""
+        axis, starts, end = self.axis, self.axis.starts, self._ops.num - 1
+        unmoved = {
+            name: Life(first=starts[life.first], last=starts[life.last])
+            for name, life in liveness(self.step).lives.items()
+        }
+        lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
+        for storage in self.step.storages:
+            bucket = None if storage.of is None else owners.get(storage.of)
+            if bucket is not None and storage.id in unmoved:
+                last = last_unreduced(*self._end_of_gradients(bucket), is_packed=bucket.is_packed)
+                lives[storage.id] = (Life(first=unmoved[storage.id].first, last=last),)
+        for group in self.plan.activations:
+            left = axis.freed.get((Memory.SAVED, group.id), [])
+            back = axis.allocated.get((Memory.BACK, group.id), [end + 1])[-1]
+            for name in group.storages if left else ():
+                out, arrived = leaving_name(name), arrived_name(name)
+                out, arrived = out if out in unmoved else name, arrived if arrived in unmoved else name
+                if out in unmoved:
+                    lives[out] = (Life(first=unmoved[out].first, last=left[0]),)
+                    lives[arrived] = (
+                        *(lives[out] if out == arrived else ()),
+                        Life(first=back, last=unmoved[arrived].last),
+                    )
+        return lives
+
+    def _end_of_gradients(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return the last positions before the reduce of the gradients of `bucket`, before the wait for them if they
+        are offloaded or sharded, and with the gradients on the device if they never leave it."""
+        unreduced = Memory.ROWS if bucket.is_sharded else Memory.GRADIENT
+        end = self._ops.num - 1
+        wait = self.axis.freed.get((unreduced, bucket.id), [end])[-1]
+        return self.axis.reduced.get(bucket.id, end), wait, last_with_gradients(bucket, self._ops.num_run, end + 1)
 
     @cached_property
     def waiting_bytes(self) -> Mapping[Kind, int]:
@@ -203,22 +234,27 @@ class PlanRows:
 
     def of_bucket(self, bucket: Bucket, births: Births | None = None) -> Iterator[Held]:
         """Yield the rows of `bucket`, with `births` instead of its own unreduced gradients if given."""
-        placement, end = self._placements[bucket.id], self._ops.num - 1
+        placement, end, axis = self._placements[bucket.id], self._ops.num - 1, self.axis
         for kind, nbytes in resting(bucket, placement):
             yield Held(kind, nbytes, 0, end)
-        moves, sizes = self._moves, Sizes.of(bucket, self.plan.num_copies)
-        is_away = placement.param is not Tier.DEVICE
+        sizes, is_away = Sizes.of(bucket, self.plan.num_copies), placement.param is not Tier.DEVICE
         births = self._births[bucket.id] if births is None else births
         moving: list[Held] = []
-        for copy in moves.gathered.get(bucket.id, ()):
-            moving += copy_of_call(self.call, self._ops, sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
+        # A gather, the wait for it, which frees what was sent, if it is of several ranks, and its release.
+        allocated, *freed = (
+            places.get((memory, bucket.id), ())
+            for places, memory in ((axis.allocated, Memory.COPY), (axis.freed, Memory.SENT), (axis.freed, Memory.COPY))
+        )
+        for gather, wait, last in zip_longest(allocated, *freed, fillvalue=end + 1):
+            moving += copy_of_call(self.call, self._ops, sizes, gather, wait + 1, last, is_sent=is_away)
+        complete, wait, stays = self._end_of_gradients(bucket)
         grads = BucketGradients(
             sizes=sizes,
             births=births,
             sum_bytes=sum_nbytes(bucket, births, self.plan.calls, is_away=is_away),
-            complete=moves.completes.get(bucket.id, end),
-            wait=moves.grad_ends.get(bucket.id, end),
-            stays=moves.last_with_gradients(bucket),
+            complete=complete,
+            wait=wait,
+            stays=stays,
             is_away=is_away,
         )
         moving += gradients_of_call(self.call, self._ops, grads)
@@ -233,108 +269,3 @@ class PlanRows:
             bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
             for kind, nbytes in streamed(bucket, param):
                 yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
-
-
-def _ends(life: Life) -> tuple[int, int]:
-    return life.first, life.last
-
-
-class _Copy(NamedTuple):
-    """A gathered copy: the first position after its gather, the first after its wait, and the last before its release.
-
-    If it is never awaited, `wait` is after `last`.
-    """
-
-    gather: int
-    wait: int
-    last: int
-
-
-@dataclass(slots=True)
-class _Moves:
-    """The moves of a schedule as positions, both ends included."""
-
-    axis: Axis
-
-    gathered: dict[BucketId, list[_Copy]]
-    grad_ends: dict[BucketId, int]
-    """Last position before the wait for the gradients, if they are offloaded or sharded."""
-    completes: dict[BucketId, int]
-    """Last position before the reduce."""
-    left_at: dict[GroupId, int]
-    """By group: last position at which offloaded activations are on the device for the first time."""
-    back_at: dict[GroupId, int]
-    """By group: first position at which prefetched activations are on the device again."""
-
-    def last_with_gradients(self, bucket: Bucket) -> int:
-        """Return the last position with the gradients of `bucket` on the device if they never leave it."""
-        return last_with_gradients(bucket, self.axis.ops.num_run, self.axis.ops.num)
-
-
-def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
-    starts = moves.axis.starts
-    unmoved = {
-        name: Life(first=starts[life.first], last=starts[life.last]) for name, life in liveness(step).lives.items()
-    }
-    lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
-    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    end = moves.axis.ops.num - 1
-    reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
-    ends = {
-        bucket.id: last_unreduced(
-            complete,
-            moves.grad_ends.get(bucket.id, end),
-            moves.last_with_gradients(bucket),
-            is_packed=bucket.is_packed,
-        )
-        for bucket, complete in reduces
-    }
-    for storage in step.storages:
-        owner = None if storage.of is None else owners.get(storage.of)
-        last = None if owner is None else ends.get(owner)
-        if last is not None and storage.id in unmoved:
-            lives[storage.id] = (Life(first=unmoved[storage.id].first, last=last),)
-    for group in plan.activations:
-        for name in group.storages if group.id in moves.left_at else ():
-            back_at = moves.back_at.get(group.id, end + 1)
-            out, back = leaving_name(name), arrived_name(name)
-            out, back = out if out in unmoved else name, back if back in unmoved else name
-            if out in unmoved:
-                lives[out] = (Life(first=unmoved[out].first, last=moves.left_at[group.id]),)
-                lives[back] = (*(lives[out] if out == back else ()), Life(first=back_at, last=unmoved[back].last))
-    return lives
-
-
-def _moves(axis: Axis, plan: Plan, rank: int) -> _Moves:
-    """Return the moves of the schedule of `rank`.
-
-    A gather, a prefetch and the result of a reduce count from the next position on. A release and a wait count to the
-    position before.
-    """
-    lasts = {region.id: axis.of[region.last] for region in plan.regions}
-    moves = _Moves(axis, {}, {}, {}, {}, {})
-    starts: dict[BucketId, _Copy] = {}
-    done, num = -1, axis.ops.num
-    for action in actions_of(plan, rank):
-        match action.verb, action.target:
-            case Verb.RUN, RegionRef(region):
-                done = lasts[region]
-            case Verb.GATHER, BucketRef(bucket):
-                starts[bucket] = _Copy(done + 1, num, num - 1)
-            case Verb.WAIT, BucketRef(bucket) if bucket in starts:
-                starts[bucket] = starts[bucket]._replace(wait=done + 1)
-            case Verb.RELEASE, BucketRef(bucket):
-                moves.gathered.setdefault(bucket, []).append(starts.pop(bucket)._replace(last=done))
-            case Verb.REDUCE, BucketRef(bucket):
-                if bucket in axis.with_moment:
-                    done = max(done, 0) + 1
-                moves.completes[bucket] = done - (bucket in axis.with_moment)
-            case Verb.WAIT, GradientRef(bucket):
-                moves.grad_ends[bucket] = done
-            case Verb.WAIT, GroupRef(group):
-                moves.left_at.setdefault(group, done)
-            case Verb.PREFETCH, GroupRef(group):
-                moves.back_at[group] = done + 1
-    for bucket, copy in starts.items():
-        moves.gathered.setdefault(bucket, []).append(copy)
-    return moves

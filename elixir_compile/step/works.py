@@ -12,6 +12,7 @@ This is the one place that says what an action does. Readers fold the works of a
   reader                      a moment is          gives
   step.lane_order             a set of works       two accesses to the same memory that nothing orders
   step.seconds                seconds              the spans and the seconds of a step
+  step.plan_rows              a place among ops    from which op to which each memory is on the device
 ```
 
 A work is behind the work before it on its actor, a lane or a thread, and behind all that the program knows to be over

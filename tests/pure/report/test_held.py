@@ -133,8 +133,8 @@ def test_the_answers_of_a_survey_are_those_asked_one_by_one() -> None:
 
 def test_a_plan_is_counted_once_for_all_of_its_buckets_and_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
-    count = plan_rows._moves
-    monkeypatch.setattr(plan_rows, "_moves", lambda *args: (counted.append("once"), count(*args))[1])
+    count = plan_rows._works
+    monkeypatch.setattr(plan_rows, "_works", lambda *args: (counted.append("once"), count(*args))[1])
     survey = Survey(MADE, TIGHT.graph)
     for subject in (*(bucket.id for bucket in MADE.buckets), *(region.id for region in MADE.regions)):
         answer_of(survey, subject)
