@@ -136,7 +136,7 @@ UNITS = Stage(("tests/run/races/test_waits.py",))
 """Each wait without a model: it finds most of them, within seconds."""
 ORDERS = Stage(("tests/run/races/test_mended.py", "tests/run/races/test_races.py"))
 """One order of each kind of step, judged by the check of races."""
-BITS = Stage(tuple(f"tests/run/races/test_{name}.py" for name in ("combinations", "simulated")))
+BITS = Stage(("tests/run/races/test_simulated.py",))
 """Bits under late copies."""
 DEVICE = Stage(("tests/device/on_device_races.py",), has_slow=True, is_on_device=True)
 """Both, on a device with memory of its own."""
@@ -146,9 +146,9 @@ def _checked(*paths: str) -> Stage:
     return Stage(tuple(f"tests/run/{path}.py" for path in paths), checks=True)
 
 
-AWAITED = _checked("runtime/test_awaited", "runtime/test_late_gathers", "optim/test_step_habits")
+AWAITED = _checked("runtime/test_awaited", "optim/test_step_habits")
 SHARDS = Stage(("tests/run/races/test_rank_orders.py",), has_slow=True)
-RANKS = _checked(*(f"distributed/test_{name}" for name in ("rank_updates", "ranks", "unfinished")))
+RANKS = _checked("distributed/test_ranks", "distributed/test_control")
 STAGES = {
     "awaited.py": (UNITS, ORDERS, AWAITED, BITS, DEVICE),
     "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
@@ -159,7 +159,7 @@ STAGES = {
     "ranks.py": (SHARDS, RANKS),
     "saved.py": (UNITS, ORDERS, BITS, _checked("runtime/test_activations"), DEVICE),
     "sharded.py": (SHARDS, RANKS),
-    "slices.py": (UNITS, ORDERS, BITS, _checked("micro_batches/test_slices")),
+    "slices.py": (UNITS, ORDERS, BITS, _checked("graph/test_values_in_parts")),
     "update.py": (UNITS, DEVICE, ORDERS, BITS, AWAITED),
     "updates.py": (UNITS, _checked("optim/test_updates", "races/test_simulated"), ORDERS, AWAITED, BITS, DEVICE),
 }
@@ -180,7 +180,7 @@ CUDA_RANKS = _over_cuda(
 )
 CUDA_OTHERS = (
     _over_cuda("tests/cuda_standin/on_cuda_orders.py"),
-    _over_cuda("tests/device/on_device_races.py", "tests/device/on_device_saved.py", plugins=()),
+    _over_cuda("tests/device/on_device_races.py", plugins=()),
 )
 CUDA_STAGES = {
     "sharded.py": (CUDA_RANKS,),

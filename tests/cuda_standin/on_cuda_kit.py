@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 KIT = Path(__file__).parents[2] / "benchmarks" / "gpu"
-A_TEST = "tests/gpu/test_cuda_machine.py::test_workspaces_are_the_same_inside_a_capture"
+A_TEST = "tests/gpu/test_cuda.py::test_workspaces_are_the_same_inside_a_capture"
 # Copies are late, models tiny, and no question is cut by its limit of seconds.
 VARIABLES = {"STEPS_ARGS": "--tiny", "PATIENCE": "30", "TESTS": A_TEST, "WORKERS": "1", "CUDA_STANDIN_POLICY": "1"}
 

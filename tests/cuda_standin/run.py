@@ -29,7 +29,7 @@ class Part:
 
 CANNOT: Mapping[str, str] = {
     "tests/gpu/test_cuda.py::test_sixty_percent_of_gpt2_124m_is_kept_and_copies_hide": "copies hide behind kernels",
-    "tests/gpu/test_cuda_machine.py::test_a_measured_device_is_one_that_could_be": "asks for the rates of a GPU",
+    "tests/gpu/test_cuda.py::test_a_measured_device_is_one_that_could_be": "asks for the rates of a GPU",
 }
 """Tests of `tests/gpu` that the stand-in cannot run, and what they need that it lacks."""
 

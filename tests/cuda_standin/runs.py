@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 _HABITS = "tests/run/habits"
 
-RUNS: Sequence[str] = (_HABITS, "tests/run/optim/test_updates.py", "tests/run/optim/test_update_modes.py")
-"""The folders and files that run with late copies."""
+RUNS: Sequence[str] = (_HABITS, "tests/run/optim/test_updates.py")
+"""The folder and the file that run with late copies."""
 
 MOMENTS: Sequence[str] = tuple(
     f"{_HABITS}/test_gradients.py::test_{name}"
@@ -90,7 +90,7 @@ CANNOT_RUN: Mapping[str, Sequence[str]] = {
     "`torch.set_default_device`, and for a cause that is not known: graph breaks, and containers compiled in place": (
         f"{_HABITS}/test_budgets.py::test_a_model_of_which_nothing_is_captured_trains_and_is_warned_of[True",
         f"{_HABITS}/test_budgets.py::test_code_between_graphs_under_a_budget[disabled",
-        f"{_HABITS}/test_functions_with_graphs.py::test_nested_regions[graph breaks between",
+        f"{_HABITS}/test_transforms.py::test_nested_regions[graph breaks between",
     ),
     "forks a process that has CUDA": (
         f"{_HABITS}/test_checkpoint_habits.py::test_workers_of_a_data_loader_are_forked_in_mid_run",
@@ -106,8 +106,8 @@ CANNOT_RUN: Mapping[str, Sequence[str]] = {
     "the stand-in has no kernels for sparse tensors": (f"{_HABITS}/test_sparse.py",),
     "counts the bytes of tensors on the CPU": (
         f"{_HABITS}/test_budgets.py::test_a_step_is_measured_beside_what_others_keep",
-        f"{_HABITS}/test_jagged.py::test_the_measured_peak_keeps_the_budget_while_sequences_grow",
-        f"{_HABITS}/test_jagged.py::test_a_loss_outside_of_the_model_is_planned_around_at_once",
+        f"{_HABITS}/test_tensor_subclasses.py::test_the_measured_peak_keeps_the_budget_while_sequences_grow",
+        f"{_HABITS}/test_tensor_subclasses.py::test_a_loss_outside_of_the_model_is_planned_around_at_once",
     ),
 }
 """By reason, the tests that cannot run: a name, or the beginning of the names of all kinds of a test."""

@@ -1,20 +1,67 @@
-"""Add the device type `fakegpu` to this process: two devices on host memory, whose copies run late.
-
-`start` changes torch for the whole process (it has an accelerator from then on), so tests run it in a process of its
-own: `on_device.py` has the command.
-"""
+"""The device type `fakegpu`: `device.cpp`, built once, and two devices on host memory, whose copies run late."""
 
 import ctypes
 import functools
+import hashlib
+import os
+import subprocess
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from elixir_compile.compat.platforms.platform import AcceleratorPlatform
-from tests.device.build import library
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Build `device.cpp` with the system's C++ compiler, once per source, version of torch and compiler.
+#
+# torch's own `cpp_extension` takes three times as long, because it includes all of torch's headers and Python's.
+
+
+SOURCE = Path(__file__).with_name("device.cpp")
+_FOLDER = Path(__file__).parents[2] / "build" / "tests"
+# Without debug information and with few optimizations, because compiling takes longer than running here.
+_FLAGS = ("-std=c++20", "-O1", "-g0", "-w", "-shared", "-fPIC", "-DNDEBUG")
+
+
+def library() -> Path:
+    """Return the path of the compiled library; compile it if it is not there. Raises RuntimeError if that fails."""
+    torch_folder = Path(torch.__file__).parent
+    command = [
+        os.environ.get("CXX", "c++"),
+        *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{torch_folder / 'include'}",
+        f"-I{torch_folder / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
+        str(SOURCE),
+        f"-L{torch_folder / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    ]
+    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, torch.__version__)).encode()).hexdigest()[:16]
+    path = _FOLDER / f"device-{key}.so"
+    if not path.exists():
+        _FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:  # two processes may build at the same time
+            made = Path(folder) / path.name
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"{SOURCE} does not compile:\n{done.stderr[-4000:]}")
+            os.replace(made, path)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Add the device type `fakegpu` to this process: two devices on host memory, whose copies run late.
+#
+# `start` changes torch for the whole process (it has an accelerator from then on), so tests run it in a process of its
+# own: `on_device.py` has the command.
+
 
 NAME = "fakegpu"
 NUM_DEVICES = 2

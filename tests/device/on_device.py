@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = tuple(sorted(path.name for path in FOLDER.glob("on_device_*.py")))
-OF_FAKEGPU = ("on_device_itself.py", "on_device_machine.py", "on_device_doctor.py")
+OF_FAKEGPU = ("on_device_itself.py",)
 """Tests of what `fakegpu` is and lacks."""
 AT_MOST_S = 1800
 

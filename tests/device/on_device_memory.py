@@ -1,4 +1,4 @@
-"""A device with less memory than the plan counts on: training goes on under a plan for less."""
+"""A second device with less memory than planned, the bytes and labels of its steps, and their observation."""
 
 import gc
 from collections.abc import Callable
@@ -12,24 +12,34 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.base.options import parse_options
-from elixir_compile.base.units import GIB
+from elixir_compile.base.units import GIB, parse_bytes
 from elixir_compile.compat.platforms import PeakRecord, platform_of
 from elixir_compile.compat.platforms import platform as blocks
 from elixir_compile.compat.platforms.platform import AcceleratorPlatform
+from elixir_compile.graph.capture.modules import model_of
+from elixir_compile.ir import Lane, Tally, Update, tallies
 from elixir_compile.optim import adamw_rule
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.session import allocator_gaps, machine
+from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, foreign_bytes
+from elixir_compile.step.seconds import simulate
 from tests.device import emulated
+from tests.gpu import test_accelerator
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes, scaled_bytes, tight_bytes
+from tests.run.updating import hybrid_run, ladder, rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A device with less memory than the plan counts on: training goes on under a plan for less.
+
 
 DEVICE = torch.device(emulated.NAME, 0)
 PLAIN = {"planner": "greedy", "plan_cache": False}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_workspaces() -> None:
     """Start without what libraries keep from earlier tests: a plan counts the workspaces of its step."""
     drop_workspaces()
@@ -41,6 +51,7 @@ def drop_workspaces() -> None:
     platform_of(DEVICE).empty_cache()
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
     num_rows = 2048 if emulated.NAME == "fakegpu" else 8192  # CUDA's allocator takes 20 MiB at a time
     model, batches = seeded(Stack, 64).to(DEVICE), [torch.randn(num_rows, 64).to(DEVICE) for _ in range(3)]
@@ -61,6 +72,7 @@ def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
     assert all(torch.equal(weights[name], value.cpu()) for name, value in run.model.state_dict().items())
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     most_bytes = machine.library_bytes(DEVICE) + (32 << 20)
     before = torch.empty(most_bytes, dtype=torch.uint8, device=DEVICE)
@@ -75,6 +87,7 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
     def reset(device: object = None) -> None:
         raise AssertionError("the statistics are the user's")
@@ -89,6 +102,7 @@ def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest
     assert not blocks._running[emulated.NAME]
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     held_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
 
@@ -116,6 +130,7 @@ def foreign_bytes_at_a_shortage() -> int:
     return foreign_bytes(Executor(DEVICE, "model"))
 
 
+@pytest.mark.usefixtures("no_workspaces")
 @pytest.mark.parametrize("of_others", [foreign_bytes_in_steps, foreign_bytes_at_a_shortage])
 def test_tensors_of_others_count_as_the_bytes_that_they_asked_for(of_others: Callable[[], int]) -> None:
     """As the tensors of a plan do: rounded up, a hundred scalars of the model would look like tensors of others."""
@@ -137,6 +152,7 @@ GAPS = {
 }
 
 
+@pytest.mark.usefixtures("no_workspaces")
 @pytest.mark.parametrize("kind", GAPS)
 def test_gaps_between_tensors_are_planned_for(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -174,6 +190,7 @@ def test_gaps_between_tensors_are_planned_for(
     assert all(plan.prediction.device_peak_bytes <= budget_bytes for plan in followed)
 
 
+@pytest.mark.usefixtures("no_workspaces")
 @pytest.mark.slow
 def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="elixir_compile")
@@ -191,6 +208,7 @@ def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytes
     assert abs(over_bytes + unused_bytes) < rounded_bytes / 4
 
 
+@pytest.mark.usefixtures("no_workspaces")
 @pytest.mark.slow
 def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded_again(seed: int) -> None:
@@ -204,6 +222,7 @@ def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.usefixtures("no_workspaces")
 def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw_rule, "BLOCK", 1 << 12)
     model = elixir.prepare(nn.Linear(256, 256, bias=False).to(DEVICE), param_dtype="bfloat16")
@@ -216,3 +235,71 @@ def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyP
         optimizer.zero_grad()
     # Gradients are 128 KiB; the temporaries of a whole parameter would be 256 KiB each. Blocks have two and a mask.
     assert torch.accelerator.max_memory_allocated(DEVICE) - before < 2.5 * 4 * (1 << 12) + 4096
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The labels and bytes of a measured step on a second device, where updates by the host copy what they read.
+
+
+@pytest.mark.parametrize(
+    ("home", "update", "share"),
+    [
+        ("split", Update.ACROSS_STEPS, 0.0),
+        pytest.param("split", Update.AFTER_BACKWARD, 0.5, marks=pytest.mark.slow),
+        pytest.param("split", Update.IN_BACKWARD, 0.0, marks=pytest.mark.slow),
+        pytest.param("host", Update.ACROSS_STEPS, 0.5, marks=pytest.mark.slow),
+        pytest.param("device", Update.AFTER_BACKWARD, 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_measured_step_has_the_labels_and_the_bytes_of_its_plan(home: str, update: Update, share: float) -> None:
+    model, batches = ladder().to(DEVICE), [batch.to(DEVICE) for batch in rows(4)]
+    with hybrid_run(model, batches[0], home=home, update=update, share=share) as run:
+        run.train(batches[:3])
+        measured = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batches[3]))
+        active = model_of(run.model).graphs[-1].active
+    found, wanted = tallies(measured.spans), tallies(simulate(active.graph, active.plan, active.problem.cluster).spans)
+    assert dict(found) == dict(wanted)
+    if (home, share) == ("split", 0.0):
+        bucket = active.plan.buckets[0]
+        both = Tally(1, bucket.nbytes)
+        assert found[Lane.D2H, f"offload {bucket.id}"] == found[Lane.D2H, f"offload {bucket.id}.grad"] == both
+        assert found[Lane.H2D, f"gather {bucket.id}"] == both
+    assert {span.lane for span in measured.spans if span.issued_s is not None} >= {Lane.COMPUTE}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Observation on a second device: bytes by kind from the allocator's history, and the peak of a step of two graphs.
+
+
+class Broken(nn.Module):
+    """Two layers with a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_kinds_add_up_to_the_allocators_peak_and_are_those_of_the_plan() -> None:
+    test_accelerator.test_kinds_add_up_to_the_allocators_peak_and_are_those_of_the_plan("zero3_offload")
+
+
+def test_the_first_graph_of_a_step_reads_its_peak(caplog: pytest.LogCaptureFixture) -> None:
+    library_bytes(DEVICE)  # takes the workspaces of libraries
+    most_bytes = torch.accelerator.memory_allocated(DEVICE) + (32 << 20)
+    before = torch.empty(32 << 20, dtype=torch.uint8, device=DEVICE)
+    del before
+    peak_bytes = torch.accelerator.max_memory_allocated(DEVICE)
+    caplog.set_level("INFO", logger="elixir_compile")
+    run = by_elixir(Broken().to(DEVICE), report=True, planner="greedy", plan_cache=False)
+    for _ in range(9):
+        plain_step(run.compiled, run.optimizer, torch.ones(8, 64, device=DEVICE))
+    first, second = [line for line in caplog.messages if line.startswith("measured  peak")]
+    assert (first.split()[-1], second.split()[-1]) == ("Broken", "Broken.1")
+    assert parse_bytes("".join(first.split()[2:4])) < most_bytes
+    assert "peak: see elixir_compile.measure_step" in second
+    assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes

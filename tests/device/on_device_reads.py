@@ -13,7 +13,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.graph.ops.shards import rehome
 from tests.device import emulated
-from tests.run.habits.same import BUDGETS, compiled, eager
+from tests.run.habits.stories import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
 from tests.run.training import Run, assert_same, fused_adamw, hybrid_adamw, on_host, plain_step
 

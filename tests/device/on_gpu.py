@@ -13,8 +13,8 @@ from tests.cuda_standin.runs import CANNOT_RUN, RUNS
 
 _ABOUT_THE_HOST = (
     "tests/run/optim/test_updates.py::test_the_bits_of_the_worker_do_not_depend_on_threads",
-    "tests/run/habits/test_accumulation_habits.py::test_micro_batches_keep_the_budget",
-    "tests/run/habits/test_accumulation_habits.py::test_zeroed_gradients_keep_the_budget",
+    "tests/run/habits/test_budgets.py::test_micro_batches_keep_the_budget",
+    "tests/run/habits/test_budgets.py::test_zeroed_gradients_keep_the_budget",
 )
 """Tests whose tensors are of the host's generator or update. The stand-in does not mind that they are on the device."""
 

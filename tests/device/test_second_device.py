@@ -20,8 +20,7 @@ def test_on_a_second_device_at_length() -> None:
 
 @pytest.mark.slow
 def test_the_tests_of_accelerators_on_a_second_device() -> None:
-    names = ("test_accelerator", "test_accelerator_memory", "test_accelerator_options")
-    assert_passed(*(f"tests/gpu/{name}.py" for name in names), "-m", "gpu and not cuda")
+    assert_passed("tests/gpu/test_accelerator.py", "-m", "gpu and not cuda")
 
 
 def assert_passed(*arguments: str) -> None:

@@ -9,7 +9,7 @@ import elixir_compile as elixir
 from elixir_compile.compat import storage_key
 from elixir_compile.graph.capture.loss import chunk_loss, chunked_cross_entropy, find_loss
 from elixir_compile.graph.ops.gather import GATHER
-from tests.fx.losses import (
+from tests.fx.captures import (
     CLASSES,
     LOSSES,
     TOKENS,

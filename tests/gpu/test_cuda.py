@@ -1,9 +1,4 @@
-"""What only a CUDA device can show: streams, pinned copies, two memories, the allocator's own figures.
-
-Updates on the host and on the device are different kernels, so weights are compared within a tolerance: 1e-4 of the
-loss, far above float32's rounding and far below one missing or stale gradient. Gradients of the first step come from
-the same kernels, so they are bitwise equal.
-"""
+"""What only a CUDA device can show: streams, pinned copies, two memories, the allocator, and a measured machine."""
 
 import copy
 import gc
@@ -16,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import elixir_compile as elixir
-from elixir_compile.compat.platforms import cores_beside
+from elixir_compile.compat.platforms import cores_beside, memory_sizes_bytes
 from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json
 from elixir_compile.ir.record import Record
 from elixir_compile.runtime.bucket import Slab, _pin
+from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.step_profiler import own_bytes
+from elixir_compile.tools.measure.machine import measure_machine
 from tests.gpu.accelerator import (
     LOSS_RTOL,
     STARTED_RATE,
@@ -51,6 +50,14 @@ from tests.run.training import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What only a CUDA device can show: streams, pinned copies, two memories, the allocator's own figures.
+#
+# Updates on the host and on the device are different kernels, so weights are compared within a tolerance: 1e-4 of the
+# loss, far above float32's rounding and far below one missing or stale gradient. Gradients of the first step come from
+# the same kernels, so they are bitwise equal.
 
 
 @pytest.mark.parametrize("share", [1.0, 0.7, None])
@@ -252,3 +259,31 @@ def test_pinned_pages_are_on_the_node_of_the_device_and_no_fork_copies_them() ->
     if beside and nodes:
         placed = [word.partition("=")[0] for word in nodes[0].split() if word.startswith("N")]
         assert len(placed) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A measured CUDA machine: copies run beside compute, and every rate is one that a device has.
+
+
+def test_a_measured_device_is_one_that_could_be() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    cluster = measure_machine(device, seconds=4.0)
+    assert cluster_from_json(cluster_to_json(cluster)) == cluster
+    assert (cluster.device.memory_bytes, cluster.host.memory_bytes) == memory_sizes_bytes(device)
+    assert cluster.device.name == torch.cuda.get_device_name(device)
+    for link in (cluster.h2d, cluster.d2h):
+        assert link.overlaps_compute
+        assert 5e8 < link.bytes_per_s < 1e12
+        assert 1e-7 < link.latency_s < 1e-3
+    assert cluster.device.flops_per_s["float16"] > cluster.device.flops_per_s["float64"]
+    assert cluster.device.memory_bytes_per_s > cluster.h2d.bytes_per_s
+    # States on the device are updated faster than on its host: that the planner may choose is the point.
+    assert cluster.device.update_elements_per_s > cluster.host.update_elements_per_s
+    assert cluster.host.pinned_bytes <= cluster.host.memory_bytes
+
+
+def test_workspaces_are_the_same_inside_a_capture() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    outside_bytes = library_bytes.__wrapped__(device)
+    with FakeTensorMode():
+        assert library_bytes.__wrapped__(device) == outside_bytes > 0

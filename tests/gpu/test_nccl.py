@@ -12,8 +12,8 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
+from tests.run.shares_checks import parts_of
 from tests.run.training import Run, by_torch, hybrid_adamw, on_host, scaled_bytes
-from tests.run.uneven_checks import parts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 

@@ -1,4 +1,4 @@
-"""What the README says of commands, machines and limits is what the package does."""
+"""What the README and docs/compatibility.md say is what the package does."""
 
 import re
 from collections.abc import Callable
@@ -18,6 +18,11 @@ from elixir_compile.ir.hardware import preset
 from elixir_compile.ir.hardware.presets import MACHINES
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.tools.cli.main import app
+from tests.run.habits.table import PAGE, page_text
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the README says of commands, machines and limits is what the package does.
+
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,3 +119,11 @@ def test_the_modes_of_torch_compile_are_refused() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="elixir", mode="reduce-overhead")
     with pytest.raises((InvalidOption, RuntimeError), match="mode"):
         compiled(torch.ones(1, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# docs/compatibility.md says what the tests of habits prove.
+
+
+def test_the_compatibility_page_is_generated_from_the_habits() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_text(), "run `python -m tests.run.habits.table`"

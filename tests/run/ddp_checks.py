@@ -1,4 +1,4 @@
-"""What `test_ddp` asks of two ranks in DistributedDataParallel; each function runs on both, in `processes.spawn`."""
+"""What `test_wrappers` asks of two ranks in DistributedDataParallel; each function runs on both."""
 
 import gc
 import warnings

@@ -17,8 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Verb
 from elixir_compile.step.lean_calls import num_full_calls
-from tests.run.lean_plans import pairs_by_hand
-from tests.run.updating import small_buckets
+from tests.run.updating import pairs_by_hand, small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2
 DEFAULTS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}

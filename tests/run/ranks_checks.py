@@ -1,4 +1,4 @@
-"""What `test_ranks` asks of real ranks; each function runs on all of them at once, in `processes.spawn`."""
+"""What tests ask of real ranks that train, and that are observed; each function runs on all of them at once."""
 
 import copy
 import gc
@@ -20,20 +20,25 @@ from elixir_compile.optim import hybrid as clipping
 from elixir_compile.runtime.bucket import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.distributed.ranks import Collective
 from elixir_compile.runtime.measure import Resident
-from tests.pure.collectives import collectives
-from tests.run.ranks_models import batches, odd
+from tests.pure.mixes import collectives
 from tests.run.ranks_training import (
     Pair,
     adamw,
+    batches,
     compiled_with,
     full,
     homes,
     hybrid,
     least_bytes,
     mesh_of,
+    odd,
     own_rows,
     pair_of,
 )
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `test_ranks` asks of real ranks; each function runs on all of them at once, in `processes.spawn`.
+
 
 CLOSE = 1e-12
 """How far fp64 may be apart: sums are added in another order."""
@@ -506,3 +511,26 @@ def all_of(rank: int, world_size: int, checks: list[list[Any]]) -> list[Any]:
         print(f"{name} {arguments}", flush=True)
         found.append(globals()[name](rank, world_size, *arguments))
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `test_observed_processes` asks of real ranks that are observed; each function runs on all of them at once.
+
+
+def observes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train as many steps as there are batches, observed and not; return the losses of both and what was seen."""
+    plain, seen = (pair_of("odd", [world_size], planner="zero3_offload", update="after_backward") for _ in "ab")
+    expected = [plain.own_step(batch)[0] for batch in batches()]
+    with elixir.observe(seen.compiled, folder, full=(1,), counters_hz=0) as study:
+        found = [seen.own_step(batch)[0] for batch in batches()]
+    (full,) = study.full_steps
+    return {
+        "losses": [expected, found],
+        "apart_s": max(abs(sum(each.seconds_s.values()) - each.period_s) for each in study.summaries),
+        "ranks": [each.rank for each in study.summaries],
+        "spans": {lane: sum(span.nbytes for span in full.record.spans if span.lane == lane) for lane in _LANES},
+        "bytes": {lane: full.summary.lane_bytes(lane) for lane in _LANES},
+    }
+
+
+_LANES = ("gather", "reduce", "h2d", "d2h")

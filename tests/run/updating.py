@@ -1,4 +1,4 @@
-"""Train under plans whose updates a test decides: where each bucket lives, where and when it is updated."""
+"""Train under plans whose updates a test decides, and plans with full and lean calls, made by hand."""
 
 import copy
 import random
@@ -24,8 +24,17 @@ from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk_store import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.layers import Layer, deepest
+from elixir_compile.session import graph_planner
 from elixir_compile.session.cache import plan_for
+from elixir_compile.step import Depth
+from tests.pure.problems import pair_of
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, same_losses, tight_bytes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Train under plans whose updates a test decides: where each bucket lives, where and when it is updated.
+
 
 WIDTH = 13  # odd, so that kernels have tails
 
@@ -284,3 +293,30 @@ def random_delay(seed: int) -> Callable[[], float]:
     """Return a source of delays of up to 2 ms, most of them none."""
     chance = random.Random(seed)
     return lambda: chance.choice((0.0, 0.0, 0.0005, 0.002))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans with full and lean calls, made by hand in place of a search.
+
+
+def most(layer: Layer, lean: str) -> int:
+    """Return the mode of `layer` that recomputes or offloads the most."""
+    return deepest(layer, Depth.FIXED if lean == "recompute" else Depth.KEPT, leaves=lean == "offload")
+
+
+@contextmanager
+def pairs_by_hand(lean: str, num_full: int) -> Iterator[list[Plan]]:
+    """Inside, plans keep activations in full calls, of which `num_full` wait at most, and save less in lean ones."""
+    made: list[Plan] = []
+
+    def by_hand(problem: Problem, options: Options) -> Plan:
+        if problem.calls.num == 1:  # a graph that does not train
+            return plan_for(problem, options)
+        layers = gather_facts(problem).layers
+        kept, saved = [0] * len(layers), [most(layer, lean) for layer in layers]
+        made.append(pair_of(problem, kept, saved, num_full))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph_planner, "plan_for", by_hand)
+        yield made

@@ -1,15 +1,25 @@
-"""JSON that reads back to the same value, and strict errors that name the field."""
+"""Values as JSON and back: any plain dataclass, the files of graphs, plans and records, and files that nobody wrote
+so."""
 
+import copy
 import dataclasses
 import json
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import FrameType
+from typing import Any, NewType
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.base.errors import PlanFileError
+from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
+from elixir_compile.base.errors import ElixirError, InvalidPlan, InvalidProfile, PlanFileError, ProfileFileError
 from elixir_compile.ir import (
+    Activations,
     BucketId,
     BucketRef,
     GradientRef,
@@ -23,6 +33,7 @@ from elixir_compile.ir import (
     Record,
     RegionId,
     RegionRef,
+    Saving,
     Span,
     StateRef,
     StepGraph,
@@ -35,12 +46,144 @@ from elixir_compile.ir import (
     plan_to_json,
     record_from_json,
     record_to_json,
+    sizes,
     tallies,
     verb_of,
     what_of,
 )
+from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json, preset
+from elixir_compile.step import plan_at, verify
+from elixir_compile.step.liveness import activation_groups
 from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
-from tests.pure.strategies import Layer, chain
+from tests.pure.strategies import Layer, chain, symbolic
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `codec`: any dataclass of plain fields as JSON and back, with the caller's error.
+
+
+BoxId = NewType("BoxId", str)
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lid:
+    width_s: float
+    names: tuple[str, ...] = ()
+    colour: Colour = field(default=Colour.RED, metadata=LEFT_OUT)
+
+    def __post_init__(self) -> None:
+        if self.width_s < 0:
+            raise InvalidProfile("lid", "width_s", "0 or more", self.width_s)
+        if self.width_s > 9:
+            raise InvalidPlan("too wide.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    id: BoxId
+    colour: Colour
+    counts: Mapping[str, int]
+    pair: tuple[int, bool]
+    lid: Lid | None
+    tags: frozenset[Colour] = frozenset()
+
+
+FORM = Form(what="box", version=3, error=ProfileFileError)
+BOX = Box(id=BoxId("a"), colour=Colour.RED, counts={"x": 1}, pair=(1, True), lid=Lid(width_s=1.5))
+INTEGERS = st.integers(1 - 2**63, 2**63 - 1)
+BOXES = st.builds(
+    Box,
+    id=st.text(),
+    colour=st.sampled_from(Colour),
+    counts=st.dictionaries(st.text(), INTEGERS),
+    pair=st.tuples(INTEGERS, st.booleans()),
+    lid=st.none()
+    | st.builds(Lid, width_s=st.floats(0, 9), names=st.lists(st.text()).map(tuple), colour=st.sampled_from(Colour)),
+    tags=st.frozensets(st.sampled_from(Colour)),
+)
+
+
+@given(BOXES)
+def test_values_read_back(box: Box) -> None:
+    assert from_json(FORM, Box, to_json(FORM, box)) == box
+
+
+def test_a_field_that_is_left_out_has_its_default() -> None:
+    blue = Lid(width_s=1.5, colour=Colour.BLUE)
+    assert to_json(FORM, Lid(width_s=1.5), indent=None).endswith('"width_s": 1.5, "names": []}')
+    assert to_json(FORM, blue, indent=None).endswith('"colour": "blue"}')
+    assert from_json(FORM, Lid, to_json(FORM, blue)) == blue
+    assert from_json(FORM, Lid, to_json(FORM, Lid(width_s=1.5))) == Lid(width_s=1.5)
+    with pytest.raises(ProfileFileError, match="colour: expected one of red, blue"):
+        from_json(FORM, Lid, to_json(FORM, blue).replace('"blue"', '"green"'))
+
+
+def test_the_error_is_the_form_s() -> None:
+    for error in (PlanFileError, ProfileFileError):
+        with pytest.raises(error) as caught:
+            from_json(Form(what="box", version=4, error=error), Box, to_json(FORM, BOX))
+        assert vars(caught.value) == {"field": "format", "expected": "4", "got": 3}
+        assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "expected"),
+    [
+        ('"red"', '"green"', "colour", "one of red, blue"),
+        ('"x": 1', '"x": NaN', "counts.x", "a whole number"),
+        ('"x": 1', '"x": 1, "x": 2', "x", "each field once"),
+        ('"x": 1', f'"x": {"1" * 5000}', "a number", "a number of fewer digits"),
+        ("1.5", "-Infinity", "lid.width_s", "a finite number"),
+        ("1.5", "-2", "lid.width_s", "0 or more"),
+        ("1.5", "10", "lid", "values that agree"),
+        ("true", "true, 3", "pair", "a list of 2"),
+        ('"names": []', '"names": [1]', "lid.names[0]", "a text"),
+        ('"tags": []', '"tags": {}', "tags", "a list"),
+        ('"tags": []', '"tags": ["green"]', "tags[0]", "one of red, blue"),
+        ('"tags": []', '"tags": ["red", "red"]', "tags", "a list with each item once"),
+    ],
+)
+def test_errors_name_the_field_of_a_plain_dataclass(old: str, new: str, field: str, expected: str) -> None:
+    text = to_json(FORM, BOX)
+    assert old in text
+    with pytest.raises(ProfileFileError) as caught:
+        from_json(FORM, Box, text.replace(old, new))
+    assert (caught.value.field, caught.value.expected) == (field, expected)
+
+
+def test_a_frozenset_is_a_sorted_list() -> None:
+    box = Box(id=BoxId("a"), colour=Colour.RED, counts={}, pair=(1, True), lid=None, tags=frozenset(Colour))
+    assert to_json(FORM, box, indent=None).endswith('"tags": ["blue", "red"]}')
+
+
+def test_the_reason_is_the_cause() -> None:
+    with pytest.raises(ProfileFileError) as caught:
+        from_json(FORM, Box, to_json(FORM, BOX).replace("1.5", "10"))
+    assert isinstance(caught.value.__cause__, InvalidPlan)
+
+
+def test_equal_values_have_equal_text() -> None:
+    one, other = (
+        Box(id=BoxId("a"), colour=Colour.RED, counts=counts, pair=(1, True), lid=None)
+        for counts in ({"x": 1, "y": 2}, {"y": 2, "x": 1})
+    )
+    assert one == other
+    assert to_json(FORM, one) == to_json(FORM, other)
+
+
+def test_numbers_that_are_not_finite_are_not_written() -> None:
+    box = Box(id=BoxId("a"), colour=Colour.RED, counts={}, pair=(1, True), lid=Lid(width_s=float("nan")))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(FORM, box)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# JSON that reads back to the same value, and strict errors that name the field.
+
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(4)])
 BUCKETS = [bucket_of(GRAPH, f"b{n}", [s for s in GRAPH.storages if s.id == f"w{n}"]) for n in range(4)]
@@ -233,3 +376,210 @@ def test_records_and_graphs_have_a_format_too() -> None:
         record_from_json(record_to_json(RECORD).replace('"gather": 3', '"gather": "3"'))
     with pytest.raises(PlanFileError, match=r"aliases\[0\]: expected a list of 2"):
         graph_from_json(json.dumps(json.loads(graph_to_json(GRAPH)) | {"aliases": [["x"]]}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files that nobody wrote by hand: whatever is read ends in a value or in an error that names the field, and soon.
+
+
+MOST_CALLS = 100_000
+"""Of functions while one small file is read and verified; a good one takes some 3,000."""
+GROWING = symbolic(chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(3)]))
+EVIL = st.sampled_from(
+    [
+        *(
+            10**400,
+            -(10**400),
+            2**63,
+            2**63 - 1,
+            2**55,
+            -1,
+            0,
+            3,
+            1e308,
+            5e-324,
+            float("nan"),
+            float("inf"),
+            True,
+            None,
+        ),
+        *("", "device", "disk", "b0", "b0.grad", "bwd.0", "x" * 100_000, "\x00", "\ud800", "9" * 5000),
+        *("(a+b+c+d+e+f+g)**16", "((a**16)**16)**16", "-" * 5000 + "a", "+".join(["a"] * 5000), "2**s0", "s0//0"),
+        *("*".join(["9223372036854775807"] * 150), "Max(" * 90 + "s0" + ")" * 90, "Mod(s0, s0 - 3)", "10**4000"),
+        *([], {}, [[]], [None], ["b0"] * 1000, {"b0": 1}, [["s0", 3], ["s0", 5]], [10**30] * 3),
+    ]
+)
+
+
+class TooManySteps(Exception):  # noqa: N818 - no error of the package: the test fails with it
+    """More was called than a small file is worth."""
+
+
+@contextmanager
+def few_steps(most: int = MOST_CALLS) -> Iterator[None]:
+    """Fail inside once more than `most` functions were called, which no clock of a busy machine changes."""
+    num_calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+        if num_calls > most:
+            raise TooManySteps(f"more than {most} calls")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def mutated(draw: st.DataObject, text: str) -> str:
+    """Return the JSON `text` with up to three of its values replaced, removed, repeated or renamed."""
+    data = json.loads(text)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        inner: Any = data
+        while True:
+            keys = list(inner) if isinstance(inner, dict) else list(range(len(inner)))
+            if not keys:
+                break
+            key = draw.draw(st.sampled_from(keys))
+            if isinstance(inner[key], dict | list) and inner[key] and draw.draw(st.integers(0, 3)):
+                inner = inner[key]
+                continue
+            change = draw.draw(st.sampled_from(["replace", "replace", "replace", "remove", "swap", "rename"]))
+            if change == "replace":
+                inner[key] = copy.deepcopy(draw.draw(EVIL))  # a later change may be inside of it
+            elif change == "swap":
+                inner[key] = inner[draw.draw(st.sampled_from(keys))]
+            elif change == "rename" and isinstance(inner, dict):
+                inner[f"{key}s"] = inner.pop(key)
+            else:
+                del inner[key]
+            break
+    return json.dumps(data)
+
+
+def read_or_refused(text: str) -> Plan | None:
+    """Return the plan of `text`, None if it is refused with an error that a person can read."""
+    try:
+        return plan_from_json(text)
+    except (PlanFileError, InvalidPlan) as refused:
+        told = str(refused)
+    assert 0 < len(told) < 5000
+    return None
+
+
+def plans() -> list[str]:
+    """Return the JSON of plans of three kinds: of fixed sizes, of growing ones, and with activations that move."""
+    buckets = [bucket_of(GROWING, f"b{n}", [s for s in GROWING.storages if s.id == f"w{n}"]) for n in range(3)]
+    growing = make_plan(GROWING, buckets, ["host", "device", "split"])
+    growing = plan_at(GROWING, replace(growing, symbols=(("s0", 2),)))
+    groups = [group for group in _groups() if group.saving is not Saving.KEEP]
+    assert groups
+    moved = make_plan(GRAPH, PLAN.buckets, ["host"] * len(PLAN.buckets), tuple(groups))
+    return [plan_to_json(plan) for plan in (PLAN, growing, moved)]
+
+
+def _groups() -> Iterator[Activations]:
+    for number, group in enumerate(activation_groups(GRAPH)):
+        saving = Saving.OFFLOAD if number % 2 else Saving.KEEP
+        yield Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=saving)
+
+
+PLANS = plans()
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_a_mutated_plan_is_read_or_refused(data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, len(PLANS) - 1))
+    text = mutated(data, PLANS[number])
+    with few_steps():
+        plan = read_or_refused(text)
+        if plan is None:
+            return
+        assert plan_from_json(plan_to_json(plan)) == plan
+        assert str(plan)
+        graph = GROWING if number == 1 else GRAPH
+        with suppress(ElixirError):
+            verify(graph, plan)
+        with suppress(ElixirError):
+            plan_at(graph, plan)
+        with suppress(ElixirError):
+            plan.largest_batch()
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_a_mutated_graph_is_read_or_refused(data: st.DataObject) -> None:
+    text = mutated(data, graph_to_json(data.draw(st.sampled_from([GRAPH, GROWING]))))
+    with few_steps(), suppress(PlanFileError):
+        graph_from_json(text)
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_a_mutated_record_or_machine_is_read_or_refused(data: st.DataObject) -> None:
+    with few_steps(), suppress(PlanFileError):
+        record_from_json(mutated(data, record_to_json(RECORD)))
+    with few_steps(), suppress(ProfileFileError):
+        cluster_from_json(mutated(data, cluster_to_json(preset("a100-40g", 2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("(a+b)**1000", "holds '(a + b) ** 1000'"),
+        ("(a+b+c+d+e+f+g)**16", "has too many products"),
+        ("((a+b+c+d)**4)**4*((a+b+c+d)**4)**4", "has too many products"),
+        ("((a**16)**16)**16", "multiplies more than 64 symbols"),
+        ("*".join(["a"] * 65), "multiplies more than 64 symbols"),
+        ("+".join(["a"] * 1000), "nests more than 200 operations"),
+        ("+".join(["a"] * 300_000), "is not an expression|nests more than"),
+        ("-" * 1000 + "a", "nests more than 200 operations|is not an expression"),
+        ("9" * 20, "holds"),
+        ("9" * 5000, "is not an expression"),
+        ("a" * (1 << 21), "has 2097152 characters"),
+    ],
+)
+def test_sizes_that_take_too_long_are_refused(text: str, sentence: str) -> None:
+    with few_steps(400_000), pytest.raises(InvalidPlan) as caught:
+        sizes.check_text(text)
+    assert any(part in str(caught.value) for part in sentence.split("|"))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_value_of_too_many_bits_is_refused() -> None:
+    with pytest.raises(InvalidPlan, match="more than 4096 bits"):
+        sizes.evaluate("*".join(["9223372036854775807"] * 70), {})
+    assert sizes.evaluate("a**16*b**16 - a**16*b**16 + 1", {"a": 2**62, "b": 2**62}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda plan: plan | {"loss_chunks": 1 << 40}, "a loss of 1099511627776 chunks"),
+        (lambda plan: plan | {"num_copies": 1 << 40}, "1099511627776 copies of its parts"),
+        (lambda plan: plan | {"base_bytes": 1 << 56}, "counts 72057594037"),
+        (
+            lambda plan: plan | {"base_bytes": 1 << 63},
+            "base_bytes: expected a whole number of at most 9223372036854775807",
+        ),
+        (lambda plan: plan | {"budget_bytes": True}, "budget_bytes: expected a whole number, got True"),
+        (lambda plan: plan | {"symbols": [["s0", 1], ["s0", 2]]}, "expected each once, 0 or more"),
+        (lambda plan: plan | {"symbols": [["s0", -1]]}, "expected each once, 0 or more"),
+    ],
+)
+def test_absurd_numbers_are_refused(change: Callable[[dict[str, Any]], dict[str, Any]], sentence: str) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        plan_from_json(json.dumps(change(json.loads(PLANS[0]))))
+    assert sentence in str(caught.value)
+
+
+def test_sums_of_bytes_that_overflow_are_refused() -> None:
+    data = json.loads(graph_to_json(GRAPH))
+    for storage in data["storages"]:
+        storage["nbytes"] = 1 << 62
+    with pytest.raises(PlanFileError, match="expected at most 36028797018963968"):
+        graph_from_json(json.dumps(data))

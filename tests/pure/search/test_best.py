@@ -1,29 +1,46 @@
-"""`search.best`: as good as trying everything, with a bound that holds for every plan."""
+"""The best plan: as good as brute force, ended in time, and the same for equal graphs."""
 
+import gc
 import math
 import random
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import parse_options
 from elixir_compile.base.units import GIB
-from elixir_compile.ir import Saving, Tier
+from elixir_compile.ir import Op, Saving, Tier
 from elixir_compile.ir.hardware import Cluster, Link, profile_for
 from elixir_compile.ir.hardware.presets import paper_rates
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.evaluator import Candidate, Evaluator, leanest, uniform_modes
+from elixir_compile.search.evaluator import Candidate, Clock, DraftPlan, Evaluator, deadline_in, leanest, uniform_modes
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.greedy import RULES, gathers_first, place_exhaustively, place_greedily
+from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
+from elixir_compile.search.joint.variants import plan_as_asked
+from elixir_compile.search.space import memory as min_memory
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.space.memory import MemoryModel
+from elixir_compile.search.space.profiles import Moves, moves_at_use
 from elixir_compile.search.transfers import best_moves, raise_prefetch
+from elixir_compile.search.tries import Tries
 from elixir_compile.step import verify
-from tests.pure.search.test_planner import problem_of
+from tests.pure.problems import between, chain_of, problem_of, tight_problem
 from tests.pure.strategies import Layer, chain
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `search.best`: as good as trying everything, with a bound that holds for every plan.
+
 
 QUICK_S = 0.4
 """On these machines no kind of work hides another, so the last of the gap takes long to close."""
@@ -289,3 +306,199 @@ def test_a_plan_that_fits_moves_only_if_asked_and_for_a_step_shorter_by_more_tha
         num_moved, num_stayed = num_moved + is_moved, num_stayed + (not is_moved)
     assert num_moved > 0
     assert num_stayed > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When a search ends.
+
+
+def tries_of(num_played: int, tolerance: float = 1e-3, *, is_large: bool) -> Tries:
+    """Return what a search has found whose best step takes 1 s."""
+    moves = Moves((), {}, {})
+    best = DraftPlan(levels=(), modes=(), moves=moves, step_s=1.0, decisions=())
+    return Tries(
+        evaluator=cast(Any, None),
+        milp=cast(Any, SimpleNamespace(is_large=is_large)),
+        deadline=deadline_in(1.0),
+        best=best,
+        tolerance=tolerance,
+        found={Candidate((), (number,)): best for number in range(num_played)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_played", "share"), [(1, 1e-3), (8, 1e-3), (9, 5e-3), (13, 5e-3), (14, 1e-2), (1000, 1e-2)]
+)
+def test_the_tolerance_of_a_large_milp_grows_with_the_simulated_candidates(num_played: int, share: float) -> None:
+    tries = tries_of(num_played, is_large=True)
+    assert tries.is_good(1.0 / (1 + share * 0.99))
+    assert not tries.is_good(1.0 / (1 + share * 1.01))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3])
+def test_a_small_milp_is_searched_to_its_tolerance_after_any_number_of_candidates(tolerance: float) -> None:
+    tries = tries_of(1000, tolerance, is_large=False)
+    assert tries.is_good(1.0 / (1 + tolerance))
+    assert not tries.is_good(1.0 / (1 + tolerance + 1e-6))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A search counts the seconds that its own thread computes, and a quarter of the wall's.
+
+
+class Seconds:
+    """Seconds of a thread and of the wall, as a test sets them."""
+
+    own_s = wall_s = 100.0
+
+    def thread_time(self) -> float:
+        return self.own_s
+
+    def monotonic(self) -> float:
+        return self.wall_s
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+    made = Seconds()
+    monkeypatch.setattr(time, "thread_time", made.thread_time)
+    monkeypatch.setattr(time, "monotonic", made.monotonic)
+    return made
+
+
+def test_a_busy_machine_ends_no_search_early_and_no_search_runs_for_more_than_four_times_its_seconds(
+    seconds: Seconds,
+) -> None:
+    end = deadline_in(10.0)
+    seconds.own_s, seconds.wall_s = 109.0, 130.0
+    assert not end.is_over
+    seconds.wall_s = 141.0
+    assert end.is_over
+    seconds.own_s, seconds.wall_s = 111.0, 111.0
+    assert end.is_over
+
+
+def test_the_time_limit_of_a_solver_is_wall_time(seconds: Seconds) -> None:
+    end = Clock().until(10.0)
+    seconds.own_s, seconds.wall_s = 104.0, 104.0
+    assert end.wall_s == pytest.approx(6.0)
+    seconds.wall_s = 112.0
+    assert end.wall_s == pytest.approx(6.0 * 3.0)
+    seconds.own_s = 115.0
+    assert end.wall_s == 0.0
+
+
+def test_a_busy_process_beside_the_search_does_not_change_its_plan() -> None:
+    _, problem = next(instances(1, num_layers=6))
+    alone = plan(problem)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            beside = plan(problem)
+        finally:
+            busy.kill()
+    assert beside == alone
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A search that finds no plan frees its callers at once: their frames hold the tensors of a training step.
+
+
+class Activation:
+    """What the frame of a caller holds."""
+
+
+def jointly(problem: Problem) -> object:
+    requests = [GraphRequest(problem=problem, beside=()), GraphRequest(problem=problem, beside=(0,))]
+    return plan_jointly(requests, lambda each: plan_as_asked(each, parse_options({})))
+
+
+SEARCHES: Mapping[str, Callable[[Problem], object]] = {
+    "milp": lambda problem: plan_as_asked(problem, parse_options({})),
+    "short of host memory": lambda problem: plan_as_asked(problem, parse_options({})),
+    "greedy": lambda problem: plan_as_asked(problem, parse_options({"planner": "greedy"})),
+    "fixed rules": lambda problem: plan_as_asked(problem, parse_options({"planner": "zero_offload"})),
+    "micro-batches": lambda problem: plan_as_asked(problem, parse_options({"micro_batches": "auto"})),
+    "whole batch": lambda problem: plan_as_asked(problem, parse_options({"micro_batches": 1})),
+    "jointly": jointly,
+}
+"""Searches that find no plan, by name."""
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    yield
+    if was_on:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.usefixtures("no_collection")
+def test_what_callers_hold_is_freed_without_a_collection(name: str) -> None:
+    problem = replace(tight_problem(0.2), budget_bytes=1)
+    if name == "short of host memory":
+        problem = replace(tight_problem(0.2), host_budget_bytes=1)
+
+    def step() -> weakref.ref[Activation]:
+        held = Activation()
+        with pytest.raises(NoFeasiblePlan) as raised:
+            SEARCHES[name](problem)
+        del raised
+        return weakref.ref(held)
+
+    assert step()() is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Searches for equal graphs in one process, as after a second capture of the same model.
+
+
+def test_a_second_search_compares_the_ops_of_an_equal_graph_a_few_times_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = problem_of(chain_of(10))
+    expected = plan(between(first, 0.4))
+    num_compared, equal = 0, Op.__eq__
+
+    def counted(self: Op, other: object) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return equal(self, other)
+
+    second = chain_of(10)
+    assert second == first.graph
+    assert second is not first.graph
+    monkeypatch.setattr(Op, "__eq__", counted)
+    assert plan(between(problem_of(second), 0.4)) == expected
+    assert num_compared <= 8 * len(second.ops)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The uniform modes are listed several times in one search, above all if nothing fits.
+
+
+def test_a_second_list_of_uniform_modes_is_the_same_without_a_new_search_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_made = 0
+
+    def counted(*arguments: object) -> MemoryModel:
+        nonlocal num_made
+        num_made += 1
+        return MemoryModel(*arguments)  # pyright: ignore[reportArgumentType] (handed on)
+
+    monkeypatch.setattr(min_memory, "MemoryModel", counted)
+    for _, problem in instances(6, num_layers=6):
+        evaluator, before = Evaluator(gather_facts(problem)), num_made
+        if not evaluator.facts.layers:
+            continue
+        first = list(uniform_modes(evaluator))
+        assert num_made > before, "no modes are looked for layer by layer"
+        after = num_made
+        assert list(uniform_modes(evaluator)) == first
+        assert leanest(evaluator).floor_bytes == min(
+            at.memory.peak_bytes(at.min_memory_levels, ahead=0) for at in first
+        )
+        assert num_made == after
+    assert num_made

@@ -18,8 +18,7 @@ from elixir_compile.search.planner import going_to_disk
 from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import host_bytes
 from elixir_compile.tools.report.explain import explain
-from tests.pure.problems import disk_staging, tight_problem
-from tests.pure.search.test_planner import CLUSTERS
+from tests.pure.problems import CLUSTERS, disk_staging, tight_problem
 
 PROBLEM = tight_problem(0.3)
 IN_MEMORY = plan(PROBLEM, "greedy")

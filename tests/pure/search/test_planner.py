@@ -1,6 +1,8 @@
-"""`search`: what every plan must be, whatever the graph and the budget."""
+"""What every plan must be, whatever the graph and the budget, what it says of itself, and gradients that stay in
+it."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,91 +13,51 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from elixir_compile.base.errors import NoFeasiblePlan
-from elixir_compile.base.options import Planner
 from elixir_compile.base.units import GIB
 from elixir_compile.ir import (
     BucketRef,
     Kind,
     Phase,
-    StepGraph,
-    StorageId,
     Tier,
     Update,
     Verb,
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.ir.hardware import Cluster, profile_for
+from elixir_compile.ir.cost import add_s
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.greedy import MAX_PLACEMENTS, num_placements
+from elixir_compile.search.reasons import decisions, unused_memory
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.profiles import moves_at_use, residencies
 from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import keep_everything_timeline, plan_timeline, verify
-from tests.pure.exhaustive import best_of_all
-from tests.pure.strategies import Layer, chain, examples, step_graphs
+from elixir_compile.step.seconds import simulate
+from tests.pure.problems import (
+    CLUSTERS,
+    best_of_all,
+    between,
+    chain_of,
+    needed_bytes,
+    problem_of,
+    problems,
+    tight_problem,
+)
+from tests.pure.search.test_best import instances, machine, random_answer
+from tests.pure.search.test_transfers import mixed_layers
+from tests.pure.strategies import Layer, chain, examples
 
-CLUSTERS = {name: profile_for(name, GIB, GIB, name) for name in ("cpu", "cuda")}
-PEER = replace(CLUSTERS["cuda"].h2d, bytes_per_s=1e11)
-CLUSTERS["2 x cuda"] = Cluster(nodes=(replace(CLUSTERS["cuda"].nodes[0], num_devices=2, peer=PEER),))
+# ----------------------------------------------------------------------------------------------------------------------
+# `search`: what every plan must be, whatever the graph and the budget.
+
+
 MOVES = {Verb.GATHER, Verb.WAIT, Verb.RELEASE, Verb.OFFLOAD, Verb.PREFETCH}
 QUICK_S = 0.5
 """What is tested of a plan holds of the best one found by then too; a few problems would take the whole 10 s."""
 SLOWER = 1.15
 """Greedy is allowed this many times the step of the best placement; the worst of 300 random problems was 1.08."""
-
-
-def state_of(graph: StepGraph) -> dict[StorageId, int]:
-    """Adam's two moments for every parameter with a gradient."""
-    return {s.of: 2 * s.nbytes for s in graph.storages if s.kind is Kind.GRAD and s.of is not None}
-
-
-def problem_of(graph: StepGraph, cluster: Cluster = CLUSTERS["cuda"], hybrid: bool = True, **more: object) -> Problem:
-    """Sizes of the strategy's graphs: buckets from 256 bytes to 2 KiB."""
-    made = Problem(
-        name="t",
-        graph=graph,
-        cluster=cluster,
-        budget_bytes=GIB,
-        host_budget_bytes=GIB,
-        state_nbytes=state_of(graph),
-        hybrid=hybrid,
-        bucket_min_bytes=256,
-        bucket_max_bytes=2048,
-    )
-    return replace(made, **more)
-
-
-@st.composite
-def problems(draw: st.DrawFn, training: bool | None = None, clusters: Sequence[str] = tuple(CLUSTERS)) -> Problem:
-    graph, cluster = draw(step_graphs(training=training)), CLUSTERS[draw(st.sampled_from(clusters))]
-    sums = draw(st.sampled_from([0, 1, 2]))
-    return problem_of(
-        graph,
-        cluster,
-        hybrid=draw(st.booleans()),
-        sum_nbytes={name: nbytes * sums // 2 for name, nbytes in state_of(graph).items() if sums},
-        base_bytes=draw(st.sampled_from([0, 300])),
-    )
-
-
-def needed_bytes(problem: Problem, planner: Planner = "greedy") -> int:
-    """The smallest budget that would do, as the error names it."""
-    with pytest.raises(NoFeasiblePlan) as caught:
-        plan(replace(problem, budget_bytes=0), planner)
-    return caught.value.needed_bytes
-
-
-def between(problem: Problem, share: float) -> Problem:
-    """The problem with a budget that is `share` of the way from the smallest that would do to keep-everything."""
-    low, high = needed_bytes(problem), plan(problem).prediction.device_peak_bytes
-    return replace(problem, budget_bytes=low + int((high - low) * share))
-
-
-def chain_of(num_layers: int) -> StepGraph:
-    layer = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=64) for i in range(num_layers)]
-    return chain(layer)
 
 
 SHARES = st.sampled_from([0.0, 0.3, 0.7, 0.95])
@@ -310,7 +272,7 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
 
 def test_the_same_problem_gives_the_same_plan_in_every_process() -> None:
     script = (
-        "from tests.pure.search.test_planner import *\n"
+        "from tests.pure.problems import *\n"
         "problem = between(problem_of(chain_of(10)), 0.4)\n"
         "print(plan(problem), flush=True)"
     )
@@ -329,8 +291,161 @@ def test_the_same_problem_gives_the_same_plan_in_every_process() -> None:
 
 def test_planning_leaves_torch_alone() -> None:
     script = (
-        "import sys\nfrom tests.pure.search.test_planner import *\n"
+        "import sys\nfrom tests.pure.problems import *\n"
         "problem = between(problem_of(chain_of(3)), 0.4)\n"
         "plan(problem, 'greedy'), best_of_all(problem)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gradients that stay through the next forward, as the planning half counts and prices them.
+
+
+def accumulating(problem: Problem) -> Problem:
+    """Return `problem` with a sum of gradients for each trained parameter."""
+    grads = [storage for storage in problem.graph.storages if storage.kind is Kind.GRAD and storage.of is not None]
+    return replace(problem, accumulates=True, sum_nbytes={grad.of: grad.nbytes for grad in grads if grad.of})
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_sum_is_there_at_every_op_and_the_gradient_of_the_step_until_the_backward_ends(cluster: str) -> None:
+    problem = problem_of(chain_of(4), CLUSTERS[cluster])
+    without, counted = plan(problem, "keep_all"), plan(accumulating(problem), "keep_all")
+    before, after = (plan_timeline(problem.graph, made) for made in (without, counted))
+    staying_bytes = counted.staying_gradient_bytes(Tier.DEVICE)
+    assert staying_bytes == sum(bucket.nbytes for bucket in counted.buckets) // problem.cluster.num_ranks
+    *run, update = (now - then for then, now in zip(before.live_bytes, after.live_bytes, strict=True))
+    assert set(run) == {staying_bytes}
+    assert update == 0
+    assert after.live_bytes_by_kind[Kind.GRAD][-1] == staying_bytes
+
+
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST])
+def test_adding_gradients_up_takes_time_at_the_end_of_the_backward(home: Tier) -> None:
+    problem = replace(problem_of(chain_of(4)), update=Update.AFTER_BACKWARD)
+    planner = "keep_all" if home is Tier.DEVICE else "zero3_offload"
+    without, counted = plan(problem, planner), plan(accumulating(problem), planner)
+    assert {placement.param for placement in counted.placements} == {home}
+    steps_s = [simulate(problem.graph, made, problem.cluster).step_s for made in (without, counted)]
+    added_s = sum(add_s(bucket, home, problem.cluster) for bucket in counted.buckets)
+    assert added_s > 0
+    assert steps_s[1] - steps_s[0] == pytest.approx(added_s)
+
+
+def test_the_bound_counts_no_more_seconds_than_the_simulation() -> None:
+    """Random candidates on random machines, for every update mode; the bound grows by the added seconds."""
+    num_longer = 0
+    for number, (seed, found) in enumerate(instances(6)):
+        problem = replace(found, update=(None, *Update)[number % 4] if found.hybrid else None)
+        draw = random.Random(seed)
+        evaluators = [Evaluator(gather_facts(each)) for each in (problem, accumulating(problem))]
+        milps = [Milp(evaluator, 1.0) for evaluator in evaluators]
+        for _ in range(4):
+            candidate = random_answer(draw, evaluators[0])
+            lower_s = [milp.lower_s(milp.vector(candidate)) for milp in milps]
+            at = evaluators[1].at(candidate.modes)
+            for ahead in (0, 2):
+                step_s = at.step_s(candidate.levels, moves_at_use(at.facts, candidate.levels, ahead))
+                assert lower_s[1] <= step_s * (1 + 1e-9), (seed, candidate)
+            num_longer += lower_s[1] > lower_s[0]
+    assert num_longer > 12
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_the_bound_holds_with_sums_whatever_runs_beside_compute(update: Update) -> None:
+    """Also where only some links are beside compute: the host then adds and updates while the device adds."""
+    num_seeds = 25
+    for seed in (*range(1000, 1000 + num_seeds), 1040, 1075):
+        draw = random.Random(seed)
+        cluster = machine(draw, draw.choice([1, 1, 2, 3]), draw.choice([0.6, 1.0]))
+        graph = chain(list(mixed_layers(draw)))
+        problem = accumulating(problem_of(graph, cluster, update=update, bucket_min_bytes=1, bucket_max_bytes=800))
+        evaluator = Evaluator(gather_facts(problem))
+        milp = Milp(evaluator, 1.0)
+        for _ in range(6):
+            candidate = random_answer(draw, evaluator)
+            at, lower_s = evaluator.at(candidate.modes), milp.lower_s(milp.vector(candidate))
+            for ahead in (1, 8):
+                step_s = at.step_s(candidate.levels, moves_at_use(at.facts, candidate.levels, ahead))
+                assert lower_s <= step_s * (1 + 1e-9), (seed, candidate)
+
+
+def test_the_error_names_the_bytes_that_stay() -> None:
+    problem = replace(accumulating(problem_of(chain_of(4))), host_budget_bytes=0)
+    budget_bytes = plan(problem, "keep_all").prediction.device_peak_bytes - 1
+    with pytest.raises(NoFeasiblePlan, match="gradients of earlier backward passes take"):
+        plan(replace(problem, budget_bytes=budget_bytes))
+    with pytest.raises(NoFeasiblePlan) as without:
+        plan(replace(problem, budget_bytes=0, accumulates=False, sum_nbytes={}))
+    assert without.value.staying_bytes == 0
+    assert "earlier backward" not in str(without.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `search.because`: what a decision says follows from what it saves.
+
+
+def test_a_decision_names_the_bytes_saved_at_the_peak_or_elsewhere() -> None:
+    num_at_peak = num_elsewhere = 0
+    for seed, problem in instances(20):
+        evaluator = Evaluator(gather_facts(problem))
+        levels, modes = random_answer(random.Random(seed), evaluator)
+        draft = DraftPlan(
+            levels=levels, modes=modes, moves=evaluator.at(modes).at_use(levels), step_s=1.0, decisions=()
+        )
+        for decision in decisions(Milp(evaluator, reference_s=1.0), draft):
+            assert " 0 B" not in decision.because
+            if decision.saves_bytes > 0:
+                num_at_peak += 1
+                assert decision.because.startswith("the peak would be ")
+                assert " higher with " in decision.because
+            else:
+                num_elsewhere += 1
+                assert decision.because.startswith("the peak would be no higher with ")
+                assert decision.because.endswith(" less would be free")
+    assert num_at_peak > 0
+    assert num_elsewhere > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A plan says that memory is unused while transfers are exposed, if its search ended with a gap.
+
+
+def test_memory_unused_while_transfers_are_exposed_is_reported_with_the_gap() -> None:
+    made = plan(tight_problem(), "zero3_offload")
+    free = max(bucket.flat_nbytes for bucket in made.buckets)
+    exposed = replace(made.prediction, exposed_s=0.2 * made.prediction.step_s)
+    short = replace(made, budget_bytes=exposed.device_peak_bytes + free, bound_s=0.9 * exposed.step_s)
+    (told,) = unused_memory(short, exposed)
+    assert told.subject == "memory"
+    assert "are unused while" in told.choice
+    assert "a gap of 10.0%" in told.because
+    assert not unused_memory(short, replace(exposed, exposed_s=0.0))
+    assert not unused_memory(replace(short, bound_s=0.995 * exposed.step_s), exposed)
+    assert not unused_memory(replace(short, budget_bytes=short.budget_bytes - 1), exposed)
+    assert not unused_memory(replace(short, bound_s=None), exposed)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When buckets are updated: as asked, else across steps where the host does any.
+
+
+TIGHT = tight_problem()
+
+
+def test_the_host_updates_across_steps_and_the_device_after_the_backward() -> None:
+    tight = plan(TIGHT, "greedy")
+    assert any(placement.update is Tier.HOST for placement in tight.placements)
+    assert tight.update is Update.ACROSS_STEPS
+    assert plan(replace(TIGHT, budget_bytes=2**40), "greedy").update is Update.AFTER_BACKWARD
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_the_requested_update_time_is_planned(update: Update) -> None:
+    assert plan(replace(TIGHT, update=update), "greedy").update is update
+
+
+def test_only_the_hybrid_optimizer_has_a_choice() -> None:
+    problem = replace(TIGHT, hybrid=False, update=Update.IN_BACKWARD)
+    assert plan(problem, "greedy").update is Update.AFTER_BACKWARD

@@ -22,9 +22,8 @@ from elixir_compile.search.question import Question, question_from_bytes, questi
 from elixir_compile.step import verify
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.report.explain import explain
-from tests.pure.ir.test_hostile_files import few_steps, mutated
-from tests.pure.problems import tight_problem
-from tests.pure.search.test_planner import problems
+from tests.pure.ir.test_codec import few_steps, mutated
+from tests.pure.problems import problems, tight_problem
 from tests.pure.strategies import symbolic
 
 PROBLEM = tight_problem()

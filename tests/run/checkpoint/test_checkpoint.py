@@ -1,19 +1,38 @@
-"""A run that is saved and resumed goes on bitwise as one that was never interrupted."""
+"""A run that is saved and resumed goes on bitwise; saves beside the training, values as JSON, and memory."""
 
+import gc
+import json
 import random
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile as elixir
+from elixir_compile.checkpoint import dcp
+from elixir_compile.checkpoint.run_state import UnsupportedValue, from_plain, tensor_keys, to_plain
+from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir import Update
 from tests.run.checkpointing import Elsewhere, Training, assert_resumed, by_elixir_noisy, eager, everything, other
 from tests.run.models import hf_batches, small_gpt2
+from tests.run.processes import spawn
+from tests.run.ranks_checks import most_resident_bytes
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw
-from tests.run.updating import hybrid_run, ladder, rows
+from tests.run.updating import controlled_worker, hybrid_run, in_flight, ladder, rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A run that is saved and resumed goes on bitwise as one that was never interrupted.
+
 
 BATCHES = rows(6)
 
@@ -293,3 +312,229 @@ def test_compiled_submodules_have_the_names_of_uncompiled_submodules(tmp_path: P
     training.load(tmp_path / "run")
     assert_same_tensors(dict(zip(plain.run.weights, training.run.weights.values(), strict=True)), plain.run.weights)
     assert list(elixir.full_state_dict(training.run.model)) == list(plain.run.weights)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A save beside the training holds the moment it was called at, and says what failed.
+
+
+@contextmanager
+def held_writer() -> Iterator[threading.Event]:
+    """Yield what lets a save go on that has begun to write."""
+    usual, gate = dcp.write, threading.Event()
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(60)
+        return usual(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp, "write", write)
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def test_training_during_an_asynchronous_save_does_not_change_the_snapshot(tmp_path: Path) -> None:
+    expected = eager(ladder()).train(BATCHES)
+    with hybrid_run(ladder(), BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+        training = Training(run).train(BATCHES[:3])
+        with held_writer() as gate:
+            handle = training.save(tmp_path / "run", step=3, asynchronous=True)
+            training.train(BATCHES[3:])
+            assert not handle.is_done
+            assert not (tmp_path / "run").exists()
+            gate.set()
+            handle.wait()
+        assert handle.is_done
+        assert_resumed(expected, training, num_steps=6)
+    resumed = eager(other(ladder()))
+    assert resumed.load(tmp_path / "run").step == 3
+    assert_resumed(expected, resumed.train(BATCHES[3:]), num_steps=3)
+
+
+def test_a_save_waits_for_queued_updates(tmp_path: Path) -> None:
+    with (
+        controlled_worker() as worker,
+        hybrid_run(ladder(), BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run,
+    ):
+        training = Training(run).train(BATCHES[:2])
+        run.optimizer.wait()
+        worker.gate.clear()
+        loss = run.compiled(BATCHES[2])
+        loss.backward()
+        run.optimizer.step()
+        assert in_flight(run) > 0
+        threading.Timer(0.2, worker.gate.set).start()
+        elixir.save(tmp_path / "run", *training.parts)
+        assert in_flight(run) == 0
+        weights = run.weights
+    model = other(ladder())
+    elixir.load(tmp_path / "run", model)
+    assert_same_tensors(weights, model.state_dict())
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    with held_writer() as gate:
+        first = elixir.save(tmp_path / "run", ladder(), step=1, asynchronous=True)
+        second: list[elixir.SaveHandle] = []
+        thread = threading.Thread(target=lambda: second.append(elixir.save(tmp_path / "run", ladder(), step=2)))
+        thread.start()
+        thread.join(0.2)
+        assert not first.is_done
+        assert not second
+        gate.set()
+        thread.join()
+    assert first.is_done
+    assert second[0].is_done
+    assert elixir.load(tmp_path / "run", ladder()).step == 2
+
+
+def test_wait_raises_the_error_of_a_save_and_the_next_save_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    elixir.save(tmp_path / "run", ladder(), step=1)
+    with monkeypatch.context() as patch:
+
+        def failing(*args: Any, **kwargs: Any) -> None:
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(dcp, "write", failing)
+        handle = elixir.save(tmp_path / "run", ladder(), step=2, asynchronous=True)
+        with pytest.raises(elixir.DiskFailed, match="Input/output error"):
+            handle.wait()
+    assert "was not saved" in caplog.text
+    assert elixir.load(tmp_path / "run", ladder()).step == 1
+    elixir.save(tmp_path / "run", ladder(), step=3, asynchronous=True).wait()
+    assert elixir.load(tmp_path / "run", ladder()).step == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_snapshot_takes_snapshot_bytes_and_is_freed_tensor_by_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = eager(ladder()).train(BATCHES[:1])
+    left: list[int] = []
+    usual = torch.save
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        left.append(sum(tensor.untyped_storage().nbytes() for tensor in snapshot))
+        usual(*args, **kwargs)
+
+    snapshot: list[torch.Tensor] = []
+    sizes: list[int] = []
+    write = dcp.write
+
+    def noted(folder: Path, sources: Any, **kwargs: Any) -> Any:
+        snapshot.extend(sources.values())
+        sizes.extend(tensor.nbytes for tensor in snapshot)
+        return write(folder, sources, **kwargs)
+
+    monkeypatch.setattr(dcp, "write", noted)
+    monkeypatch.setattr(torch, "save", save)
+    before = everything(training)
+    handle = training.save(tmp_path / "run", asynchronous=True)
+    handle.wait()
+    assert handle.snapshot_bytes == left[0]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] in sizes
+    assert_same_tensors(before, everything(training))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values go to JSON and come back equal, of the same type, with tensors in their places.
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),
+    st.text(), st.binary(max_size=8), st.sampled_from([torch.float32, torch.device("cpu"), torch.device("meta")]),
+)  # fmt: skip
+KEYS = st.one_of(st.text(), st.integers(), st.just("$"), st.tuples(st.integers(), st.text()))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=10,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    aside: dict[str, Any] = {}
+    plain = to_plain(value, "v", aside)
+    assert sorted(tensor_keys(plain)) == sorted(aside)
+    return from_plain(json.loads(json.dumps(plain, allow_nan=False)), aside)
+
+
+@settings(max_examples=50)
+@given(value=VALUES)
+def test_values_come_back_equal_and_with_the_same_types(value: Any) -> None:
+    assert repr(there_and_back(value)) == repr(value)
+
+
+def test_tensors_keep_their_places() -> None:
+    first, second = torch.arange(3), torch.tensor(1.5)
+    back = there_and_back({"a": [first, (second, float("nan"))], 3: {"b": first}})
+    assert back["a"][0] is first
+    assert back["a"][1][0] is second
+    assert back["a"][1][1] != back["a"][1][1]
+    assert back[3]["b"] is first
+
+
+def test_an_ordered_dict_comes_back_as_a_dict_and_an_unsupported_object_is_named() -> None:
+    assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
+    with pytest.raises(UnsupportedValue, match="object") as raised:
+        to_plain({"a": (1, object())}, "v", {})
+    assert raised.value.key == "v.a.1"
+
+
+def test_a_huge_integer_comes_back() -> None:
+    assert there_and_back(10**400) == 10**400
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loading takes no more memory of a process than what it keeps and a tensor on its way.
+
+
+WIDTH, NUM_LAYERS = 768, 24
+TENSOR_BYTES = 4 * WIDTH * WIDTH
+MORE_BYTES = 12 * 2**20
+"""Python's own, the blocks in which files are compared with their checksums, and pages that are not full."""
+
+
+def training(rank: int, mesh: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    model = elixir.prepare(model, "cpu", mesh=mesh)
+    return model, elixir.HybridAdamW(model.parameters(), lr=1e-3)
+
+
+def saves(path: Path) -> None:
+    model, optimizer = training(9, None)
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    elixir.save(path, model, optimizer, step=1)
+
+
+def loads(rank: int, world_size: int, path: str) -> list[int]:
+    """Return the bytes that a load adds at most, and those that it leaves."""
+    model, optimizer = training(rank, init_device_mesh("cpu", (world_size,)))
+    gc.collect()
+    before_bytes = most_resident_bytes(afresh=True)
+    assert elixir.load(path, model, optimizer).step == 1
+    most_bytes = most_resident_bytes() - before_bytes
+    states = optimizer.state_dict()["state"].values()
+    kept_bytes = sum(own_part(value).nbytes for own in states for value in own.values() if value.numel() > 1)
+    return [most_bytes, kept_bytes]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peak since a moment")
+def test_ranks_load_a_checkpoint_of_one_process_tensor_by_tensor(tmp_path: Path) -> None:
+    saves(tmp_path / "run")
+    for most_bytes, kept_bytes in spawn(loads, 2, str(tmp_path / "run"), folder=tmp_path):
+        # Two moments of half of each weight; weights are read into themselves.
+        assert kept_bytes == 2 * NUM_LAYERS * TENSOR_BYTES // 2
+        assert most_bytes < kept_bytes + 2 * TENSOR_BYTES + MORE_BYTES < 3 * NUM_LAYERS * TENSOR_BYTES

@@ -1,11 +1,15 @@
-"""What is on the disk is a whole checkpoint or none; what is damaged is refused, and nothing is loaded of it."""
+"""The files of a checkpoint: whole or refused, exported as safetensors, with moments in fewer bytes."""
 
 import errno
+import functools
+import json
 import os
 import pickle
 import shutil
+import warnings
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +17,33 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.device_mesh import DeviceMesh
+from typer.testing import CliRunner, Result
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
-from elixir_compile.checkpoint.dcp import Manifest, finish, read_manifest, write, write_manifest, write_text
+from elixir_compile.checkpoint.dcp import Manifest, Reader, finish, read_manifest, write, write_manifest, write_text
 from elixir_compile.checkpoint.folder import BLOCK_BYTES, BlockSums, open_checkpoint
 from elixir_compile.checkpoint.run_state import Deferred
+from elixir_compile.graph.ops.shards import full, own_part
+from elixir_compile.ir import Update
+from elixir_compile.optim.disk import DiskState
+from elixir_compile.optim.precision import MomentForm, form_of
+from elixir_compile.tools.cli.main import app
 from tests.run.checkpointing import Training, eager, everything, other
-from tests.run.processes import program
-from tests.run.training import assert_same_tensors
-from tests.run.updating import ladder, rows
+from tests.run.models import small_gpt2
+from tests.run.optim.test_narrow_state import narrow_adamw, steps
+from tests.run.optim.test_narrow_state import rows as narrow_rows
+from tests.run.processes import program, spawn
+from tests.run.training import Run, assert_same_tensors
+from tests.run.updating import eager_run, hybrid_run, ladder, rows, small_pieces
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is on the disk is a whole checkpoint or none; what is damaged is refused, and nothing is loaded of it.
+
 
 FILES = ["manifest.json", "state.json", "tensors/.metadata", "tensors/__0_0.distcp"]
 
@@ -299,3 +318,243 @@ def test_one_tensor_at_a_time_is_copied(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"torch\.distributed"):
         dcp_load(state, storage_reader=FileSystemReader(tmp_path / "tensors"))
     assert [state[str(number)][6].item() for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A checkpoint as one safetensors file, written a tensor at a time, and read by the libraries that others use.
+
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_hugging_face_loads_an_exported_file(tmp_path: Path) -> None:
+    model = small_gpt2()
+    elixir.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
+    done = run("export", tmp_path / "run", tmp_path / "hf" / "model.safetensors")
+    assert done.exit_code == 1, "there is no folder"
+    (tmp_path / "hf").mkdir()
+    done = run("export", tmp_path / "run", tmp_path / "hf" / "model.safetensors")
+    assert done.exit_code == 0, done.output
+    assert "lm_head.weight is tied to transformer.wte.weight" in done.stdout
+
+    state = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same_tensors({name: model.state_dict()[name] for name in state}, state)
+    loaded = other(model)
+    assert loaded.load_state_dict(state, strict=False) == (["lm_head.weight"], [])
+    assert_same_tensors(model.state_dict(), loaded.state_dict())
+    model.config.save_pretrained(tmp_path / "hf")
+    assert_same_tensors(model.state_dict(), type(model).from_pretrained(tmp_path / "hf").state_dict())
+    assert [file.name for file in (tmp_path / "hf").iterdir() if file.name.startswith(".")] == []
+
+
+def every_dtype() -> nn.Module:
+    module = nn.Module()
+    torch.manual_seed(3)
+    for number, dtype in enumerate(
+        (*(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64), *(torch.int8, torch.bool))
+    ):
+        values = (torch.randn(3, 5) * 4).to(dtype)
+        module.register_buffer(f"b{number}", values if number % 2 else values.t())
+    module.register_buffer("scalar", torch.tensor(3.0))
+    module.register_buffer("nothing", torch.empty(0, 2))
+    return module
+
+
+def test_every_dtype_is_exported_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, alive, most = every_dtype(), [], []
+    elixir.save(tmp_path / "run", module)
+    usual = Reader.fresh
+
+    def fresh(reader: Reader, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        found = usual(reader, keys)
+        alive.extend(weakref.ref(tensor) for tensor in found.values())
+        most.append(sum(tensor() is not None for tensor in alive))
+        return found
+
+    monkeypatch.setattr(Reader, "fresh", fresh)
+    done = run("export", tmp_path / "run", tmp_path / "out.safetensors", "--json")
+    assert json.loads(done.stdout)["num_tensors"] == len(module.state_dict())
+    # The one that was just written is let go when the next has been read.
+    assert max(most) <= 2
+    state = safetensors.load_file(tmp_path / "out.safetensors")
+    assert_same_tensors(dict(sorted(module.state_dict().items())), dict(sorted(state.items())))
+
+
+def test_an_unknown_dtype_and_a_missing_checkpoint_are_not_exported(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+    elixir.save(tmp_path / "run", module)
+    for checkpoint, said in (("run", "phase cannot be saved"), ("nowhere", "there is nothing")):
+        done = run("export", tmp_path / checkpoint, tmp_path / "out.safetensors")
+        assert done.exit_code == 1
+        assert said in done.stderr
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_full_state_dict_is_the_state_dict(tmp_path: Path) -> None:
+    model = elixir.prepare(small_gpt2())
+    state = elixir.full_state_dict(torch.compile(model, backend="elixir"))
+    assert_same_tensors(small_gpt2().state_dict(), state)
+    assert state["lm_head.weight"] is state["transformer.wte.weight"]
+    assert all(tensor.device.type == "cpu" and type(tensor) is torch.Tensor for tensor in state.values())
+    fresh = other(small_gpt2())
+    fresh.load_state_dict(state)
+    assert_same_tensors(state, fresh.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints of moments in fewer bytes: bit for bit in the same form, converted to others, on any number of ranks.
+
+
+def state_of(run: Run) -> list[dict[str, torch.Tensor]]:
+    return [{name: own_part(value) for name, value in own.items()} for own in states(run.optimizer)]
+
+
+def states(optimizer: torch.optim.Optimizer, **how: Any) -> list[dict[str, torch.Tensor]]:
+    return list(optimizer.state_dict(**how)["state"].values())  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
+@pytest.mark.parametrize("home", ["host disk", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("state_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_run_goes_on_bit_for_bit(state_dtype: str, home: str, tmp_path: Path) -> None:
+    optimizer = functools.partial(narrow_adamw, state_dtype=state_dtype)
+    disk = {"disk_path": tmp_path} if home.endswith("disk") else {}
+    plan = {"home": home, "update": Update.ACROSS_STEPS, "optimizer": optimizer, **disk}
+    with small_pieces(), hybrid_run(steps(), narrow_rows(1)[0], **plan) as run:
+        run.train(narrow_rows(2))
+        elixir.save(tmp_path / "run", run.model, run.optimizer, step=2)
+        run.train(narrow_rows(4)[2:])
+        with hybrid_run(
+            steps(), narrow_rows(1)[0], home="device", update=Update.AFTER_BACKWARD, optimizer=optimizer
+        ) as other:
+            other.train(narrow_rows(1))
+            assert elixir.load(tmp_path / "run", other.model, other.optimizer).step == 2
+            other.train(narrow_rows(4)[2:])
+            assert_same_tensors(run.weights, other.weights)
+            for own, there in zip(state_of(run), state_of(other), strict=True):
+                assert_same_tensors(own, there)
+        if home.endswith("disk"):
+            assert all(isinstance(state, DiskState) for state in run.optimizer.state.values())
+    said = json.loads((tmp_path / "run" / "state.json").read_text())["optimizer"]["moments"]
+    assert said == {state_dtype: len(list(run.model.parameters()))}
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "moments"),
+    [
+        (torch.bfloat16, elixir.HybridAdamW, {}),
+        (torch.float32, elixir.hybrid(torch.optim.SGD, "bfloat16"), {"bfloat16": 5}),
+        (torch.float32, torch.optim.AdamW, {}),
+    ],
+    ids=["bf16 parameters without masters", "a class", "torch"],
+)
+def test_a_checkpoint_names_narrower_moments_alone(
+    dtype: torch.dtype, optimizer: Any, moments: dict[str, int], tmp_path: Path
+) -> None:
+    own = eager_run(steps().to(dtype), optimizer, lr=1e-2, **({"momentum": 0.9} if moments else {}))
+    own.train(narrow_rows(1, dtype))
+    elixir.save(tmp_path / "run", own.model, own.optimizer)
+    assert json.loads((tmp_path / "run" / "state.json").read_text())["optimizer"]["moments"] == moments
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
+def test_other_forms_load_a_checkpoint(tmp_path: Path) -> None:
+    def trained(state_dtype: str) -> Run:
+        optimizer = functools.partial(narrow_adamw, state_dtype=state_dtype)
+        with hybrid_run(
+            steps(), narrow_rows(1)[0], home="device", update=Update.AFTER_BACKWARD, optimizer=optimizer
+        ) as run:
+            return run.train(narrow_rows(2))
+
+    narrow, exact = trained("int8"), trained("float32")
+    elixir.save(tmp_path / "run", narrow.model, narrow.optimizer)
+    elixir.load(tmp_path / "run", exact.model, exact.optimizer)
+    assert {form_of(state) for state in exact.optimizer.state.values()} == {MomentForm.FLOAT32}
+    for own, wanted in zip(states(exact.optimizer), states(narrow.optimizer, as_float32=True), strict=True):
+        assert_same_tensors(wanted, own)
+    elixir.save(tmp_path / "exact", exact.model, exact.optimizer)
+    elixir.load(tmp_path / "exact", narrow.model, narrow.optimizer)
+    assert {form_of(state) for state in narrow.optimizer.state.values()} == {MomentForm.INT8}
+    for own, wanted in zip(states(narrow.optimizer, as_float32=True), states(exact.optimizer), strict=True):
+        assert_same_tensors(wanted, own)  # to encode what was decoded loses nothing
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
+def test_a_checkpoint_with_moments_of_no_form_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = eager_run(steps(), functools.partial(narrow_adamw, state_dtype="int8")).train(narrow_rows(1))
+    monkeypatch.setattr("elixir_compile.checkpoint.run_state._moments", lambda optimizer: {"float8": 5})
+    elixir.save(tmp_path / "run", own.model, own.optimizer)
+    with pytest.raises(
+        elixir.ElixirError, match="moments in float8 in the checkpoint, which this version does not have"
+    ):
+        elixir.load(tmp_path / "run", own.model, own.optimizer)
+
+
+class Wide(nn.Module):
+    """Rows of whole blocks, and a weight with odd rows; large enough that both are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = nn.Linear(256, 211, bias=False)
+        self.down = nn.Linear(211, 257)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def batches_of(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(8, 256, generator=generator) for _ in range(4)]
+
+
+def training_of(mesh: DeviceMesh | None, state_dtype: str) -> Run:
+    model = elixir.prepare(Wide(), mesh=mesh)
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+    options = {"inner": "aot_eager", "report": False}
+    return Run(model=model, compiled=torch.compile(model, backend="elixir", options=options), optimizer=optimizer)
+
+
+def saves_and_loads(rank: int, world_size: int, folder: str, state_dtype: str) -> dict[str, Any]:
+    mesh = DeviceMesh("cpu", list(range(world_size)))
+
+    def own(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [batch.chunk(world_size)[rank] for batch in batches]
+
+    first = training_of(mesh, state_dtype).train(own(batches_of(1)[:2]))
+    assert {form_of(state) for state in first.optimizer.state.values()} == {MomentForm(state_dtype)}
+    elixir.save(f"{folder}/run", first.model, first.optimizer)
+    whole = [{name: full(value) for name, value in state.items()} for state in states(first.optimizer, as_float32=True)]
+    first.train(own(batches_of(1)[2:]))
+    second = training_of(mesh, state_dtype)
+    elixir.load(f"{folder}/run", second.model, second.optimizer)
+    second.train(own(batches_of(1)[2:]))
+    for mine, theirs in zip(states(first.optimizer), states(second.optimizer), strict=True):
+        assert_same_tensors(
+            {name: own_part(value) for name, value in mine.items()},
+            {name: own_part(value) for name, value in theirs.items()},
+        )
+    if rank == 0:
+        alone = training_of(None, state_dtype)
+        elixir.load(f"{folder}/run", alone.model, alone.optimizer)
+        names = [name for name, _ in alone.model.named_parameters()]
+        for name, mine, theirs in zip(names, whole, states(alone.optimizer, as_float32=True), strict=True):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                apart = (mine[moment] - theirs[moment]).abs().max() / mine[moment].abs().max()
+                assert apart <= (0.0 if name == "up.weight" else 0.02), (name, moment)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", elixir.RanksApart)  # this model is meant for one rank
+            alone.train(batches_of(1)[2:])
+    return {"weight": float(full(dict(first.model.named_parameters())["up.weight"].detach()).sum())}
+
+
+@pytest.mark.filterwarnings("ignore::elixir_compile.base.errors.NoGraphCaptured")
+def test_two_ranks_save_and_one_loads(tmp_path: Path) -> None:
+    first, second = spawn(saves_and_loads, 2, str(tmp_path), "int8", folder=tmp_path, limit_s=120.0)
+    assert first == second

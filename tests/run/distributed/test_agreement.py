@@ -1,15 +1,20 @@
-"""`agreement`: one plan on all ranks, for the smallest budgets of all; what goes wrong on one is raised on all."""
+"""Ranks agree on one plan, and what one does alone, by mistake, exception or graph break, is an error on all."""
 
 import os
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import elixir_compile as elixir
 from elixir_compile.base.errors import NoFeasiblePlan, NotPrepared
 from elixir_compile.ir import OpId, Plan, Saving, StepGraph, fingerprint
 from elixir_compile.ir.hardware import Cluster
@@ -19,9 +24,15 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.session.agreement import RollCall, Step, agreed_plan, roll_call
 from elixir_compile.session.rank_facts import plan_digest
 from elixir_compile.step import plan_timeline, verify
-from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
+from tests.pure.problems import CLUSTERS, needed_bytes, problem_of
 from tests.pure.strategies import Layer, chain
+from tests.run.pipeline_checks import DEFAULTS, WIDTH, Stage, loss_of
 from tests.run.processes import spawn
+from tests.run.ranks_training import adamw, compiled_with, hybrid
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `agreement`: one plan on all ranks, for the smallest budgets of all; what goes wrong on one is raised on all.
+
 
 NUM_LAYERS = 4
 
@@ -337,3 +348,244 @@ def test_any_number_of_ranks_agrees_without_a_cluster(rank: int) -> None:
             agreed_plan(control, problem, small_search)
     finally:
         distributed.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one rank does alone by mistake is an error on all of them that names what each rank does.
+
+
+ROWS = torch.ones(4, 160)
+
+
+@torch.no_grad()
+def evaluates(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    run(ROWS)
+
+
+def mistakes(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """Return what each mistake of the first rank ends in on this one, while the others begin a step."""
+    mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    for name, mistake in {
+        "evaluates eagerly": lambda model, compiled, optimizer: evaluates(model),
+        "evaluates": lambda model, compiled, optimizer: evaluates(compiled),
+        "saves": lambda model, compiled, optimizer: elixir.save(f"{folder}/saved", model, optimizer, step=1),
+        "gathers all": lambda model, compiled, optimizer: elixir.full_state_dict(model),
+        "weighs": lambda model, compiled, optimizer: elixir.weigh(model, 4),
+    }.items():
+        model = elixir.prepare(nn.Sequential(nn.Linear(160, 160), nn.Linear(160, 8)), mesh=mesh)
+        compiled, optimizer = compiled_with(model), hybrid(model.parameters())
+        with pytest.raises(elixir.RanksDiffer) as caught:
+            mistake(model, compiled, optimizer) if rank == 0 else compiled(ROWS)
+        found[name] = str(caught.value)
+    assert not Path(f"{folder}/saved").exists()
+    for make in (hybrid, adamw):
+        model = nn.Linear(160, 160)
+        optimizer = make(model.parameters())
+        elixir.prepare(model, mesh=mesh)
+        with pytest.raises(elixir.NotPrepared, match="Make the optimizer after `prepare`"):
+            optimizer.step()
+    return found
+
+
+def forgets_the_mesh(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    try:
+        elixir.prepare(nn.Linear(160, 160), mesh=None if rank else mesh)
+    except elixir.PeerFailed as error:
+        return str(error)
+    return ""
+
+
+def test_an_action_of_one_rank_alone_raises_on_all_ranks_with_its_name(tmp_path: Path) -> None:
+    first, second = spawn(mistakes, 2, str(tmp_path), folder=tmp_path)
+    assert first == second
+    assert "rank 0 exchanges a parameter, 0.weight, in eager code" in first["evaluates eagerly"]
+    assert "rank 1 has a graph of training, rank 0 one of inference" in first["evaluates"]
+    assert "rank 0 saves a checkpoint" in first["saves"]
+    assert "rank 0 gathers the full state dict" in first["gathers all"]
+    assert "rank 0 weighs its batch" in first["weighs"]
+    assert all("rank 1 is about to run its first graph" in said for name, said in first.items() if name != "evaluates")
+    assert all("call the model, its backward, the optimizer and saves" in said for said in first.values())
+
+
+def test_prepare_with_a_mesh_on_one_rank_alone_raises_on_this_rank(tmp_path: Path) -> None:
+    said, other = spawn(forgets_the_mesh, 2, folder=tmp_path, timeout_s=3.0)
+    assert "no answer from rank 1" in said
+    assert "prepared on all of them, with the same mesh" in said
+    assert other == ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of several calls on ranks of which one leaves a step by an exception: all ranks learn of it at once.
+
+
+NUM_ROWS, NUM_CALLS = 4, 4
+TIMEOUT_S = 60.0
+
+
+def leaves_alone(rank: int, world_size: int, outstanding: int) -> dict[str, Any]:
+    """Train a step; in the second, rank 0 catches an exception of a backward and goes on; then train a third step.
+
+    Returns what each rank got in the second step and after how long, and how far the weights are from those of one
+    process that trains the first and the third step.
+    """
+    torch.manual_seed(0)
+    module, double = Stage(2).double(), Stage(2).double()
+    double.load_state_dict(module.state_dict())
+    elixir.prepare(module, mesh=init_device_mesh("cpu", (world_size,)), outstanding=outstanding, calls=NUM_CALLS)
+    compiled = torch.compile(module, backend="elixir", options=DEFAULTS)
+    optimizer = elixir.HybridAdamW(module.parameters(), lr=1e-3)
+    double_optimizer = torch.optim.AdamW(double.parameters(), lr=1e-3)
+    rows = torch.randn(NUM_CALLS, world_size, NUM_ROWS, WIDTH, dtype=torch.float64)
+    waiting: list[torch.Tensor] = []
+
+    def forward(number: int) -> None:
+        waiting.append(loss_of(compiled(rows[number, rank]), rows[number, rank].flip(0)) / NUM_CALLS)
+
+    def step() -> None:
+        waiting.clear()
+        for number in range(NUM_CALLS):
+            forward(number)
+            if number + 1 >= outstanding:
+                waiting.pop(0).backward()
+        while waiting:
+            waiting.pop(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in rows.flatten(0, 1):
+            (loss_of(double(part), part.flip(0)) / NUM_CALLS / world_size).backward()
+        double_optimizer.step()
+        double_optimizer.zero_grad()
+
+    step()
+    for number in range(outstanding):
+        forward(number)
+    waiting.pop(0).backward()
+    if outstanding == 1:
+        forward(1)
+    if rank == 0:
+        with torch.no_grad():
+            module.h[0].down.weight.add_(0.0)
+        with pytest.raises(elixir.StaleParameters):
+            waiting.pop(0).backward()
+    else:
+        waiting.pop(0).backward()
+    began_s = time.monotonic()
+    with pytest.raises(elixir.RanksDiffer) as caught:
+        waiting.pop(0).backward() if waiting else forward(2)
+    took_s = time.monotonic() - began_s
+    optimizer.zero_grad()
+    step()
+    weights = [param.full_tensor() for param in module.parameters()]
+    apart = max((p - q).abs().max().item() for p, q in zip(weights, double.parameters(), strict=True))
+    return {"said": str(caught.value), "took_s": took_s, "apart": apart}
+
+
+@pytest.mark.parametrize("outstanding", [1, 3])
+def test_a_rank_that_leaves_a_step_alone_is_an_error_on_all_ranks_at_once(tmp_path: Path, outstanding: int) -> None:
+    for found in spawn(leaves_alone, 2, outstanding, folder=tmp_path, timeout_s=TIMEOUT_S):
+        assert found["took_s"] < 5
+        if outstanding == 1:
+            assert (
+                "rank 0 is about to run Stage (call 1 of 4; an exception in call 2 ended the step before)"
+                in (found["said"])
+            )
+            assert "rank 1 is about to run Stage (call 3 of 4)" in found["said"]
+        else:
+            assert "rank 1 begins the backward of Stage (call 3 of 4)" in found["said"]
+        assert "Catch an exception in the middle of a step on all ranks, or on none." in found["said"]
+        assert found["apart"] <= 1e-12
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rank that runs more graphs per forward, or more forwards, than the others is found where it does, with its graphs
+# named.
+
+
+GRAPHS_TIMEOUT_S = 30.0
+NUM_STEPS = 3
+
+
+class Layers(nn.Module):
+    """Two layers, and what may be between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(160, 160), nn.Linear(160, 160)
+        self.breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+class Partition(Layers):
+    """Two losses, each of a graph of its own."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.first(x).square().mean()
+        torch._dynamo.graph_break()
+        return first, self.second(x).square().mean()
+
+
+def trains_other_halves(rank: int, world_size: int) -> str:
+    """Train both halves, then another one on each rank, and return what that says."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    model = elixir.prepare(Partition(), mesh=init_device_mesh("cpu", (world_size,)))
+    compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
+    sum(compiled(torch.ones(4, 160))).backward()
+    with pytest.raises(elixir.RanksDiffer) as caught:
+        compiled(torch.ones(4, 160))[rank].backward()
+    return str(caught.value)
+
+
+def test_gradients_of_different_graphs_are_not_mixed(tmp_path: Path) -> None:
+    for said in spawn(trains_other_halves, 2, folder=tmp_path, timeout_s=GRAPHS_TIMEOUT_S):
+        assert "rank 0 begins the backward of Partition" in said
+        assert "rank 1 begins the backward of Partition.1" in said
+
+
+def differs(rank: int, world_size: int, how: str, first: int) -> list[object]:
+    """Train, the last rank otherwise than the others from the step `first` on, and return what it ended with."""
+    torch._dynamo.reset()
+    # Dynamo looks at the gradient of what goes on behind a break.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    is_odd = rank == world_size - 1
+    model = elixir.prepare(Layers(), mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = elixir.HybridAdamW(model.parameters())
+    compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
+    for step in range(NUM_STEPS):
+        began_s = time.monotonic()
+        is_other = step >= first and (is_odd or how == "all break")
+        model.breaks = is_other and how.endswith("break")
+        try:
+            loss = compiled(torch.ones(4, 160))
+            if is_other and how == "two forwards":
+                loss = loss + compiled(torch.ones(4, 160))
+            loss.backward()
+        except elixir.RanksDiffer as error:
+            return [step, list(error.ranks), str(error), time.monotonic() - began_s]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [NUM_STEPS, [], "", 0.0]
+
+
+@pytest.mark.parametrize(("how", "first"), [("break", 0), ("break", 1), ("two forwards", 1)])
+def test_a_call_on_one_rank_alone_is_named_at_once(how: str, first: int, tmp_path: Path) -> None:
+    for step, odd, said, waited_s in spawn(differs, 2, how, first, folder=tmp_path, timeout_s=GRAPHS_TIMEOUT_S):
+        assert (step, odd) == (first, [1])
+        assert "rank 0 begins the backward of Layers" in said
+        if how == "break":
+            assert "rank 1 is about to run Layers." in said
+            assert f"(up to the graph break at {__file__}:" in said
+        else:
+            assert "rank 1 is about to run Layers behind Layers, whose backward is still to come" in said
+        assert "call the model" in said
+        assert waited_s < GRAPHS_TIMEOUT_S / 2
+
+
+def test_a_graph_break_on_all_ranks_raises_no_error(tmp_path: Path) -> None:
+    assert spawn(differs, 2, "all break", 1, folder=tmp_path) == [[NUM_STEPS, [], "", 0.0]] * 2

@@ -1,9 +1,11 @@
-"""A prepared model on a process group that is none: its plan for any number of ranks, without a cluster.
+"""Plans for any number of ranks without a cluster: a process group that is none, sizes of meshes, and streams of
+gathers."""
 
-Each group has a process of its own: a process has one default group.
-"""
-
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,11 +16,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import elixir_compile as elixir
+from elixir_compile.base.errors import InvalidOption
+from elixir_compile.base.options import parse_options
+from elixir_compile.base.units import GIB
 from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.ir import BucketId
+from elixir_compile.ir.hardware import Cluster, preset, profile_for
 from elixir_compile.optim import guard
 from elixir_compile.optim import hybrid as clipping
+from elixir_compile.runtime.distributed.sharded import ShardGather
+from elixir_compile.session.planning import cluster_of
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, RankBalance
 from tests.run.processes import apart
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A prepared model on a process group that is none: its plan for any number of ranks, without a cluster.
+#
+# Each group has a process of its own: a process has one default group.
 
 
 def prepared(model: nn.Module, num_ranks: int) -> nn.Module:
@@ -238,3 +252,56 @@ def sums_of_two_meshes() -> list[tuple[str, float]]:
 
 def test_gradients_on_two_meshes_are_summed_over_the_ranks_of_each() -> None:
     assert apart(sums_of_two_meshes) == [("all", 4.0), ("data", 8.0), ("all", True), ("data", False)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `rank_sizes`: the machine that a mesh of ranks is planned for.
+
+
+ALONE = profile_for("cpu", GIB, GIB, "cpu")
+SQUARE: Any = SimpleNamespace(
+    num_ranks=4, num_shards=2, num_copies=2, num_local=4, control=SimpleNamespace(is_echo=False)
+)
+"""Two copies of two parts, all on one host."""
+
+
+def test_measured_links_count_for_shards_and_copies() -> None:
+    node = replace(ALONE.nodes[0], num_devices=4, peer=replace(ALONE.h2d, bytes_per_s=123.0))
+    measured = Cluster(nodes=(node,))
+    assert cluster_of(measured, SQUARE, parse_options({})) is measured
+    assert cluster_of(measured, None, parse_options({})) == measured.alone()
+
+
+def test_ranks_that_nobody_measured_share_their_host_by_a_rough_link() -> None:
+    found = cluster_of(ALONE, SQUARE, parse_options({}))
+    assert (found.num_ranks, found.num_local_ranks, found.nodes[0].peer is None) == (4, 4, False)
+    over_two_hosts: Any = SimpleNamespace(**{**vars(SQUARE), "num_local": 2})
+    found = cluster_of(ALONE, over_two_hosts, parse_options({}))
+    assert (found.num_ranks, found.num_local_ranks, found.network is None) == (4, 2, False)
+
+
+def test_a_machine_by_name_has_a_device_for_every_rank() -> None:
+    named = preset("a100-40g", 4)
+    assert cluster_of(named, SQUARE, parse_options({"hardware": "4 x a100-40g"})) is named
+    with pytest.raises(InvalidOption, match="a machine with 4 devices"):
+        cluster_of(preset("a100-40g", 2), SQUARE, parse_options({"hardware": "2 x a100-40g"}))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On which streams the gather of a sharded bucket begins.
+
+
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_only_a_shard_on_the_host_takes_the_lane_of_copies(is_on_host: bool) -> None:
+    """If a gather of a shard on the device made h2d wait for compute, the host, which waits for h2d at the end of the
+    backward, would begin its updates when compute is through and not when the gradients have come."""
+    lanes, bucket = MagicMock(device=torch.device("cpu")), MagicMock(is_on_host=is_on_host, own=torch.zeros(2))
+    bucket.spec.id = BucketId("b0")
+    ledger: Any = MagicMock()
+    ledger.started.side_effect = lambda lane, name, nbytes, start: start()
+    ShardGather(bucket, lanes, ledger)
+    bucket.ranks.all_gather.assert_called_once()
+    calls = [
+        name for name, _, _ in lanes.h2d.mock_calls if not name.startswith(("behind_compute()", "beside_compute()"))
+    ]
+    assert calls == (["behind_compute", "copy", "mark", "beside_compute"] if is_on_host else [])

@@ -1,14 +1,24 @@
-"""Several ranks, in real processes, train what one process trains on the whole batch, and hold what they should."""
+"""Several ranks, in real processes, train what one process trains: the whole step, updates, and micro-batches."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 
-from tests.run import ranks_checks
+import elixir_compile as elixir
+from tests.run import ranks_checks, ranks_updates
 from tests.run.processes import spawn
+from tests.run.ranks_training import batches, full, pair_of
+from tests.run.training import divided_regions
 
 pytest.importorskip("transformers")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several ranks, in real processes, train what one process trains on the whole batch, and hold what they should.
+
 
 LIMIT_S = 120.0
 
@@ -102,3 +112,119 @@ def test_every_number_of_ranks(name: str, world_size: int, tmp_path: Path) -> No
         assert_trained(each, close=1e-6 if how["dtype"] == "float32" else 1e-12)
     if world_size > 1:
         assert "host" in found[0]["optim"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several ranks update when their plan says and keep state where it says: the bits of updates after the backward.
+
+
+def test_the_moment_of_the_update_changes_no_bit(tmp_path: Path) -> None:
+    for found in spawn(ranks_updates.updates_when_asked, 2, "odd", folder=tmp_path, limit_s=LIMIT_S):
+        assert found["apart"] < ranks_updates.CLOSE
+        assert found["queued"] > 0
+        for how in ("in_backward, False", "auto, True"):
+            assert "host" in found[how]["optim"]
+            assert found[how]["says"]
+            assert found[how]["update"] == ("in_backward" if how.startswith("in") else "across_steps")
+
+
+def test_reads_wait_and_gathers_come_in_one_order(tmp_path: Path) -> None:
+    checks = [["reads_wait"], ["gathers_in_one_order"], ["refuses_changed_gradients"]]
+    spawn(ranks_updates.all_of, 2, checks, folder=tmp_path, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("when", ["before", "in it"])
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all(when: str, tmp_path: Path) -> None:
+    others, own = spawn(ranks_updates.fails_on_one, 2, when, folder=tmp_path, timeout_s=20.0)
+    assert own == ["ArithmeticError", "the kernel fell over"]
+    assert others[0] == "PeerFailed"
+    assert "rank 1" in others[1]
+    if when == "before":
+        assert "ArithmeticError: the kernel fell over" in others[1]
+
+
+@pytest.mark.slow
+def test_state_on_disk_with_an_empty_shard(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for found in spawn(ranks_updates.keeps_state_on_disk, 3, str(disk), folder=tmp_path, limit_s=LIMIT_S):
+        assert "disk" in found["homes"]
+        assert found["folders"] == ["rank0", "rank1", "rank2"]
+        assert 0 < found["held"] <= found["planned"] + 2 * 4096 * found["files"]
+        assert found["left"] == []
+
+
+def test_masters_in_memory_and_on_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for in_memory, on_disk in spawn(ranks_updates.keeps_masters, 2, str(disk), folder=tmp_path, limit_s=LIMIT_S):
+        assert "host" in in_memory
+        assert "disk" in on_disk
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    others, own = spawn(ranks_updates.has_no_room, 2, str(disk), folder=tmp_path)
+    assert own[0] == "DiskFull"
+    assert others[0] == "PeerFailed"
+    assert "DiskFull" in others[1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks that run their batches in micro-batches train the same numbers and send the same bytes.
+
+
+def trains_divided(rank: int, world_size: int) -> dict[str, Any]:
+    """Train a Llama on two ranks in one micro-batch and in four; return how far it is from its double, and counts."""
+    found: dict[str, Any] = {"apart": [], "counts": [], "micro_batches": []}
+    for number in (1, 4):
+        pair = pair_of("llama of one layer", (world_size,), micro_batches=number)
+        (batch,) = batches(1, rows=16)
+        differences = pair.step(batch)
+        found["apart"].append(max(*differences.values(), pair.apart()))
+        found["micro_batches"].append(sorted(set(divided_regions(pair.compiled))))
+        distributed.barrier()
+        record = elixir.measure_step(lambda pair=pair, batch=batch: pair.own_backward(batch))
+        found["counts"].append({verb: record.counts.get(verb, 0) for verb in ("gather", "reduce", "release")})
+    return found
+
+
+def test_two_ranks_in_four_micro_batches_train_as_one_process_and_reduce_as_often(tmp_path: Path):
+    for found in spawn(trains_divided, 2, folder=tmp_path, limit_s=120.0, timeout_s=120.0):
+        assert max(found["apart"]) < 1e-10
+        assert found["micro_batches"] == [[1], [1, 4]]  # the mean over tokens runs on the whole batch of a rank
+        assert found["counts"][0]["reduce"] == found["counts"][1]["reduce"] > 0
+
+
+def needed_bytes(micro_batches: object, world_size: int, ids: torch.Tensor) -> int:
+    pair = pair_of("llama", (world_size,), micro_batches=micro_batches, device_memory=1)
+    with pytest.raises(elixir.NoFeasiblePlan) as caught:
+        pair.compiled(ids)
+    return caught.value.needed_bytes
+
+
+def trains_what_does_not_fit(rank: int, world_size: int) -> dict[str, Any]:
+    """Train batches of 8 and 12 rows on two ranks that do not fit whole; return how far gradients are from their
+    double."""
+    (batch,) = batches(1, rows=20)
+    parts = (batch[:8], batch[8:])
+    budget_bytes = sum(needed_bytes(number, world_size, parts[rank]) for number in (1, "auto")) // 2
+    pair = pair_of("llama", (world_size,), micro_batches="auto", device_memory=budget_bytes)
+    pair.compiled(parts[rank]).backward()
+    torch.stack([pair.double(ids) for ids in parts]).mean().backward()
+    grads = zip(pair.model.parameters(), pair.double.parameters(), strict=True)
+    plan = elixir.compilations(pair.compiled)[-1].plan
+    return {
+        "apart": max((full(own.grad) - other.grad).abs().max().item() for own, other in grads),
+        "micro_batches": sorted(set(divided_regions(pair.compiled))),
+        "within": plan.prediction.device_peak_bytes <= budget_bytes,
+    }
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_a_number_that_divides_both_of_their_batches(tmp_path: Path):
+    found = spawn(trains_what_does_not_fit, 2, folder=tmp_path, limit_s=120.0, timeout_s=120.0)
+    assert found[0]["micro_batches"] == found[1]["micro_batches"]
+    assert found[0]["micro_batches"][-1] in (2, 4)
+    assert all(rank["within"] and rank["apart"] < 1e-10 for rank in found)

@@ -1,21 +1,49 @@
-"""Steps under `device_memory` whose memory no trace tells, and what a budget is not kept for: the training is right."""
+"""Training loops under budgets: the plain loop, micro-batches, several models, and memory that no trace tells."""
 
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 import elixir_compile as elixir
-from tests.run.api.test_over_budget import MODELS
-from tests.run.api.test_over_budget import WIDTH as ROW_WIDTH
-from tests.run.capture.test_kernel_bytes import FURTHER, KINDS, Layers
+from tests.run.graph.test_kernel_bytes import FURTHER, KINDS, Layers
 from tests.run.habits.habit import habit
+from tests.run.habits.stories import BUDGETS, assert_trains_as_eager
 from tests.run.models import Stack, seeded, vectors
-from tests.run.training import Run, assert_same, by_elixir_unprepared, by_torch, fused_adamw
+from tests.run.processes import apart
+from tests.run.random_runs import Draw, outcome_of
+from tests.run.session.test_over_budget import MODELS
+from tests.run.session.test_over_budget import WIDTH as ROW_WIDTH
+from tests.run.training import Run, assert_same, by_elixir, by_elixir_unprepared, by_torch, fused_adamw, least_bytes
+from tests.run.updating import Several
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training loop that every tutorial shows.
+
+
+def clipped_step(run: Run, batch: Any) -> torch.Tensor:
+    loss = run.compiled(batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss
+
+
+@habit("`loss.backward()`, `clip_grad_norm_`, `optimizer.step()`, `optimizer.zero_grad()`", area="Training loops")
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_loop_of_the_tutorials_trains_as_eager(budget: str) -> None:
+    assert_trains_as_eager(seeded(Stack), clipped_step, vectors(4), budget=budget)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps under `device_memory` whose memory no trace tells, and what a budget is not kept for: the training is right.
 
 
 def assert_trains_in_the_budget_of_its_errors(model: nn.Module, batches: list[torch.Tensor]) -> None:
@@ -172,3 +200,108 @@ def test_a_model_of_which_nothing_is_captured_trains_and_is_warned_of(*, in_plac
     expected = by_torch(model, optimizer=fused_adamw if optimizer is hybrid else optimizer)
     assert_same(expected.train(batches, through_mean), run)
     del unused
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of several micro-batches under a budget: it holds, and losses and weights are those of torch's `aot_eager`.
+
+
+USUAL = replace(
+    Draw.of(0), model="stack", share=0.6, num_micro_batches=4, clips=True, update="auto", activations="any",
+    planner="milp", is_prepared=True, keeps_zeros=False, accumulate=False,
+)  # fmt: skip
+
+
+def faults_of(draw: Draw) -> list[str]:
+    outcome = outcome_of(draw)
+    return [*outcome.faults] if outcome.budget_bytes > 1 << 20 else ["too small a budget to compare with"]
+
+
+@habit(
+    "Gradient accumulation: several `loss.backward()` for each `optimizer.step()`",
+    area="Training loops",
+    note="`device_memory` holds from the second micro-batch of the first step on",
+)
+def test_micro_batches_keep_the_budget() -> None:
+    assert apart(faults_of, USUAL) == []
+
+
+@habit(
+    "One `loss.backward()` for each step, and `optimizer.zero_grad(set_to_none=False)`",
+    area="Training loops",
+    note="`device_memory` holds from the second step on",
+)
+def test_zeroed_gradients_keep_the_budget() -> None:
+    assert apart(faults_of, replace(USUAL, num_micro_batches=1, keeps_zeros=True)) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several models, or an optimizer for each parameter, under one budget of the device.
+
+
+OPTIONS = {"planner": "greedy", "plan_cache": False}
+
+
+def each(params: Any) -> Any:
+    """Return one AdamW for each parameter."""
+    return Several(AdamW([param], lr=1e-2) for param in params)
+
+
+@habit(
+    "Two models that train in turn, each compiled with `device_memory`, as an actor and a critic",
+    area="Training loops",
+    note="they share the budget of the device",
+)
+def test_two_models_that_train_in_turn_share_their_budget() -> None:
+    model, batches = seeded(Stack), vectors(4)
+    budget_bytes = int(1.3 * least_bytes(model, batches[0]))
+    expected = by_torch(model).train(batches)
+    runs = [by_elixir(model, device_memory=budget_bytes, **OPTIONS) for _ in range(2)]
+    for batch in batches:
+        for run in runs:
+            run.train([batch])
+    for run in runs:
+        assert_same(expected, run)
+
+
+def distilled(student: Any, teacher: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = teacher(batch)
+    loss = (student(batch) - target).square()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@habit(
+    "A teacher under `torch.no_grad()` beside the student, each compiled with `device_memory`",
+    area="Training loops",
+    note="they share the budget of the device",
+)
+def test_a_teacher_and_a_student_share_their_budget() -> None:
+    teacher, student, batches = seeded(Stack), seeded(Stack), vectors(4)
+    budget_bytes = int(1.3 * least_bytes(student, batches[0]))
+    with torch.no_grad():
+        for param in teacher.parameters():
+            param.mul_(1.5)
+
+    def trained(run: Run, teaches: Any) -> Run:
+        return run.train(batches, lambda model, optimizer, batch: distilled(model, teaches, optimizer, batch))
+
+    expected = trained(by_torch(student), teacher)
+    teaches = by_elixir(teacher, device_memory=budget_bytes, **OPTIONS).compiled
+    assert_same(expected, trained(by_elixir(student, device_memory=budget_bytes, **OPTIONS), teaches))
+
+
+@habit(
+    "An optimizer of torch for each parameter, under `device_memory` on a CPU",
+    area="Optimizers",
+    note="plans count the state of all of them from the second step on",
+)
+def test_an_optimizer_for_each_parameter_is_counted() -> None:
+    model, batches, make = seeded(Stack), vectors(4), each
+    params_bytes = sum(param.nbytes for param in model.parameters())
+    budget_bytes = int(1.05 * (least_bytes(model, batches[0], optimizer=make) + 2 * params_bytes))
+    expected = by_torch(model, optimizer=make).train(batches)
+    assert_same(expected, by_elixir(model, optimizer=make, device_memory=budget_bytes, **OPTIONS).train(batches))

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elixir_compile.ir import Update
 from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.run.habits.habit import habit
-from tests.run.habits.same import BUDGETS
+from tests.run.habits.stories import BUDGETS
 from tests.run.training import Run, assert_same, assert_same_tensors, fused_adamw, hybrid_adamw, on_host, plain_step
 from tests.run.updating import Ladder, eager_run, hybrid_run, ladder, rows, weights_of
 

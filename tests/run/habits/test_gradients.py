@@ -9,17 +9,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
-from tests.run.habits.both import (
+from tests.run.habits.habit import habit
+from tests.run.habits.stories import (
     PLACES,
     Net,
     Tools,
     assert_same_in_both,
     batches,
     compiled_tools,
+    copies_of,
     gradients,
-    values,
 )
-from tests.run.habits.habit import habit
 from tests.run.models import seeded
 from tests.run.training import fused_adamw
 
@@ -53,7 +53,7 @@ def test_the_gradient_of_an_input_leaves_those_of_parameters_alone(place: str) -
             loss.backward()
             seen += [loss.detach(), *gradients(model)]
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -71,7 +71,7 @@ def test_a_backward_for_inputs_alone_leaves_parameters_alone(place: str) -> None
             loss_of(compiled((x + 0.1 * x.grad.sign()).detach())).backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -88,7 +88,7 @@ def test_pgd(place: str) -> None:
                 delta = (delta + 0.05 * grad.sign()).clamp(-0.1, 0.1).detach().requires_grad_()
             loss_of(compiled(x + delta.detach())).backward()
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -107,7 +107,7 @@ def test_fgsm_by_a_full_backward(place: str) -> None:
             optimizer.zero_grad()
             loss_of(compiled((x + 0.1 * x.grad.sign()).detach())).backward()
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -124,7 +124,7 @@ def test_the_gradient_of_an_output(place: str) -> None:
             loss_of(out).backward()
             seen += [out.grad, *gradients(model)]
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -142,7 +142,7 @@ def test_a_backward_for_the_head_alone(place: str) -> None:
             loss_of(compiled(x)).backward(inputs=list(model.head.parameters()))
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -160,7 +160,7 @@ def test_gradients_of_all_parameters_are_returned(place: str) -> None:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -183,7 +183,7 @@ def test_gradients_of_some_tensors_are_returned(place: str) -> None:
             loss_of(out).backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -213,7 +213,7 @@ def test_gradient_surgery(place: str) -> None:
                 dot = (first * second).sum()
                 param.grad = first + second - (dot.clamp(max=0) / second.square().sum()) * second
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -237,7 +237,7 @@ def test_first_order_meta_learning(place: str) -> None:
             for param, grad in zip(model.parameters(), outer, strict=True):
                 param.grad = grad
             finish(optimizer)
-        return values(model, inner)
+        return copies_of(model, inner)
 
     assert_same_in_both(loop, place)
 
@@ -273,7 +273,7 @@ def test_gan_by_inputs(place: str) -> None:
             loss_of(evaluator(generate(noise))).backward(inputs=list(generator.parameters()))
             seen += gradients(critic) + gradients(generator)
             finish(generated)
-        return seen + values(generator, critic)
+        return seen + copies_of(generator, critic)
 
     assert_same_in_both(loop, place)
 
@@ -295,7 +295,7 @@ def test_gan_by_freezing(place: str) -> None:
             (loss_of(evaluator(real)) - loss_of(evaluator(generate(noise).detach()))).backward()
             seen += gradients(critic)
             finish(judged)
-        return seen + values(generator, critic)
+        return seen + copies_of(generator, critic)
 
     assert_same_in_both(loop, place)
 
@@ -315,7 +315,7 @@ def test_policy_and_reference(place: str) -> None:
             ) + loss_of(act(x))
             loss.backward()
             finish(optimizer)
-        return values(policy, reference)
+        return copies_of(policy, reference)
 
     assert_same_in_both(loop, place)
 
@@ -330,7 +330,7 @@ def test_self_distillation(place: str) -> None:
                 teacher = compiled(x)
             nn.functional.mse_loss(compiled(x + 0.1), teacher).backward()
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -343,7 +343,7 @@ def test_two_losses_at_once(place: str) -> None:
         for x in batches():
             torch.autograd.backward([loss_of(compiled(x)), compiled(2 * x).abs().mean()])
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -361,7 +361,7 @@ def test_two_losses_one_after_the_other(place: str) -> None:
             out.abs().mean().backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -388,7 +388,7 @@ def test_a_hook_on_a_parameter(place: str) -> None:
                 loss_of(compiled(part)).backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -416,7 +416,7 @@ def test_a_hook_is_not_called_without_a_gradient(place: str) -> None:
             model.uses_other = index % 2 == 1
             loss_of(compiled(x)).backward()
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -443,7 +443,7 @@ def test_a_hook_on_an_accumulate_node(place: str) -> None:
                 param.grad = total.to(param.dtype)
                 total.zero_()
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -463,7 +463,7 @@ def test_a_step_in_a_hook(place: str) -> None:
             param.register_post_accumulate_grad_hook(step)
         for x in batches():
             loss_of(compiled(x)).backward()
-        return values(model) + gradients(model)
+        return copies_of(model) + gradients(model)
 
     assert_same_in_both(loop, place)
 
@@ -486,7 +486,7 @@ def test_a_hook_on_several_parameters(mode: str) -> None:
             loss_of(compiled(x)).backward(inputs=list(model.head.parameters()))
             loss_of(compiled(x)).backward()
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, "offload")
 
@@ -514,7 +514,7 @@ def test_sharpness_aware_minimization(place: str) -> None:
                 for param, value in zip(model.parameters(), kept, strict=True):
                     param.copy_(value)
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -533,7 +533,7 @@ def test_accumulation_with_zeroed_gradients(place: str) -> None:
                     seen.append(compiled(part))
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        return seen + values(model) + gradients(model)
+        return seen + copies_of(model) + gradients(model)
 
     assert_same_in_both(loop, place)
 
@@ -550,7 +550,7 @@ def test_gradients_replaced_before_the_step(place: str) -> None:
             model.head.weight.grad = 2 * model.head.weight.grad.sign()
             model.second.weight.grad.mul_(0.5)
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -566,7 +566,7 @@ def test_freezing_and_thawing(place: str) -> None:
             loss_of(compiled(x)).backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -590,7 +590,7 @@ def test_progressive_unfreezing(evaluates: bool) -> None:
                 loss_of(compiled(part)).backward()
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", elixir.ElixirWarning)
@@ -607,7 +607,7 @@ def test_anomaly_mode(place: str) -> None:
             for x in batches(2):
                 loss_of(compiled(x)).backward()
                 finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -660,7 +660,7 @@ def test_a_gradient_penalty_on_a_plain_copy(place: str) -> None:
                 if more is not None:
                     param.grad += more
             finish(optimizer)
-        return values(model)
+        return copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -690,7 +690,7 @@ def test_functional_transforms_by_an_input(place: str) -> None:
             seen.append(torch.func.vjp(compiled, x)[1](torch.ones_like(x))[0])
             seen += gradients(model)
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, place)
 
@@ -711,6 +711,6 @@ def test_a_checkpoint_around_a_model(use_reentrant: bool) -> None:
             loss.backward()
             seen += [x.grad, *gradients(model)]
             finish(optimizer)
-        return seen + values(model)
+        return seen + copies_of(model)
 
     assert_same_in_both(loop, "offload")

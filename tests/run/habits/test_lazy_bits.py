@@ -19,9 +19,8 @@ from elixir_compile.graph.rewrite.regions import Layout
 from elixir_compile.runtime.slices import InParts, kept_part
 from tests.fx.handmade import Choice, keep, offload, planned
 from tests.run.habits.habit import habit
-from tests.run.micro_batches.stepping import compiled, gradients, loop
 from tests.run.processes import spawn
-from tests.run.training import assert_same_tensors
+from tests.run.training import assert_same_tensors, compiled, gradients, loop
 
 WIDTH, TOKENS, ROWS = 8, 8, 8
 FFT = torch.fft

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import elixir_compile as elixir
 from tests.run.habits.habit import habit
-from tests.run.habits.same import compiled, eager
+from tests.run.habits.stories import compiled, eager
 from tests.run.models import seeded
 from tests.run.optimizers import Lion
 from tests.run.training import Run, assert_same, assert_same_tensors

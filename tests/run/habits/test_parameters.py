@@ -14,8 +14,17 @@ from elixir_compile.base.errors import ParameterReplaced, StaleParameters, Unsup
 from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.graph.ops.gather import GATHER
 from tests.run.habits.habit import habit
-from tests.run.habits.same import BUDGETS, compiled, eager
-from tests.run.habits.stories import BATCHES, WIDTH, assert_same_story, layers, new_optimizer, values
+from tests.run.habits.stories import (
+    BATCHES,
+    BUDGETS,
+    WIDTH,
+    assert_same_story,
+    compiled,
+    eager,
+    layers,
+    new_optimizer,
+    values,
+)
 from tests.run.training import Run, assert_same, on_host
 
 each_budget = pytest.mark.parametrize("budget", BUDGETS)

@@ -1,6 +1,6 @@
 """Models that several ranks share by a wrapper of torch, which the user or a library puts around them.
 
-Slow: each test starts two ranks. `tests/run/distributed/test_ddp.py` has the quick cases of both.
+Slow: each test starts two ranks. `tests/run/distributed/test_wrappers.py` has the quick cases of both.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import elixir_compile as elixir
 from elixir_compile.session.over_budget import TOLERATED_BYTES
 from tests.run import ddp_checks
 from tests.run.clients import ddp_clients
-from tests.run.distributed.test_ddp import LIMIT_S, SLOW, assert_trained
+from tests.run.distributed.test_wrappers import LIMIT_S, SLOW, assert_trained
 from tests.run.habits.habit import habit
 from tests.run.processes import spawn
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import model_of
 from tests.run.habits.habit import habit
-from tests.run.habits.same import BUDGETS, compiled, eager
+from tests.run.habits.stories import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
 from tests.run.training import Run, assert_same, on_host
 

@@ -14,7 +14,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.tools.testing import MemorySchedules
 from tests.run.habits.habit import habit
-from tests.run.habits.same import BUDGETS, compiled, eager
+from tests.run.habits.stories import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
 from tests.run.training import Run, assert_same, on_host
 

@@ -1,7 +1,8 @@
-"""Optimizer state on disk: bitwise what it is in memory, and what goes wrong is told."""
+"""Optimizer state on disk, of any dtype: bitwise what it is in memory, and what goes wrong is told."""
 
 import copy
 import errno
+import functools
 import gc
 import os
 import pickle
@@ -14,18 +15,36 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 
 import elixir_compile as elixir
-from elixir_compile.base.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption
+from elixir_compile.base.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption, UnforeseenState
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.disk import DiskState
+from elixir_compile.optim.disk import DiskHome, DiskState
+from elixir_compile.optim.rule import StatisticLayout
+from elixir_compile.runtime.disk_store import DiskStore
 from elixir_compile.session.saved import save_plan
 from tests.covering import covering
 from tests.pure.problems import disk_staging
+from tests.run import optimizers as users
 from tests.run import updating
+from tests.run.optim.test_hybrid_classes import both
+from tests.run.optim.test_mixed_precision import (
+    ADAM,
+    BF16,
+    FP16,
+    Recorded,
+    mixed_of,
+    mixed_run,
+    recorded,
+    scaled_step,
+    state_of,
+)
 from tests.run.processes import start_program
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 from tests.run.updating import (
+    accumulate,
     assert_equal,
     buckets_of,
     controlled_worker,
@@ -42,10 +61,13 @@ from tests.run.updating import (
     weights_of,
 )
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer state on disk: bitwise what it is in memory, and what goes wrong is told.
+
 
 @pytest.fixture(autouse=True)
 def pieces() -> Iterator[None]:
-    """Three pieces per bucket, the last one short."""
+    """Two or three pieces per bucket, the last one short."""
     with small_pieces():
         yield
 
@@ -353,3 +375,325 @@ def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, mo
         run.optimizer.load_state_dict(state)
         assert_equal(expected, run.train(batches[4:]))
         assert len(list((tmp_path / "disk").glob("*.lock"))) == 1  # what the killed process left is gone
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State on disk whose statistics have dtypes of their own: masters of 16-bit parameters, and what classes make.
+
+
+KEPT = {
+    BF16: {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16},
+    FP16: {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master": torch.float32},
+}
+AMSGRAD = {**ADAM, "amsgrad": True}
+
+
+class Narrow(users.Lion):
+    """Keeps its statistic in half the bytes."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        average = torch.lerp(param.grad, state.get("average", torch.zeros_like(param)).float(), group["beta"])
+        param.sub_(average, alpha=group["lr"])
+        state["average"] = average.bfloat16()
+
+
+class Late(users.Lion):
+    """Makes a statistic after more steps than a dry run has."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        super().update(param, group)
+        if self.state[param]["count"] == 5:
+            self.state[param]["late"] = torch.zeros_like(param)
+
+
+def batches_of(dtype: torch.dtype, num_batches: int = 6) -> list[torch.Tensor]:
+    return [batch.to(dtype) for batch in rows(num_batches)]
+
+
+def assert_same_training(expected: Recorded, found: Recorded) -> None:
+    assert found.losses == expected.losses
+    assert_same_tensors(expected.weights, found.weights)
+    assert list(expected.state) == list(found.state)
+    for name, entry in expected.state.items():
+        assert_same_tensors(entry, found.state[name])
+
+
+@functools.cache
+def in_memory(dtype: torch.dtype, amsgrad: bool = False) -> Recorded:
+    adam = AMSGRAD if amsgrad else ADAM
+    with mixed_run(ladder(), batches_of(dtype)[0], home="split", dtype=dtype, adam=adam) as run:
+        return recorded(run, batches_of(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "update"), covering([BF16, FP16], list(Update)))
+def test_masters_on_disk_are_bitwise_those_in_memory(dtype: torch.dtype, update: Update, tmp_path: Path) -> None:
+    home = "split disk" if update is Update.AFTER_BACKWARD else "host disk"
+    batches = batches_of(dtype)
+    with mixed_run(ladder(), batches[0], home=home, update=update, dtype=dtype, disk_path=tmp_path) as run:
+        found = recorded(run, batches)
+        assert {bucket.placement.optim for bucket in buckets_of(run)} == {Tier.DISK}
+        for entry in run.optimizer.state.values():
+            assert isinstance(entry, DiskState)
+            assert {name: entry[name].dtype for name in entry.names} == KEPT[dtype]
+    assert_same_training(in_memory(dtype), found)
+
+
+def test_amsgrad_with_checksums(tmp_path: Path) -> None:
+    options = {"adam": AMSGRAD, "disk_path": tmp_path, "disk_check": True}
+    with mixed_run(ladder(), batches_of(BF16)[0], home="host disk", **options) as run:
+        assert_same_training(in_memory(BF16, amsgrad=True), recorded(run, batches_of(BF16)))
+
+
+def test_a_statistic_may_have_another_dtype_per_parameter(tmp_path: Path) -> None:
+    params = [nn.Parameter(torch.zeros(3, 50)), nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(0))]
+    home = DiskHome(DiskStore(tmp_path), "b0", params)
+    dtypes = [torch.float32, BF16, torch.int16]
+    states = []
+    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+        home.require({("average", StatisticLayout(dtype)): None})
+        states.append(DiskState(home, param, {"average": StatisticLayout(dtype)}, {}))
+        assert len(states[-1]) == 0
+        states[-1]["average"] = torch.full_like(param, number + 1, dtype=dtype)
+    assert home.kinds == tuple(("average", StatisticLayout(dtype)) for dtype in dtypes)
+    for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
+        assert torch.equal(states[number]["average"], torch.full_like(param, number + 1, dtype=dtype))
+        states[number].begin("average")
+        assert torch.equal(states[number]["average"], torch.zeros_like(param, dtype=dtype))
+
+
+def test_disk_space_is_freed_after_the_last_parameter(tmp_path: Path) -> None:
+    """The third parameter is frozen and never comes; the first leaves and comes again."""
+    params, store = [nn.Parameter(torch.ones(50)) for _ in range(3)], DiskStore(tmp_path)
+    home = DiskHome(store, "b0", params)
+    home.require({("average", StatisticLayout(torch.float32)): None})
+    states = [DiskState(home, param, {"average": StatisticLayout(torch.float32)}, {}) for param in params[:2]]
+    home.leave(id(params[0]))
+    states[0] = DiskState(home, params[0], {"average": StatisticLayout(torch.float32)}, {})
+    home.leave(id(params[1]))
+    states[0]["average"] = params[0].detach()
+    assert torch.equal(states[0]["average"], torch.ones(50))
+    home.leave(id(params[0]))
+    assert home.is_free
+    assert not os.listdir(store.path)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow)])
+def test_state_dicts_hold_fp32_masters_and_load_both_ways(dtype: torch.dtype, tmp_path: Path) -> None:
+    """From disk to memory and back, in mid-flight. Loading writes the parameters too, as the nearest to their
+    masters."""
+    batches = batches_of(dtype)
+    host = {"home": "host", "update": Update.ACROSS_STEPS, "dtype": dtype}
+    disk = {**host, "home": "host disk", "disk_path": tmp_path}
+    with mixed_run(ladder(), batches[0], **disk) as run:
+        saved = copy.deepcopy(run.train(batches[:2]).optimizer.state_dict())
+        for number, param in enumerate(run.model.parameters()):
+            master = saved["state"][number]["master"]
+            assert master.dtype == torch.float32
+            assert torch.equal(master.to(dtype), param)
+    with mixed_run(ladder(), batches[0], **host) as run:
+        run.train(batches[4:])  # somewhere else
+        run.optimizer.load_state_dict(saved)
+        saved = copy.deepcopy(run.train(batches[2:4]).optimizer.state_dict())
+    with mixed_run(ladder(), batches[0], **disk) as run:
+        run.train(batches[:1])
+        run.optimizer.load_state_dict(copy.deepcopy(saved))
+        assert all(isinstance(entry, DiskState) for entry in run.optimizer.state.values())
+        found = recorded(run, batches[4:])
+        found.losses[:0] = in_memory(dtype).losses[:4]
+        assert_same_training(in_memory(dtype), found)
+        # A state dict of torch's own has no master: it is the parameter.
+        for entry in saved["state"].values():
+            del entry["master"]
+        run.optimizer.load_state_dict(saved)
+        for name, param in run.model.named_parameters():
+            assert torch.equal(state_of(run)[name]["master"], param.float())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_checkpoint_keeps_every_bit_of_masters_on_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = batches_of(dtype)
+    with mixed_run(ladder(), batches[0], home="split disk", dtype=dtype, disk_path=tmp_path) as run:
+        recorded(run, batches[:3])
+        elixir.save(tmp_path / "run", run.model, run.optimizer)
+        expected = recorded(run, batches[3:])
+    with mixed_run(ladder(), batches[0], home="split", dtype=dtype) as run:
+        elixir.load(tmp_path / "run", run.model, run.optimizer)
+        assert_same_training(expected, recorded(run, batches[3:]))
+
+
+def test_masters_move_between_the_tiers(tmp_path: Path) -> None:
+    """Before the first update, which makes them, and after it."""
+    batches = batches_of(BF16)
+    with mixed_run(ladder(), batches[0], home="host disk", update=Update.ACROSS_STEPS, disk_path=tmp_path) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        move_state(run, Tier.HOST)
+        run.optimizer.zero_grad()
+        run.train(batches[:2])
+        for number, optim in enumerate([Tier.DISK, Tier.HOST, Tier.DISK, Tier.DISK], start=2):
+            move_state(run, optim)
+            assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
+            run.train(batches[number : number + 1])
+        assert_same_tensors(in_memory(BF16).weights, dict(run.model.named_parameters()))
+        for name, entry in in_memory(BF16).state.items():
+            assert_same_tensors(entry, state_of(run)[name])
+
+
+def test_an_overflow_leaves_masters_on_disk_as_they_are(tmp_path: Path) -> None:
+    batches = batches_of(FP16, 3)
+    with mixed_run(ladder(), batches[0], home="host disk", dtype=FP16, disk_path=tmp_path) as run:
+        step = scaled_step(torch.amp.GradScaler("cpu", init_scale=4.0))
+        before = state_of(run.train(batches[:2], step))
+        run.train([torch.full_like(batches[2], float("inf"))], step)
+        for name, entry in before.items():
+            assert_same_tensors(entry, state_of(run)[name])
+        run.train(batches[2:], step)
+        assert state_of(run)["steps.0.weight"]["step"] == 3
+
+
+def test_a_failed_write_of_a_master_raises_until_state_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of a master, which is written before the first update, too."""
+    batches, real = batches_of(BF16), os.pwritev
+
+    def bad(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mixed_run(ladder(), batches[0], home="host disk", disk_path=tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", bad)
+            with pytest.raises(DiskFailed, match="write failed"):
+                run.train(batches[:1])
+        assert os.pwritev is real
+        with pytest.raises(DiskFailed, match="partly old and partly new"):
+            run.train(batches[:1])
+        run.optimizer.zero_grad()
+        run.model.load_state_dict(in_memory(BF16).weights)
+        found = copy.deepcopy(dict(enumerate(in_memory(BF16).state.values())))
+        run.optimizer.load_state_dict({**run.optimizer.state_dict(), "state": found})
+        assert_same_tensors(in_memory(BF16).state["steps.0.weight"], state_of(run)["steps.0.weight"])
+        run.train(batches[:1])
+
+
+def test_the_planner_sends_masters_to_disk(tmp_path: Path) -> None:
+    batches = batches_of(BF16)
+    with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
+        with pytest.raises(elixir.NoFeasiblePlan) as raised:
+            loss_of(mixed_of(ladder(), device_memory=1, micro_batches=1).compiled, batches[0])
+        numel = sum(param.numel() for param in ladder().parameters())
+        options = {"device_memory": int(1.05 * raised.value.needed_bytes), "host_memory": 7 * numel}
+        with pytest.raises(elixir.NoFeasiblePlan):
+            mixed_of(ladder(), **options).train(batches[:1])
+        run = mixed_of(ladder(), disk_path=tmp_path, **options)
+        found = recorded(run, batches)
+    assert Tier.DISK in [bucket.placement.optim for bucket in buckets_of(run)]
+    assert_same_training(in_memory(BF16), found)
+
+
+def class_run(tmp_path: Path, hybrid: Any, update: Update = Update.ACROSS_STEPS) -> Any:
+    """Return the context of a run with all state on disk."""
+    return hybrid_run(ladder(), rows(1)[0], home="host disk", update=update, optimizer=hybrid, disk_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "update", "kept"),
+    [
+        (Adam, {"foreach": False}, "in_backward", {"exp_avg", "exp_avg_sq"}),
+        (RMSprop, {"centered": True, "momentum": 0.5}, "across_steps", {"square_avg", "grad_avg", "momentum_buffer"}),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, "after_backward", {"momentum_buffer"}),
+        (SGD, {"lr": 0.1}, "across_steps", set()),
+        (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "across_steps", {"sum"}),
+        (users.Lion, {}, "across_steps", {"average"}),
+        (Narrow, {}, "across_steps", {"average"}),
+    ],
+)
+def test_classes_with_state_on_disk_are_bitwise_equal_to_torch(
+    cls: type[Optimizer], options: dict[str, Any], update: str, kept: set[str], tmp_path: Path
+) -> None:
+    batches = rows(6)
+    plain, hybrid = both(cls, **options)
+    expected = eager_run(ladder(), plain).train(batches)
+    with nan_staging(), class_run(tmp_path, hybrid, Update(update)) as run:
+        run.train(batches[:1])
+        assert {bucket.placement.optim for bucket in buckets_of(run)} == {Tier.DISK}
+        entries = [run.optimizer.state[param] for param in run.model.parameters() if run.optimizer.state.get(param)]
+        assert len(entries) == (0 if cls is SGD and not kept else 7)
+        assert all(isinstance(entry, DiskState) and set(entry.names) == kept for entry in entries)
+        assert_equal(expected, run.train(batches[1:]))
+
+
+def test_state_dicts_of_a_class_load_in_both_directions(tmp_path: Path) -> None:
+    batches = rows(8)
+    plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
+    expected, middle = eager_run(ladder(), plain).train(batches), eager_run(ladder(), plain)
+    with class_run(tmp_path, hybrid) as run:
+        run.train(batches[:3])
+        middle.model.load_state_dict(run.model.state_dict())
+        middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        middle.train(batches[3:5])
+        run.train(batches[7:])  # to be overwritten
+        run.model.load_state_dict(middle.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+        assert all(isinstance(entry, DiskState) for entry in run.optimizer.state.values())
+        run.losses = expected.losses[:5]
+        assert_equal(expected, run.train(batches[5:]))
+
+
+def test_state_of_a_class_moves_between_the_tiers(tmp_path: Path) -> None:
+    """Before its first update, which makes it, too."""
+    batches = rows(5)
+    plain, hybrid = both(users.Lion)
+    expected = eager_run(ladder(), plain).train(batches)
+    with class_run(tmp_path, hybrid) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        run.optimizer.zero_grad()
+        for number, optim in enumerate([Tier.HOST, Tier.DISK, Tier.HOST, Tier.DISK, Tier.DISK]):
+            move_state(run, optim)
+            run.train(batches[number : number + 1])
+            assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
+        assert_equal(expected, run)
+
+
+def test_a_statistic_created_by_a_new_hyperparameter_gets_a_file(tmp_path: Path) -> None:
+    """Momentum is turned on at the fourth step."""
+    batches = rows(6)
+    plain, hybrid = both(SGD, lr=0.1)
+    expected = eager_run(ladder(), plain)
+    with class_run(tmp_path, hybrid) as run:
+        for own in (expected, run):
+            own.train(batches[:3])
+            own.optimizer.param_groups[0]["momentum"] = 0.9
+            own.train(batches[3:])
+        assert_equal(expected, run)
+        assert {entry.names for entry in run.optimizer.state.values()} == {("momentum_buffer",)}
+
+
+def test_a_statistic_that_the_dry_step_missed_raises(tmp_path: Path) -> None:
+    with class_run(tmp_path, both(Late)[1]) as run:
+        run.train(rows(4))
+        with pytest.raises(UnforeseenState, match=r"b\d made late \(torch.float32\).*three dry steps"):
+            run.train(rows(2))
+        with pytest.raises(DiskFailed, match="partly old and partly new"):
+            run.optimizer.state_dict()
+
+
+def test_accumulation_of_a_class_on_disk(tmp_path: Path) -> None:
+    plain, hybrid = both(RMSprop, lr=1e-3)
+    expected = accumulate(eager_run(ladder(), plain), rows(6), 3)
+    with class_run(tmp_path, hybrid, Update.IN_BACKWARD) as run:
+        assert_equal(expected, accumulate(run, rows(6), 3))
+
+
+def test_the_planner_sends_state_of_a_class_to_disk(tmp_path: Path) -> None:
+    batches = rows(4)
+    plain, hybrid = both(Adam, lr=0.01)
+    expected = eager_run(ladder(), plain).train(batches)
+    with small_buckets(lambda plan: plan), disk_staging(0):
+        with pytest.raises(elixir.NoFeasiblePlan) as raised:
+            loss_of(by_elixir(ladder(), optimizer=hybrid, device_memory=1, micro_batches=1).compiled, batches[0])
+        options = {"device_memory": int(1.05 * raised.value.needed_bytes), "replan": False}
+        options["host_memory"] = 3 * sum(param.nbytes for param in ladder().parameters())
+        run = by_elixir(ladder(), optimizer=hybrid, disk_path=tmp_path, **options).train(batches)
+    assert Tier.DISK in [bucket.placement.optim for bucket in buckets_of(run)]
+    assert_equal(expected, run)

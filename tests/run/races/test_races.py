@@ -15,7 +15,7 @@ from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.updates import UpdateLine
 from tests.races.checked import Checked, CheckedLane
 from tests.races.checker import Race
-from tests.run.optim.test_streamed_pieces import use_small_rooms
+from tests.run.optim.test_streamed_updates import use_small_rooms
 from tests.run.races.combinations import Shared
 from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
 

@@ -1,5 +1,6 @@
-"""The simulated lanes notice what they are for: waits that are missing, and a thread with another current device."""
+"""The simulated lanes notice what they are for, and steps of every kind have the bits of plain lanes on them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Update
 from elixir_compile.runtime.updates import UpdateLine
-from tests.run.optim.test_streamed_pieces import use_small_rooms
-from tests.run.races.combinations import simulate
+from tests.run.optim.test_streamed_updates import use_small_rooms
+from tests.run.races.combinations import ALL, SHORT, Combination, assert_bits_are_those_of_plain_lanes, simulate
 from tests.run.races.simulated import Simulated, SimulatedLane
 from tests.run.updating import assert_equal, eager_run, hybrid_run, ladder, rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The simulated lanes notice what they are for: waits that are missing, and a thread with another current device.
 
 
 @pytest.mark.parametrize("policy", ["late", pytest.param("random 5", marks=pytest.mark.slow)])
@@ -58,3 +62,16 @@ def test_the_worker_makes_the_device_current_before_it_uses_lanes() -> None:
     with pytest.raises(AssertionError, match="device 0"):
         line.queue(lanes.h2d.mark, "update b0").wait()
     line.queue(lanes.h2d.mark, "update b0", lanes).wait()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of every kind have the bits of plain lanes, whatever the moments of copies and compute.
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=() if case in SHORT else pytest.mark.slow) for case in ALL]
+)
+def test_every_schedule_has_the_bits_of_plain_lanes(
+    case: Combination, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_bits_are_those_of_plain_lanes(case, tmp_path, monkeypatch)

@@ -14,10 +14,9 @@ from elixir_compile.step.lane_order import Order
 from elixir_compile.step.works import COMPUTE, PROGRAM, Do, Work
 from tests.run.processes import spawn
 from tests.run.races.combinations import Combination, batches_of, run_of
+from tests.run.races.home import Moment, updates_at
 from tests.run.races.recorded_order import Recording, claims_of, differences, recorded
-from tests.run.races.update_moments import Moment, updates_at
-from tests.run.ranks_models import batches
-from tests.run.ranks_training import pair_of
+from tests.run.ranks_training import batches, pair_of
 from tests.run.ranks_updates import host_budget, train
 from tests.run.training import Run
 

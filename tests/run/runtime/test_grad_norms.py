@@ -1,19 +1,44 @@
-"""The backward reads gradients for `clip_grad_norm_`: the same norm, without a second read, and never a stale one."""
+"""Gradients between their production and where they belong: their memory, and the norm that the backward reads."""
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import elixir_compile as elixir
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.ir import Update
 from elixir_compile.optim import hybrid as clipping
+from elixir_compile.runtime.bucket import is_slab_memory
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.gathers import check_move
+from elixir_compile.runtime.measure import Resident
+from tests.run.models import Stack, seeded, vectors
 from tests.run.optim.test_mixed_precision import mixed_run
-from tests.run.training import Run, loss_of
+from tests.run.training import (
+    Rows,
+    Run,
+    assert_offloads,
+    assert_same,
+    batch_of,
+    by_elixir,
+    by_torch,
+    compiled,
+    fused_adamw,
+    loss_of,
+    tight_bytes,
+)
 from tests.run.updating import hybrid_run, ladder, rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The backward reads gradients for `clip_grad_norm_`: the same norm, without a second read, and never a stale one.
+
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TINY = 1e-9
@@ -187,3 +212,127 @@ def test_norms_that_fp32_cannot_hold_are_computed_again_in_double() -> None:
         assert clipping.sum_of_all_squares([param], known) == pytest.approx(4 * value**2, rel=1e-6)
     param.grad.fill_(1.0)
     assert clipping.sum_of_all_squares([param], {id(param): torch.tensor(3.0)}) == 9.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gradients and optimizer state between their production and where they belong.
+
+
+def test_each_parameter_of_a_sum_has_a_gradient_of_its_own() -> None:
+    executor = Executor(torch.device("cpu"), "sum")
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    slots = [executor.add_slot(str(index), param) for index, param in enumerate(params)]
+    first, second = (GATHER(slot.handle(), [4], [1], slot.key) for slot in slots)
+    (first + second).sum().backward()
+    params[0].grad.mul_(3)
+    assert params[1].grad.tolist() == [1, 1, 1, 1]
+
+
+def test_gradients_that_accumulate_take_turns_in_two_slabs() -> None:
+    model, batches = seeded(Stack), vectors(8)
+    run = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
+    seen: set[int] = set()
+
+    def step(compiled: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            loss = loss_of(compiled, batch)
+            loss.backward()
+        seen.add(run.model.head._parameters["weight"].grad.data_ptr())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run.train(batches, step)
+    assert_offloads(run)
+    assert len(seen) <= 2
+    assert all(is_slab_memory(address) for address in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_cast_after_its_capture_is_refused(dtype: torch.dtype) -> None:
+    model, batches = seeded(Stack), vectors(1)
+    for budget in (None, tight_bytes(model, batches[0])):
+        run = by_elixir(model, device_memory=budget).train(batches)
+        run.model.to(dtype)
+        with pytest.raises(elixir.UnsupportedModel, match=f"torch.float32 .* and is {dtype}"):
+            run.compiled(batches[0])
+
+
+def test_nobody_else_holds_the_autograd_nodes_of_a_model() -> None:
+    run = by_elixir(seeded(Stack), device_memory=None).train(vectors(2))
+    slots = [slot for slot in executor_of(run.model).slots.values() if slot.param.requires_grad]
+    assert not any(slot.has_node_holders for slot in slots)
+    held = slots[0].param.expand_as(slots[0].param).grad_fn.next_functions[0][0]
+    assert [slot.has_node_holders for slot in slots] == [True] + [False] * (len(slots) - 1)
+    del held
+    assert not slots[0].has_node_holders
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_hooks_on_an_autograd_node_that_a_move_would_lose_are_refused(is_held: bool) -> None:
+    executor = Executor(torch.device("cpu"), "moved")
+    param = torch.nn.Parameter(torch.ones(4, device="meta"))  # a device apart from the host
+    slot = executor.add_slot("weight", param)
+    node = param.expand_as(param).grad_fn.next_functions[0][0] if is_held else None
+    slot.find_node()
+    with pytest.raises(elixir.UnsupportedModel, match=r"weight .* another autograd node") if is_held else nullcontext():
+        check_move([slot], [slot], executor.sites)
+    del node
+
+
+def groups(params: Any) -> list[dict[str, Any]]:
+    """Weights decay, biases do not: two groups that share every bucket."""
+    params = list(params)
+    matrices = [param for param in params if param.dim() > 1]
+    return [{"params": matrices}, {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+
+
+def test_loaded_state_of_every_group_goes_where_the_plan_says() -> None:
+    model, batches = seeded(Stack), vectors(4)
+    expected = by_torch(model, optimizer=lambda params: fused_adamw(groups(params))).train(batches)
+
+    def hybrid(params: Any) -> torch.optim.Optimizer:
+        return elixir.HybridAdamW(groups(params), lr=1e-2)
+
+    run = by_elixir(model, optimizer=hybrid, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
+    saved = {name: value.clone() for name, value in run.optimizer.state_dict()["state"][0].items()}
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    assert all(torch.equal(value, run.optimizer.state_dict()["state"][0][name]) for name, value in saved.items())
+    run.train(batches[2:])
+    assert_offloads(run)
+    assert_same(expected, run)
+    entries = run.optimizer.state.values()
+    assert all(is_slab_memory(entry[name].data_ptr()) for entry in entries for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_state_that_was_dropped_starts_from_zero() -> None:
+    model, batches = seeded(Stack), vectors(2)
+    run = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
+    plain = by_torch(model)
+    for batch in batches:
+        for each in (plain, run):
+            each.train([batch])
+            each.optimizer.state.clear()
+    assert_offloads(run)
+    assert_same(plain, run)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The memory of gradients: it is free once a gradient has other memory.
+
+
+def resident_bytes() -> int:
+    with Resident() as resident:
+        return resident.nbytes
+
+
+def test_a_gradient_that_gets_other_memory_leaves_none_behind():
+    """So do gradients that stay, as zeros or as sums, if their bucket moves to the host."""
+    model, batch = Rows(), batch_of(4)
+    compiled(model, 1)(*batch).backward()
+    params = list(model.parameters())
+    grads_bytes = sum(param.grad.nbytes for param in params)
+    before_bytes = resident_bytes()
+    for param in params:
+        param.grad.data = param.data  # memory that is there in any case
+    assert before_bytes - resident_bytes() == grads_bytes

@@ -1,10 +1,8 @@
-"""A model that nobody holds is freed, with all that Elixir made for it, as soon as torch's own backend would free it.
-
-Each test does the same by `aot_eager`, whose compiled code holds nothing of the model, and looks at the same weak
-references; beside them at what only Elixir has: executors, records, slabs, threads and files.
-"""
+"""A model that nobody holds is freed with all that Elixir made for it; under every budget the bits are those of
+torch."""
 
 import copy
+import functools
 import gc
 import logging
 import threading
@@ -24,9 +22,32 @@ from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.ir import Update
 from elixir_compile.runtime.bucket import live_slab_bytes
-from tests.run.habits.same import eager
-from tests.run.training import Run, assert_same, fused_adamw, hybrid_adamw, on_host, plain_step
+from tests.run.habits.stories import eager
+from tests.run.models import Stack, hf_batches, seeded, small_gpt2, small_llama, vectors
+from tests.run.training import (
+    Run,
+    assert_offloads,
+    assert_same,
+    by_elixir,
+    by_elixir_unprepared,
+    by_torch,
+    fused_adamw,
+    hybrid_adamw,
+    least_bytes,
+    loss_of,
+    on_host,
+    plain_step,
+    planned_peak_bytes,
+    state_on_host,
+)
 from tests.run.updating import Ladder, hybrid_run, ladder, rows
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A model that nobody holds is freed, with all that Elixir made for it, as soon as torch's own backend would free it.
+#
+# Each test does the same by `aot_eager`, whose compiled code holds nothing of the model, and looks at the same weak
+# references; beside them at what only Elixir has: executors, records, slabs, threads and files.
+
 
 FREE = {"inner": "aot_eager", "report": False}
 OFFLOAD = {**FREE, "planner": "zero3_offload"}
@@ -94,7 +115,7 @@ def own_threads(limit_s: float = 5.0) -> list[str]:
     return []
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def before() -> None:
     """Begin without what earlier tests left, and note threads whose optimizers other test files keep alive."""
     torch._dynamo.reset()
@@ -188,6 +209,7 @@ def left_after(
     return alive(found)
 
 
+@pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("act", ACTS)
 def test_a_deleted_model_is_freed(act: str) -> None:
     slab_bytes = live_slab_bytes()
@@ -198,6 +220,7 @@ def test_a_deleted_model_is_freed(act: str) -> None:
     assert own_threads() == []
 
 
+@pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("optimizer", [fused_adamw, hybrid_adamw])
 def test_a_deleted_model_that_was_on_the_device_is_freed(optimizer: Any) -> None:
     assert left_after(three_steps, ladder, FREE, optimizer=optimizer) == []
@@ -205,6 +228,7 @@ def test_a_deleted_model_that_was_on_the_device_is_freed(optimizer: Any) -> None
     assert own_threads() == []
 
 
+@pytest.mark.usefixtures("before")
 def test_a_deleted_model_behind_a_graph_break_is_freed() -> None:
     num_hooks = len(torch_optimizer._global_optimizer_post_hooks)
     assert left_after(three_steps, Broken, None, optimizer=fused_adamw) == []
@@ -224,11 +248,13 @@ class Small(nn.Module):
         return (self.weight * x).mean()
 
 
+@pytest.mark.usefixtures("before")
 def test_a_deleted_model_whose_regions_inductor_compiled_is_freed() -> None:
     options = {**OFFLOAD, "inner": "inductor"}
     assert left_after(one_step, Small, options, optimizer=hybrid_adamw) == []
 
 
+@pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("home", ["split", "split disk", "host disk"])
 def test_deleting_a_model_frees_queued_updates_and_disk_files(home: str, tmp_path: Path) -> None:
     slab_bytes = live_slab_bytes()
@@ -249,6 +275,7 @@ def test_deleting_a_model_frees_queued_updates_and_disk_files(home: str, tmp_pat
     assert live_slab_bytes() == slab_bytes
 
 
+@pytest.mark.usefixtures("before")
 def test_another_model_of_the_class_goes_on_when_one_is_deleted() -> None:
     other = copy.deepcopy(ladder())
     with torch.no_grad():
@@ -265,6 +292,7 @@ def test_another_model_of_the_class_goes_on_when_one_is_deleted() -> None:
     assert on_host(second)
 
 
+@pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("prepares", [False, True], ids=["plain", "prepared"])
 def test_a_backward_after_the_model_was_deleted_gives_its_gradients(prepares: bool) -> None:
     """As eager: autograd keeps what it needs, and lets go of it behind the backward."""
@@ -284,6 +312,7 @@ def test_a_backward_after_the_model_was_deleted_gives_its_gradients(prepares: bo
     assert alive(found) == []
 
 
+@pytest.mark.usefixtures("before")
 def test_eager_gathers_have_a_backward_after_model_deletion() -> None:
     model = elixir.prepare(nn.Linear(3, 2, bias=False))
     slot = executor_of(model).slots["weight"]
@@ -297,6 +326,7 @@ def test_eager_gathers_have_a_backward_after_model_deletion() -> None:
     assert alive(found) == []
 
 
+@pytest.mark.usefixtures("before")
 def test_models_made_in_a_loop_take_no_more_memory() -> None:
     """Without `torch._dynamo.reset()` between them, as in a search for hyperparameters."""
     left = []
@@ -304,3 +334,66 @@ def test_models_made_in_a_loop_take_no_more_memory() -> None:
         left += left_after(one_step, ladder, OFFLOAD, optimizer=hybrid_adamw, prepares=number % 2 == 0)
         left.append(live_slab_bytes())
     assert left == [left[0]] * 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Under every budget, training is bitwise that of `torch.compile(backend="aot_eager")` with torch's fused AdamW.
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
+    "gpt2": (lambda: small_gpt2(num_layers=2), hf_batches),
+    "llama-tied": (lambda: small_llama(tied=True, num_layers=2), hf_batches),
+    "llama-untied": (lambda: small_llama(tied=False), hf_batches),
+    "stack": (lambda: seeded(Stack), vectors),
+}
+NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "llama-untied")), "stack"]
+SHARES = {"gpt2": [0.7], "llama-tied": [0.5], "llama-untied": [0.7, 0.5], "stack": [0.7, 0.5]}
+"""Of what a step takes without a budget: between that and the least. With layers enough, a model goes through both."""
+
+
+@functools.cache
+def least_of(name: str) -> int:
+    """Return the smallest budget of a model, which takes a capture to know."""
+    make, batches_of = MODELS[name]
+    return least_bytes(make(), batches_of()[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
+    make, batches_of = MODELS[name]
+    model, batches = make(), batches_of()
+    expected = by_torch(model).train(batches)
+    unbudgeted = by_elixir(model).train(batches)
+    assert not on_host(unbudgeted)
+    assert_same(expected, unbudgeted)
+    full, least = planned_peak_bytes(unbudgeted), least_of(name)
+    assert least < full / 2
+    for share in SHARES[name]:
+        got = by_elixir(model, device_memory=int(share * full)).train(batches)
+        assert state_on_host(got)  # with room enough, optimizer state alone leaves the device
+        assert_same(expected, got)
+    got = by_elixir_unprepared(model, device_memory=least).train(batches)
+    assert_offloads(got)
+    assert_same(expected, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clipping_gives_the_same_norms_and_weights(name: str) -> None:
+    make, batches_of = MODELS[name]
+    model, batches = make(), batches_of()
+    norms: dict[int, list[float]] = {}
+
+    def step(compiled: Any, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        loss = loss_of(compiled, batch)
+        loss.backward()
+        params = optimizer.param_groups[0]["params"]
+        norms.setdefault(id(optimizer), []).append(torch.nn.utils.clip_grad_norm_(params, 0.01).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    expected = by_torch(model).train(batches, step)
+    got = by_elixir(model, device_memory=int(1.05 * least_of(name))).train(batches, step)
+    assert_offloads(got)
+    assert norms[id(expected.optimizer)] == norms[id(got.optimizer)]
+    assert_same(expected, got)

@@ -1,10 +1,12 @@
-"""Pieces through a ring of buffers: read ahead in order, right in any other order, nothing lost and nothing stuck."""
+"""Pieces through a ring of staging buffers: aligned and reused, read ahead in order, nothing lost and nothing
+stuck."""
 
 import errno
 import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,130 @@ from elixir_compile.base.errors import DiskFailed
 from elixir_compile.runtime import disk_file, disk_store
 from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.disk_file import DiskTransfer
-from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead, StagingBuffers
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ring of staging buffers: aligned, reused, and no waiting for what cannot come.
+
 
 PAGE = 4096
-NUM_PIECES = 9
+HUGE_PAGE = 2 << 20
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_compiler() -> None:
+    """Nothing here compiles, and resetting the compiler before each test would take most of the time."""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "multiple"), [(1, PAGE), (PAGE + 1, PAGE), (HUGE_PAGE, HUGE_PAGE), (5 << 20, HUGE_PAGE)]
+)
+def test_buffers_are_aligned_and_share_nothing(nbytes: int, multiple: int) -> None:
+    ring = StagingBuffers(3, nbytes)
+    tensors = [ring.acquire().tensor for _ in range(3)]
+    assert [tensor.data_ptr() % multiple for tensor in tensors] == [0, 0, 0]
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    assert [(len(tensor), tensor.unique().tolist()) for tensor in tensors] == [(nbytes, [value]) for value in range(3)]
+
+
+def test_a_buffer_is_used_again() -> None:
+    ring = StagingBuffers(1, PAGE)
+    with ring.acquire() as first:
+        address = first.tensor.data_ptr()
+    second = ring.acquire()
+    assert second.tensor.data_ptr() == address
+    first.release()  # given back already: it belongs to `second`
+    with pytest.raises(RuntimeError, match="holds 1 of 1 staging buffers"):
+        ring.acquire()
+
+
+def test_a_waiting_thread_gets_a_released_buffer() -> None:
+    ring = StagingBuffers(1, PAGE)
+    held = ring.acquire()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ring.acquire)
+        while not ring._waiting:
+            assert not waiting.done()
+        held.release()
+        assert waiting.result(30).tensor.data_ptr() == held.tensor.data_ptr()
+
+
+def test_a_deadlock_of_waiting_threads_is_an_error() -> None:
+    ring = StagingBuffers(2, PAGE)
+    both_hold = threading.Barrier(2, timeout=30)
+
+    def take_two() -> str:
+        with ring.acquire():
+            both_hold.wait()
+            try:
+                with ring.acquire():
+                    return "two"
+            except RuntimeError as error:
+                return str(error)[:38]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(take_two), pool.submit(take_two)
+        assert {first.result(30), second.result(30)} == {"two", "this thread holds 1 of 2 staging buffe"}
+
+
+def test_a_buffer_comes_back_when_it_is_written(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    region = store.allocate("b0", PAGE)
+    ring = StagingBuffers(1, PAGE)
+    for value in range(20):
+        with ring.acquire() as buffer:  # one buffer: waits for the write before
+            buffer.release_after(region.write_from(buffer.tensor.fill_(value)))
+            buffer.release()  # on its way back already
+    with pytest.raises(ValueError, match="given back already"):
+        buffer.release_after(region.read_into(buffer.tensor))
+    with ring.acquire() as buffer:
+        region.read_into(buffer.tensor.zero_()).wait()
+        assert buffer.tensor.eq(19).all()
+    store.close()
+
+
+def test_a_failed_write_keeps_its_buffer_and_stops_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path)
+    gate = threading.Event()
+
+    def fail(*_: object) -> int:
+        gate.wait(30)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    ring = StagingBuffers(1, PAGE)
+    buffer = ring.acquire()
+    buffer.tensor.fill_(3)
+    buffer.release_after(store.allocate("b0", PAGE).write_from(buffer.tensor))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ring.acquire)
+        while not ring._waiting:
+            assert not waiting.done()
+        gate.set()
+        with pytest.raises(DiskFailed, match="Input/output error"):
+            waiting.result(30)
+    with pytest.raises(DiskFailed, match="Input/output error"):
+        ring.acquire()
+    assert buffer.tensor.eq(3).all()
+    store.close()
+
+
+@pytest.mark.parametrize(("num_buffers", "nbytes"), [(0, 1), (1, -1)])
+def test_no_buffers_and_negative_sizes_are_refused(num_buffers: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="needs at least 1 buffer"):
+        StagingBuffers(num_buffers, nbytes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pieces through a ring of buffers: read ahead in order, right in any other order, nothing lost and nothing stuck.
+
+
+NUM_PIECES = 9
+
+
+@pytest.fixture
+def blocks_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here compiles; blocks are of one page."""
     for module in (disk_store, disk_file, disk_queue):
         monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
@@ -49,6 +167,7 @@ def values(views: list[torch.Tensor]) -> list[int]:
     return [int(view[0]) for view in views]
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_the_next_piece_is_read_while_the_first_is_used(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = ReadAhead(3, 2 * PAGE)
     reads.announce(pieces[3:])
@@ -63,6 +182,7 @@ def test_the_next_piece_is_read_while_the_first_is_used(pieces: list[Piece], mon
     assert values(reads.take(pieces[1])) == [1, 11]
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_pieces_taken_in_any_order_hold_the_last_write(pieces: list[Piece], seed: int, num_buffers: int) -> None:
@@ -83,6 +203,7 @@ def test_pieces_taken_in_any_order_hold_the_last_write(pieces: list[Piece], seed
     reads.wait_for_writes()
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_a_piece_announced_again_is_not_read_between_the_writes_of_its_regions(
     pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +231,7 @@ def test_a_piece_announced_again_is_not_read_between_the_writes_of_its_regions(
     assert values(reads.take(pieces[0])) == [100, 110]
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_regions_of_two_element_sizes_have_the_same_pieces(tmp_path: Path) -> None:
     """Elements of 2 bytes and of 4; the last piece has 1000 of them."""
     store, numel = DiskStore(tmp_path), 3 * PAGE + 1000
@@ -130,6 +252,7 @@ def test_regions_of_two_element_sizes_have_the_same_pieces(tmp_path: Path) -> No
     store.close()
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_two_threads_share_one_buffer(pieces: list[Piece]) -> None:
     reads = ReadAhead(1, 2 * PAGE)
 
@@ -149,6 +272,7 @@ def test_two_threads_share_one_buffer(pieces: list[Piece]) -> None:
     assert [values(reads.take(piece)) for piece in pieces[:1]] == [[1, 11]]
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_read_errors_are_raised_and_free_their_buffers(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = ReadAhead(1, 2 * PAGE)
     failed: list[BaseException | None] = []
@@ -172,6 +296,7 @@ def test_read_errors_are_raised_and_free_their_buffers(pieces: list[Piece], monk
         reads.write(pieces[1], failed.append)
 
 
+@pytest.mark.usefixtures("blocks_of_a_page")
 def test_space_is_given_back(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     first, second = store.allocate("a", PAGE), store.allocate("a", PAGE)

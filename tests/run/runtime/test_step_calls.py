@@ -1,5 +1,10 @@
-"""Steps of several calls: numbers, errors, exceptions in the middle, and calls that are none of the step."""
+"""Steps of several calls, full and lean: numbers, orders, errors, and calls that are none of the step."""
 
+import collections
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +21,15 @@ from elixir_compile.base.errors import (
     UnsupportedModel,
 )
 from elixir_compile.graph.capture.modules import executor_of
-from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block
+from elixir_compile.ir import BackwardOrder, Plan, Saving
+from elixir_compile.step.lean_calls import num_full_calls
+from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block, Stage, loss_of
+from tests.run.processes import apart
+from tests.run.updating import pairs_by_hand
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of several calls: numbers, errors, exceptions in the middle, and calls that are none of the step.
+
 
 OPTIONS = {"inner": "aot_eager", "report": False, "plan_cache": False}
 
@@ -45,7 +58,7 @@ def prepared(**calls: Any) -> tuple[Pair, Any, Pair]:
     return module, torch.compile(module, backend="elixir", options=OPTIONS), double
 
 
-def loss_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+def mean_square_of(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module(x).square().mean()
 
 
@@ -71,12 +84,12 @@ def test_gradients_appear_after_the_last_backward(order: str) -> None:
         waiting = []
         for number, letter in enumerate(order):
             if letter == "F":
-                waiting.append(loss_of(compiled, rows[order[:number].count("F")]))
+                waiting.append(mean_square_of(compiled, rows[order[:number].count("F")]))
             else:
                 assert all(param.grad is None for param in module.parameters())
                 waiting.pop(0).backward()
         for x in rows:
-            loss_of(double, x).backward()
+            mean_square_of(double, x).backward()
         assert_same_gradients(module, double)
         module.zero_grad()
         double.zero_grad()
@@ -90,11 +103,11 @@ def test_micro_batches_of_several_sizes_are_calls_of_one_step() -> None:
     module, compiled, double = prepared(outstanding=3)
     rows = [torch.randn(size, 4) for size in (3, 3, 2)]
     for _ in range(2):
-        for loss in [loss_of(compiled, x) for x in rows]:
+        for loss in [mean_square_of(compiled, x) for x in rows]:
             assert all(param.grad is None for param in module.parameters())
             loss.backward()
         for x in rows:
-            loss_of(double, x).backward()
+            mean_square_of(double, x).backward()
         assert_same_gradients(module, double)
         module.zero_grad()
         double.zero_grad()
@@ -115,16 +128,16 @@ def test_calls_that_train_nothing_are_no_calls_of_the_step() -> None:
     module, compiled, double = prepared(outstanding=2)
     rows = list(torch.randn(2, 2, 4))
     asked = torch.randn(2, 4, requires_grad=True)
-    torch.autograd.grad(loss_of(compiled, asked), [asked])
-    loss_of(compiled, rows[0])  # dropped
-    first = loss_of(compiled, rows[0])
+    torch.autograd.grad(mean_square_of(compiled, asked), [asked])
+    mean_square_of(compiled, rows[0])  # dropped
+    first = mean_square_of(compiled, rows[0])
     with torch.no_grad():
         assert torch.equal(compiled(rows[0]), double(rows[0]))
-    second = loss_of(compiled, rows[1])
+    second = mean_square_of(compiled, rows[1])
     first.backward()
     second.backward()
     for x in rows:
-        loss_of(double, x).backward()
+        mean_square_of(double, x).backward()
     assert_same_gradients(module, double)
 
 
@@ -132,9 +145,9 @@ def test_after_an_exception_the_next_forward_begins_a_step() -> None:
     module, compiled, double = prepared(outstanding=2)
     rows = list(torch.randn(2, 2, 4))
     for x in rows:  # the plan is made
-        loss_of(compiled, x).backward()
+        mean_square_of(compiled, x).backward()
     module.zero_grad()
-    first, second = (loss_of(compiled, x) for x in rows)
+    first, second = (mean_square_of(compiled, x) for x in rows)
     first.backward()
     with torch.no_grad():
         module.second.weight.mul_(1.0)  # stale for the second backward, which raises
@@ -142,17 +155,17 @@ def test_after_an_exception_the_next_forward_begins_a_step() -> None:
         second.backward()
     del first, second
     for x in rows:
-        loss_of(compiled, x).backward()
-        loss_of(double, x).backward()
+        mean_square_of(compiled, x).backward()
+        mean_square_of(double, x).backward()
     assert_same_gradients(module, double)
 
 
 def test_more_forwards_than_said_are_refused() -> None:
     module, compiled, _ = prepared(outstanding=2, calls=4)
     x = torch.randn(2, 4)
-    kept = [loss_of(compiled, x), loss_of(compiled, x)]
+    kept = [mean_square_of(compiled, x), mean_square_of(compiled, x)]
     with pytest.raises(TooManyForwards, match=r"at most 2 outstanding forwards.*outstanding=3, calls=4"):
-        loss_of(compiled, x)
+        mean_square_of(compiled, x)
     assert len(kept) == 2
     assert all(param.grad is None for param in module.parameters())
 
@@ -160,7 +173,7 @@ def test_more_forwards_than_said_are_refused() -> None:
 def test_an_update_before_the_last_backward_is_refused() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    loss_of(compiled, torch.randn(2, 4)).backward()
+    mean_square_of(compiled, torch.randn(2, 4)).backward()
     with pytest.raises(ValueError, match="before the first call"):
         elixir.weigh(module, num_samples=2)
     with pytest.raises(IncompleteStep, match="after 1 of 3 backward passes"):
@@ -175,19 +188,19 @@ def test_after_an_incomplete_step_the_next_forward_begins_a_step() -> None:
     optimizer = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=0.0)
     rows = list(torch.randn(3, 2, 4))
     for _ in range(2):  # of the step that is not ended
-        loss_of(compiled, rows[0]).backward()
-        loss_of(second, rows[0]).backward()
+        mean_square_of(compiled, rows[0]).backward()
+        mean_square_of(second, rows[0]).backward()
     optimizer.zero_grad()
     for x in rows:
-        loss_of(compiled, x).backward()
-        loss_of(second, x).backward()
+        mean_square_of(compiled, x).backward()
+        mean_square_of(second, x).backward()
     with pytest.raises(IncompleteStep, match=r"after 2 of 3 backward passes.*the next forward begins a new step"):
         optimizer.step()
     optimizer.zero_grad()
     for x in rows:
-        loss_of(compiled, x).backward()
-        loss_of(second, x).backward()
-        loss_of(double, x).backward()
+        mean_square_of(compiled, x).backward()
+        mean_square_of(second, x).backward()
+        mean_square_of(double, x).backward()
     optimizer.step()
     assert_same_gradients(module, double)
 
@@ -206,7 +219,7 @@ def test_a_hook_that_autograd_calls_in_each_backward_is_refused(where: str) -> N
     module, compiled, double = prepared(outstanding=2)
     rows, seen = list(torch.randn(2, 2, 4)), []
     remove = hooked(module.first.weight, where, lambda *grads: seen.append(grads))
-    waiting = [loss_of(compiled, x) for x in rows]
+    waiting = [mean_square_of(compiled, x) for x in rows]
     with pytest.raises(
         UnsupportedBackward, match=r"a hook on .* of first\.weight in a step of 2 calls.*post_accumulate"
     ):
@@ -215,8 +228,8 @@ def test_a_hook_that_autograd_calls_in_each_backward_is_refused(where: str) -> N
     remove()
     del waiting
     for x in rows:
-        loss_of(compiled, x).backward()
-        loss_of(double, x).backward()
+        mean_square_of(compiled, x).backward()
+        mean_square_of(double, x).backward()
     assert_same_gradients(module, double)
 
 
@@ -228,14 +241,14 @@ def test_a_hook_after_accumulation_runs_once_with_the_gradient_of_the_step() -> 
     module.second.weight.register_post_accumulate_grad_hook(lambda _: optimizers[0].step())
     given = rows[0].clone().requires_grad_()
     given.register_hook(lambda _: 1 // 0)
-    loss_of(compiled, rows[0]).backward()
+    mean_square_of(compiled, rows[0]).backward()
     with pytest.raises(ZeroDivisionError):  # and the hooks are still there in the next step
-        loss_of(compiled, given).backward()
+        mean_square_of(compiled, given).backward()
     assert not seen
     for _ in range(2):
         for x in rows:
-            loss_of(compiled, x).backward()
-            loss_of(double, x).backward()
+            mean_square_of(compiled, x).backward()
+            mean_square_of(double, x).backward()
         optimizers[1].step()
         assert len(seen) == 1
         assert torch.equal(seen.pop(), double.more.grad)
@@ -253,10 +266,10 @@ def test_a_hook_that_is_removed_after_an_exception_does_not_come_back() -> None:
     given = x.clone().requires_grad_()
     given.register_hook(lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        loss_of(compiled, given).backward()
+        mean_square_of(compiled, given).backward()
     handles[0].remove()
     for _ in range(2):
-        loss_of(compiled, x).backward()
+        mean_square_of(compiled, x).backward()
     assert seen == ["kept"]
 
 
@@ -266,8 +279,8 @@ def test_a_hook_runs_if_the_last_call_has_no_gradient_for_its_parameter() -> Non
     module.more.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
     for module.skips, double.skips in ((False, False), (True, True)):
         assert not seen
-        loss_of(compiled, x).backward()
-        loss_of(double, x).backward()
+        mean_square_of(compiled, x).backward()
+        mean_square_of(double, x).backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], double.more.grad)
 
@@ -289,12 +302,12 @@ def test_gradients_in_16_bits_are_summed_over_the_calls_in_fp32(order: str, home
         forwards, waiting = iter(rows), []
         for letter in order:
             if letter == "F":
-                waiting.append(loss_of(compiled, next(forwards)))
+                waiting.append(mean_square_of(compiled, next(forwards)))
             else:
                 waiting.pop(0).backward()
         sums = {name: torch.zeros(param.shape) for name, param in double.named_parameters()}
         for x in rows:
-            loss_of(exact, x).backward()
+            mean_square_of(exact, x).backward()
             for name, param in double.named_parameters():
                 sums[name] += param.grad
                 param.grad = None
@@ -308,14 +321,14 @@ def test_gradients_in_16_bits_are_summed_over_the_calls_in_fp32(order: str, home
 def test_a_split_backward_is_refused() -> None:
     module, compiled, _ = prepared(outstanding=2)
     x = torch.randn(2, 4)
-    kept = [loss_of(compiled, x), loss_of(compiled, x)]
+    kept = [mean_square_of(compiled, x), mean_square_of(compiled, x)]
     with pytest.raises(UnsupportedBackward, match=r"chosen parameters in a step of 2 calls.*split backward"):
         torch.autograd.grad(kept[0], [module.first.weight])
 
 
 def test_a_second_backward_of_a_forward_is_refused() -> None:
     _, compiled, _ = prepared(outstanding=2)
-    loss = loss_of(compiled, torch.randn(2, 4))
+    loss = mean_square_of(compiled, torch.randn(2, 4))
     loss.backward(retain_graph=True)
     with pytest.raises(UnsupportedBackward, match="second backward"):
         loss.backward()
@@ -344,7 +357,7 @@ def test_a_stage_without_parameters_is_refused() -> None:
 
 def test_calls_cannot_change_after_the_first_step() -> None:
     module, compiled, _ = prepared(outstanding=1, calls=2)
-    loss_of(compiled, torch.randn(2, 4)).backward()
+    mean_square_of(compiled, torch.randn(2, 4)).backward()
     elixir.prepare(module, outstanding=1, calls=2)
     with pytest.raises(UnsupportedModel, match="for steps of 2 calls, 1 outstanding, and cannot change to 3 calls"):
         elixir.prepare(module, outstanding=3)
@@ -360,15 +373,15 @@ def test_calls_cannot_be_named_after_a_forward_that_saved_activations() -> None:
     with torch.no_grad():
         compiled(x)
     elixir.prepare(module, outstanding=2)
-    for loss in [loss_of(compiled, x), loss_of(compiled, x)]:
+    for loss in [mean_square_of(compiled, x), mean_square_of(compiled, x)]:
         loss.backward()
-        loss_of(double, x).backward()
+        mean_square_of(double, x).backward()
     assert_same_gradients(module, double)
 
 
 def test_the_plan_of_another_number_of_calls_is_refused(tmp_path: Any) -> None:
     module, compiled, _ = prepared(outstanding=2)
-    kept = [loss_of(compiled, torch.randn(2, 4)) for _ in range(2)]
+    kept = [mean_square_of(compiled, torch.randn(2, 4)) for _ in range(2)]
     plan = elixir.compilations(module)[-1].plan
     elixir.save_plan(plan, tmp_path / "plan.json")
     assert elixir.load_plan(tmp_path / "plan.json") == plan
@@ -378,5 +391,243 @@ def test_the_plan_of_another_number_of_calls_is_refused(tmp_path: Any) -> None:
         elixir.prepare(Pair()), backend="elixir", options={**OPTIONS, "plan": str(tmp_path / "plan.json")}
     )
     with pytest.raises(PlanMismatch, match="number of calls in a step"):
-        loss_of(other, torch.randn(2, 4))
+        mean_square_of(other, torch.randn(2, 4))
     assert kept
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Full and lean calls of a step train as torch does, whatever the order, and lean ones run where no full one may.
+
+
+WIDTH, ROWS, LAYERS = 16, 4, 2
+LEAN_OPTIONS: Mapping[str, Any] = {"inner": "aot_eager", "report": False, "plan_cache": False, "search_timeout": 0.5}
+UNPLANNED_BYTES = 4096
+"""Step counters, tickets and losses."""
+ORDERS = {"all first": "FFFFFBBBBB", "in turn": "FFFBFBFBBB"}
+
+
+def prepared_stage(order: str, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Stage, Any, Stage]:
+    """Return a stage for steps in `order`, its compiled form, and a double that torch trains."""
+    torch.manual_seed(0)
+    double = Stage(LAYERS, WIDTH).to(dtype)
+    torch.manual_seed(0)
+    module = Stage(LAYERS, WIDTH).to(dtype)
+    outstanding = max(order[:end].count("F") - order[:end].count("B") for end in range(len(order)))
+    elixir.prepare(module, outstanding=outstanding, calls=order.count("F"))
+    return module, torch.compile(module, backend="elixir", options={**LEAN_OPTIONS, **options}), double
+
+
+def step(module: Any, order: str, rows: torch.Tensor, *, takes_last: bool = False) -> None:
+    """Run the micro-batches `rows` forward and backward in `order`, each backward that of the last or first forward."""
+    waiting: collections.deque[torch.Tensor] = collections.deque()
+    unread = iter(rows)
+    for letter in order:
+        if letter == "F":
+            waiting.append(loss_of(module(next(unread)), torch.ones((), dtype=rows.dtype)))
+        else:
+            (waiting.pop() if takes_last else waiting.popleft()).backward()
+
+
+def assert_close_gradients(module: nn.Module, double: nn.Module, within: float) -> None:
+    for own, other in zip(module.parameters(), double.parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        assert (own.grad - other.grad).abs().max().item() <= within
+
+
+@pytest.mark.parametrize("lean", ["recompute", "offload"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_training_is_that_of_torch_in_each_order(name: str, lean: str) -> None:
+    order, rows = ORDERS[name], torch.randn(5, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared_stage(order)
+    with pairs_by_hand(lean, 2) as plans:
+        for takes_last in (False, True):
+            step(compiled, order, rows, takes_last=takes_last)
+            step(double, order, rows, takes_last=takes_last)
+            assert_close_gradients(module, double, 1e-12)
+            module.zero_grad()
+            double.zero_grad()
+    assert plans[-1].lean is not None
+    saving = Saving.RECOMPUTE if lean == "recompute" else Saving.OFFLOAD
+    assert saving in {group.saving for group in plans[-1].lean.activations}
+    assert executor_of(module).saved.num_outstanding == 0
+
+
+@pytest.mark.parametrize("lean", ["recompute", "offload"])
+@pytest.mark.parametrize("name", ORDERS)
+def test_in_fp32_gradients_are_bitwise_those_of_aot_eager(name: str, lean: str) -> None:
+    order, rows = ORDERS[name], torch.randn(5, ROWS, WIDTH)
+    module, compiled, double = prepared_stage(order, torch.float32)
+    exact = torch.compile(double, backend="aot_eager")
+    with pairs_by_hand(lean, 1):
+        for takes_last in (False, True):
+            step(compiled, order, rows, takes_last=takes_last)
+            step(exact, order, rows, takes_last=takes_last)
+            assert_close_gradients(module, double, 0.0)
+            module.zero_grad()
+            double.zero_grad()
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_as_many_ops_run_again_as_there_are_lean_calls(name: str) -> None:
+    order, rows = ORDERS[name], torch.randn(5, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, _ = prepared_stage(order)
+    with pairs_by_hand("recompute", 2) as plans:
+        step(compiled, order, rows)
+    module.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
+        step(compiled, order, rows)
+    counts = collections.Counter(event.name for event in profiled.events())
+    num_lean = 5 - num_full_calls(plans[-1].calls, 2)
+    assert num_lean == {"all first": 3, "in turn": 1}[name]
+    assert counts["aten::gelu"] == LAYERS * (5 + num_lean)
+
+
+def test_offloads_are_those_of_lean_calls() -> None:
+    order, rows = ORDERS["all first"], torch.randn(5, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, _ = prepared_stage(order)
+    with pairs_by_hand("offload", 3) as plans:
+        step(compiled, order, rows)
+    assert plans[-1].lean is not None
+    offloaded = sum(group.saving is Saving.OFFLOAD for group in plans[-1].lean.activations)
+    counts = executor_of(module).ledger.counts
+    assert (counts["offload"], counts["prefetch"]) == (2 * offloaded, 2 * offloaded)
+
+
+def test_a_forward_that_is_dropped_or_in_evaluation_takes_no_place_of_a_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order, rows = "FFFBBB", torch.randn(3, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared_stage(order)
+    ran = kinds_of(module, monkeypatch)
+    with pairs_by_hand("recompute", 1):
+        step(compiled, order, rows)
+        assert ran() == [False, True, True]
+        compiled(rows[0])  # dropped
+        with torch.no_grad():
+            assert torch.equal(compiled(rows[0]), double(rows[0]))
+        asked = rows[0].clone().requires_grad_()
+        torch.autograd.grad(compiled(asked).sum(), [asked])
+        module.zero_grad()
+        step(compiled, order, rows)
+        assert ran()[-3:] == [False, True, True]
+    step(double, order, rows)
+    assert_close_gradients(module, double, 1e-12)
+
+
+def test_after_an_exception_the_next_forward_is_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, rows = "FFFBBB", torch.randn(3, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared_stage(order)
+    ran = kinds_of(module, monkeypatch)
+    with pairs_by_hand("recompute", 1):
+        step(compiled, order, rows)
+        waiting = [compiled(x).sum() for x in rows]
+        with torch.no_grad():
+            module.h[0].up.weight.mul_(1.0)
+        with pytest.raises(elixir.StaleParameters):
+            waiting[1].backward()
+        module.zero_grad()
+        step(compiled, order, rows)
+    assert ran() == [False, True, True] * 3
+    step(double, order, rows)
+    assert_close_gradients(module, double, 1e-12)
+    del waiting
+    assert executor_of(module).saved.num_outstanding == 0
+
+
+def test_a_lean_forward_whose_saved_tensors_hooks_copy_runs_its_own_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(2, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared_stage("FFBB")
+    ran = kinds_of(module, monkeypatch)
+    with pairs_by_hand("recompute", 1):
+        first = loss_of(compiled(rows[0]), rows[0])
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
+            second = loss_of(compiled(rows[1]), rows[1])
+        second.backward()
+        first.backward()
+    assert ran() == [False, True]
+    for x in rows:
+        loss_of(double(x), x).backward()
+    assert_close_gradients(module, double, 1e-12)
+
+
+def kinds_of(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
+    """Return a function that returns, for each forward of a call of `module` since, whether it was a lean one."""
+    calls, seen = executor_of(module).calls, list[bool]()
+    note = calls.note_forward
+
+    def noted(number: int, *, is_lean: bool) -> None:
+        seen.append(is_lean)
+        note(number, is_lean=is_lean)
+
+    monkeypatch.setattr(calls, "note_forward", noted)
+    return lambda: seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lean", ["recompute", "offload"])
+def test_inductor_trains_as_aot_eager_does(lean: str) -> None:
+    order, rows = ORDERS["in turn"], torch.randn(5, ROWS, WIDTH, dtype=torch.float64)
+    module, compiled, double = prepared_stage(order, inner="inductor")
+    with pairs_by_hand(lean, 2):
+        step(compiled, order, rows)
+    step(double, order, rows)
+    assert_close_gradients(module, double, 1e-12)
+
+
+def peaks(order: str, options: Mapping[str, Any], width: int = 32, rows: int = 256) -> tuple[Plan, int, int]:
+    """Return the plan of a settled step, its measured peak and the times of gelu; run in a process of its own."""
+    own = Stage(3, width)
+    outstanding = max(order[:end].count("F") - order[:end].count("B") for end in range(len(order)))
+    elixir.prepare(own, outstanding=outstanding, calls=order.count("F"))
+    calls = executor_of(own).calls
+    calls.spec = replace(calls.spec, backward_order=BackwardOrder.FIRST_FIRST)  # as of a schedule of torch
+    compiled = torch.compile(own, backend="elixir", options={**LEAN_OPTIONS, **options})
+    optimizer = elixir.HybridAdamW(own.parameters(), lr=1e-3)
+    batch = torch.randn(order.count("F"), rows, width)
+
+    def run() -> None:
+        step(compiled, order, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run()
+    run()
+    gc.collect()
+    record = elixir.measure_step(run, device="cpu")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
+        run()
+    plan = elixir.compilations(own)[-1].plan
+    assert plan is not None
+    return plan, record.device_peak_bytes, sum(event.name == "aten::gelu" for event in profiled.events())
+
+
+@functools.cache
+def kept_bytes(order: str) -> int:
+    """Return the peak of a step that keeps all activations."""
+    return apart(peaks, order, {})[0].prediction.device_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "share", "lean"),
+    [
+        ("F" * 8 + "B" * 8, 0.8, "recompute"),
+        ("F" * 8 + "B" * 8, 0.9, "offload"),
+        ("FFFF" + "BF" * 6 + "BBBB", 0.9, "recompute"),
+    ],
+)
+def test_a_budget_that_cannot_keep_all_is_kept_by_some(order: str, share: float, lean: str) -> None:
+    budget_bytes = int(share * kept_bytes(order))
+    plan, measured_bytes, num_gelu = apart(peaks, order, {"activations": lean, "device_memory": budget_bytes})
+    planned_bytes = plan.prediction.device_peak_bytes
+    assert plan.lean is not None
+    assert planned_bytes <= budget_bytes
+    assert measured_bytes <= budget_bytes + UNPLANNED_BYTES
+    assert abs(measured_bytes / planned_bytes - 1) <= 0.01
+    recomputed = [
+        sum("gelu" in name for own in groups if own.saving is Saving.RECOMPUTE for name in own.storages)
+        for groups in (plan.activations, plan.lean.activations)
+    ]
+    num, num_full = plan.calls.num, num_full_calls(plan.calls, plan.lean.num_full)
+    assert num_gelu == 3 * num + num_full * recomputed[0] + (num - num_full) * recomputed[1]

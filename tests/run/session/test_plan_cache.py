@@ -1,0 +1,267 @@
+"""`cache`: the second search for the same is no search, and everything that decides makes it another."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import elixir_compile as elixir
+from elixir_compile.base.options import Fractions, Options
+from elixir_compile.base.units import GIB
+from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir.cost import Stretch
+from elixir_compile.ir.hardware import profile_for
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.joint.variants import plan_as_asked
+from elixir_compile.session import cache
+from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
+from tests.pure.problems import chain_of, problem_of, tight_problem
+from tests.run.models import Stack
+from tests.run.training import by_elixir
+
+OPTIONS = Options(planner="greedy", device_memory=GIB, host_memory=GIB)
+FREE = Options(planner="greedy")
+PROBLEM = tight_problem()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the plans, which no test shares."""
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "plans"
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Return the problems that were searched, in order."""
+    problems: list[Problem] = []
+
+    def count(problem: Problem, options: Options) -> Plan:
+        problems.append(problem)
+        return plan_as_asked(problem, options)
+
+    monkeypatch.setattr(cache, "plan_as_asked", count)
+    return problems
+
+
+def cached_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_a_cached_plan_is_returned_without_a_search(searched: list[Problem], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "elixir_compile"):
+        first = plan_for(PROBLEM, OPTIONS)
+        assert "plan from cache" not in caplog.text
+        assert plan_for(PROBLEM, OPTIONS) == first
+        assert "plan from cache   t" in caplog.text
+    assert len(searched) == 1
+
+
+def test_without_the_cache_every_call_searches(searched: list[Problem], folder: Path) -> None:
+    options = replace(OPTIONS, plan_cache=False)
+    assert plan_for(PROBLEM, options) == plan_for(PROBLEM, options)
+    assert len(searched) == 2
+    assert not folder.exists()
+
+
+def test_nothing_is_cached_if_no_plan_is_feasible(folder: Path) -> None:
+    with pytest.raises(elixir.NoFeasiblePlan):
+        plan_for(replace(PROBLEM, budget_bytes=1), OPTIONS)
+    assert not folder.exists()
+
+
+def with_flops(graph: StepGraph) -> StepGraph:
+    """Return the graph with other costs; its fingerprint stays."""
+    return replace(graph, ops=tuple(replace(op, flops=op.flops + 1) for op in graph.ops))
+
+
+def with_ids(graph: StepGraph) -> StepGraph:
+    """Return the graph with other ids of ops, which regions name; its fingerprint stays."""
+    *ops, update = graph.ops
+    return replace(graph, ops=(*(replace(op, id=f"{op.id}_other") for op in ops), update))
+
+
+STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, run_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (lambda p: replace(p, budget_bytes=p.budget_bytes + 1), OPTIONS),
+        (lambda p: replace(p, host_budget_bytes=p.host_budget_bytes + 1), OPTIONS),
+        (lambda p: replace(p, graph=chain_of(5)), OPTIONS),
+        (lambda p: replace(p, graph=with_flops(p.graph)), OPTIONS),
+        (lambda p: replace(p, graph=with_ids(p.graph)), OPTIONS),
+        (lambda p: replace(p, cluster=profile_for("cuda", GIB, GIB, "another")), OPTIONS),
+        (lambda p: replace(p, cluster=profile_for("cuda", 2 * GIB, GIB, p.cluster.device.name)), OPTIONS),
+        (lambda p: replace(p, base_bytes=1), OPTIONS),
+        (lambda p: replace(p, disk=True), OPTIONS),
+        (lambda p: replace(p, fractions=Fractions()), OPTIONS),
+        (lambda p: replace(p, update=Update.AFTER_BACKWARD), OPTIONS),
+        (lambda p: replace(p, groups={StorageId("p0"): 1}), OPTIONS),
+        (lambda p: replace(p, host_base_bytes=1), OPTIONS),
+        (lambda p: replace(p, hybrid=False), OPTIONS),
+        (lambda p: replace(p, state_nbytes={**p.state_nbytes, StorageId("p0"): 4}), OPTIONS),
+        (lambda p: replace(p, measured=(STRETCH,)), OPTIONS),
+        (lambda p: replace(p, bucket_max_bytes=4096), OPTIONS),
+        (lambda p: replace(p, **in_force(p)), OPTIONS),
+        (lambda p: p, replace(OPTIONS, planner="keep_all")),
+        (lambda p: p, replace(OPTIONS, search_timeout=5.0)),
+        (lambda p: p, FREE),
+        (lambda p: p, replace(OPTIONS, host_memory=None)),
+    ],
+)
+def test_inputs_of_the_search_change_the_key(change: Callable[[Problem], Problem], options: Options) -> None:
+    store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
+    assert cached_plan(change(PROBLEM), options) is None
+    assert plan_key(change(PROBLEM), options) != plan_key(PROBLEM, OPTIONS)
+
+
+def in_force(problem: Problem) -> dict[str, object]:
+    made = plan(problem, "greedy")
+    return {"buckets": made.buckets, "placements": made.placements}
+
+
+def test_a_plan_with_state_on_disk_under_free_memory_is_not_cached(folder: Path) -> None:
+    """Another run may have room for that state, and the file would say disk."""
+    placements = plan(PROBLEM, "greedy").placements
+    off = [placement.bucket for placement in placements if placement.optim is not Tier.DEVICE]
+    made = plan(PROBLEM, "greedy")
+    made = replace(made, placements=tuple(replace(p, optim=Tier.DISK) if p.bucket in off else p for p in placements))
+    store_plan(made, PROBLEM, FREE)
+    assert not folder.exists()
+    store_plan(made, PROBLEM, OPTIONS)
+    assert cached_file(folder)
+
+
+def test_names_and_source_lines_do_not_change_the_key() -> None:
+    graph = replace(PROBLEM.graph, ops=tuple(replace(op, source="moved.py:1") for op in PROBLEM.graph.ops))
+    state = dict(reversed(PROBLEM.state_nbytes.items()))
+    same = replace(PROBLEM, name="other", graph=replace(graph, name="other"), state_nbytes=state)
+    options = replace(OPTIONS, report=False, inner="aot_eager")
+    store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
+    found = cached_plan(same, options)
+    assert found is not None
+    assert found.name == "other"
+
+
+def test_other_source_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan_key(PROBLEM, OPTIONS)
+    monkeypatch.setattr(cache, "source_digest", lambda *patterns: "edited")
+    assert plan_key(PROBLEM, OPTIONS) != before
+
+
+@pytest.mark.parametrize(
+    ("device_share", "host_share", "is_used"),
+    [(1.0, 1.0, True), (1.05, 2.0, True), (0.99, 1.0, True), (2.0, 1.0, False), (0.1, 1.0, False), (1.0, 1e-6, False)],
+)
+def test_under_free_memory_a_plan_is_used_if_it_fits_and_is_likely_the_best(
+    device_share: float, host_share: float, is_used: bool
+) -> None:
+    """A plan that offloads fits any larger device, where there would be a quicker one."""
+    made = replace(plan(PROBLEM, "greedy"), bound_s=0.0)
+    problem = replace(PROBLEM, budget_bytes=made.prediction.device_peak_bytes + 500)
+    store_plan(replace(made, budget_bytes=problem.budget_bytes), problem, FREE)
+    budget_bytes = int(device_share * problem.budget_bytes)
+    host_bytes = int(host_share * problem.host_budget_bytes)
+    found = cached_plan(replace(problem, budget_bytes=budget_bytes, host_budget_bytes=host_bytes), FREE)
+    assert (found is not None) == is_used
+    assert found is None or found.budget_bytes == budget_bytes
+    if found is not None:
+        # What was proved for less memory is not proved here.
+        assert (found.bound_s is None) == (device_share > 1)
+
+
+def test_under_free_memory_a_plan_that_moves_nothing_is_used_on_any_larger_device() -> None:
+    problem = replace(PROBLEM, budget_bytes=GIB)
+    store_plan(plan(problem, "greedy"), problem, FREE)
+    assert cached_plan(replace(problem, budget_bytes=100 * GIB), FREE) is not None
+
+
+def test_a_plan_that_fills_the_free_host_memory_is_not_cached(folder: Path) -> None:
+    made = plan(PROBLEM, "greedy")
+    tight = replace(PROBLEM, host_budget_bytes=made.prediction.host_peak_bytes)
+    store_plan(made, tight, FREE)
+    assert not folder.exists()
+    store_plan(made, tight, OPTIONS)
+    assert cached_file(folder).exists()
+
+
+def half(path: Path) -> None:
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+
+
+def unreadable(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe")
+
+
+def illegal(path: Path) -> None:
+    made = elixir.load_plan(path)
+    prediction = replace(made.prediction, device_peak_bytes=made.prediction.device_peak_bytes - 1)
+    elixir.save_plan(replace(made, prediction=prediction), path)
+
+
+def foreign(path: Path) -> None:
+    elixir.save_plan(plan(problem_of(chain_of(2)), "greedy"), path)
+
+
+@pytest.mark.parametrize("spoil", [half, unreadable, illegal, foreign])
+def test_a_broken_file_is_removed_with_a_warning(
+    spoil: Callable[[Path], None], folder: Path, searched: list[Problem]
+) -> None:
+    first = plan_for(PROBLEM, OPTIONS)
+    path = cached_file(folder)
+    spoil(path)
+    with pytest.warns(elixir.ElixirWarning, match="not usable and is removed") as caught:
+        assert cached_plan(PROBLEM, OPTIONS) is None
+    assert str(path) in str(caught[0].message)
+    assert not path.exists()
+    assert plan_for(PROBLEM, OPTIONS) == first
+    assert len(searched) == 2
+
+
+def test_a_cache_folder_that_cannot_be_made_warns(folder: Path) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file where the folder should be")
+    with pytest.warns(elixir.ElixirWarning, match="plans cannot be cached"):
+        store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
+
+
+def test_only_the_plans_used_last_are_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_PLANS", 2)
+    made = plan(PROBLEM, "greedy")
+    others = [replace(PROBLEM, bucket_max_bytes=4096 + n) for n in range(2)]
+    for age, problem in enumerate((PROBLEM, *others)):
+        store_plan(made, problem, OPTIONS)
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (age, age))
+        if age == 1:
+            assert cached_plan(PROBLEM, OPTIONS) is not None  # and is now the one used last
+    assert len(list(folder.iterdir())) == 2
+    assert cached_plan(PROBLEM, OPTIONS) is not None
+    assert cached_plan(others[0], OPTIONS) is None
+
+
+def test_only_json_files_stay_in_the_folder(folder: Path) -> None:
+    plan_for(PROBLEM, OPTIONS)
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+def test_a_second_training_run_reads_its_plan_from_the_cache(searched: list[Problem]) -> None:
+    def train() -> tuple[list[float], list[Plan]]:
+        torch.manual_seed(0)
+        run = by_elixir(Stack(num_blocks=2)).train([torch.randn(4, 64)] * 2)
+        # Free memory is another number each time, and no other field of the plan is.
+        plans = [replace(record.plan, budget_bytes=0) for record in elixir.compilations(run.model)]
+        return [loss.item() for loss in run.losses], plans
+
+    first = train()
+    num_searched = len(searched)
+    assert num_searched > 0
+    assert train() == first
+    assert len(searched) == num_searched
