@@ -30,7 +30,7 @@ from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.folders import cache_dir, write_cached
 from elixir_compile.base.options import Options
 from elixir_compile.base.units import GIB, format_bytes, format_s
-from elixir_compile.ir import Plan, StorageId, graph_from_json, graph_to_json
+from elixir_compile.ir import Param, Plan, StorageId, graph_from_json, graph_to_json
 from elixir_compile.ir.hardware import Cluster, preset
 from elixir_compile.search import plan
 from elixir_compile.search.greedy import RULES
@@ -91,9 +91,10 @@ def captured(model: str, batch: int, *, is_fresh: bool) -> Capture:
     return Capture(
         graph=graph_from_json(json.dumps(fields["graph"])),
         device=torch.device(fields["device"]),
-        numels={StorageId(name): numel for name, numel in fields["numels"].items()},
-        state_bytes={StorageId(name): numel * STATE_BYTES_PER_ELEMENT for name, numel in fields["numels"].items()},
-        masters={StorageId(name): numel for name, numel in fields["masters"].items()},
+        params={
+            StorageId(name): Param(is_trained=True, numel=numel, has_master=name in fields["masters"])
+            for name, numel in fields["numels"].items()
+        },
         held_bytes=0,
         base_bytes=fields["base_bytes"],
     )
@@ -106,8 +107,8 @@ def capture_to(model: str, batch: int, path: Path) -> None:
     fields = {
         "graph": json.loads(graph_to_json(capture.graph)),
         "device": str(capture.device),
-        "numels": dict(capture.numels),
-        "masters": dict(capture.masters),
+        "numels": {name: param.numel for name, param in capture.params.items()},
+        "masters": [name for name, param in capture.params.items() if param.has_master],
         "base_bytes": capture.base_bytes,
     }
     write_cached(path, json.dumps(fields))
@@ -131,7 +132,11 @@ def solve(model: str, batch: int, machine: str, ranks: int, capture: Capture) ->
             rules[rule] = None
     case = {"model": model, "batch": batch, "machine": machine, "ranks": ranks}
     tokens = 0 if found is None else batch * LENGTH / found.prediction.step_s
-    proof = {} if found is None else proof_of(found, tflops=8 * sum(capture.numels.values()) * tokens / 1e12)
+    proof = (
+        {}
+        if found is None
+        else proof_of(found, tflops=8 * sum(param.numel for param in capture.params.values()) * tokens / 1e12)
+    )
     return Row(**case, seconds=seconds, cpu_s=cpu_s, rules=rules, shortfall=shortfall, **proof)
 
 

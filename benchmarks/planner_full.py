@@ -34,7 +34,7 @@ from machine import RESULTS, save
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.folders import cache_dir, write_cached
 from elixir_compile.base.options import Options
-from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
+from elixir_compile.ir import Param, StorageId, graph_from_json, graph_to_json
 from elixir_compile.ir.hardware import preset
 from elixir_compile.search import Problem, plan, planner, tries
 from elixir_compile.search.evaluator import Evaluator
@@ -133,9 +133,10 @@ def captured(model: str, batch: int, layers: int = 0) -> Capture:
     return Capture(
         graph=graph_from_json(json.dumps(fields["graph"])),
         device=torch.device(fields["device"]),
-        numels={StorageId(name): numel for name, numel in fields["numels"].items()},
-        state_bytes={},
-        masters={StorageId(name): numel for name, numel in fields["masters"].items()},
+        params={
+            StorageId(name): Param(is_trained=True, numel=numel, has_master=name in fields["masters"])
+            for name, numel in fields["numels"].items()
+        },
         held_bytes=0,
         base_bytes=fields["base_bytes"],
     )
@@ -168,8 +169,8 @@ def write_capture(model: str, batch: int, layers: int) -> None:
     fields = {
         "graph": json.loads(graph_to_json(capture.graph)),
         "device": str(capture.device),
-        "numels": dict(capture.numels),
-        "masters": dict(capture.masters),
+        "numels": {name: param.numel for name, param in capture.params.items()},
+        "masters": [name for name, param in capture.params.items() if param.has_master],
         "base_bytes": capture.base_bytes,
     }
     write_cached(_path(model, batch, layers), json.dumps(fields))
@@ -234,10 +235,7 @@ def problem_of(case: Case) -> Problem:
 
 def problem_from(case: Case, capture: Capture) -> Problem:
     """Return the problem of `case` for a captured step."""
-    state = {name: numel * case.state for name, numel in capture.numels.items()}
-    return replace(capture, state_bytes=state).problem(
-        preset(case.machine, case.ranks), Options(), state_bytes_per_element=case.state
-    )
+    return capture.problem(preset(case.machine, case.ranks), Options(), state_bytes_per_element=case.state)
 
 
 def solve(case: Case, problem: Problem) -> Row:

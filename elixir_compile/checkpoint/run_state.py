@@ -305,7 +305,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     if not isinstance(optimizer, Hybrid):
         return {}
     states = optimizer.states_of([param for param, state in optimizer.state.items() if state])
-    forms = Counter(state.dtype or MomentForm.FLOAT32.value for state in states)
+    forms = Counter(state.state_dtype or MomentForm.FLOAT32.value for state in states)
     return dict(forms) if forms.keys() - {MomentForm.FLOAT32.value} else {}
 
 

@@ -1,6 +1,6 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
-from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Param, Placement
 from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
@@ -82,6 +82,7 @@ __all__ = [
     "Op",
     "OpId",
     "Origin",
+    "Param",
     "Phase",
     "Placement",
     "Plan",

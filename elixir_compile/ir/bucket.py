@@ -15,6 +15,35 @@ _REDUCED_BYTES = {"float32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """What a plan depends on of one parameter, beside its storage in the graph."""
+
+    is_trained: bool = field(default=False, metadata=LEFT_OUT)
+    numel: int = field(default=0, metadata=LEFT_OUT)
+    """Elements of a trained parameter; 0 if nobody asks for them."""
+    has_master: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether an optimizer keeps its value in fp32 too."""
+    group: int = field(default=0, metadata=LEFT_OUT)
+    """Index of the optimizer's param group, counted over all optimizers; 0 if no optimizer owns it yet."""
+    state_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of optimizer state, over all ranks."""
+    state_dtype: str | None = field(default=None, metadata=LEFT_OUT)
+    """The dtype of the optimizer's moments if they are narrower than fp32: one of `STATE_DTYPES`."""
+    narrower_nbytes: tuple[tuple[str, int], ...] = field(default=(), metadata=LEFT_OUT)
+    """The dtypes of narrower moments that a plan may choose, each with the bytes of state under it."""
+    grad_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of the gradient after its reduce, over all ranks; 0 if nobody asks for them."""
+    sum_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of the sum of the gradients of several backward passes, if it stays beside the gradient of a single pass;
+    over all ranks."""
+    reduce_dtype: str | None = field(default=None, metadata=LEFT_OUT)
+    """The dtype in which several ranks reduce the gradient, if it is wider than the parameter's."""
+    shard_numels: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    """Elements on each rank of a group, of which the first has the most. If the parameter is not sharded, each rank has
+    all elements; if this is empty, it is cut evenly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """Parameters that are gathered, released, reduced and updated together, in a contiguous buffer."""
 

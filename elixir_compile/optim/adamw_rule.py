@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, ParamState, has_master
+from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master
 from elixir_compile.graph.ops.shards import own_part
-from elixir_compile.ir.bucket import STATE_DTYPES
+from elixir_compile.ir.bucket import STATE_DTYPES, Param
 from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.passes import Extras, coalesce, kernel
 from elixir_compile.optim.precision import (
@@ -101,18 +101,18 @@ class AdamWRule(UpdateRule):
         """Return whether state holds the rest of a master of `param`: unless it has none, or is its own master."""
         return has_master(param) and self.precision.masters is not torch.bfloat16
 
-    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
         """Return the bytes of the state of `param`, and those with the narrower moments that a plan may choose."""
         form = self.form(param, group)
         may_choose = self.precision.is_exact and not group["amsgrad"] and may_be_narrow(param)
-        return ParamState(
-            group=0,
-            nbytes=state_nbytes(param, self._layouts(param, group, form)),
-            dtype=None if form is MomentForm.FLOAT32 else form.value,
-            narrower_nbytes={
-                dtype: state_nbytes(param, self._layouts(param, group, MomentForm(dtype)))
+        return Param(
+            is_trained=True,
+            state_nbytes=state_nbytes(param, self._layouts(param, group, form)),
+            state_dtype=None if form is MomentForm.FLOAT32 else form.value,
+            narrower_nbytes=tuple(
+                (dtype, state_nbytes(param, self._layouts(param, group, MomentForm(dtype))))
                 for dtype in (STATE_DTYPES if may_choose else ())
-            },
+            ),
         )
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:

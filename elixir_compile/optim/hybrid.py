@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from elixir_compile.base.errors import ElixirWarning
-from elixir_compile.graph.ops.optimizers import ParamState, claim_for_hybrid, claim_master, has_master
+from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.ir import Param
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.generic.dry_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, GradientSnapshots, Overflow, warn_if_unplanned
@@ -97,14 +98,14 @@ class Hybrid(torch.optim.Optimizer):
             )
         return not because
 
-    def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
+    def states_of(self, params: Sequence[torch.Tensor]) -> list[Param]:
         """Return the param group and the state bytes of each of `params`, including state to be created."""
         group_of = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        found: list[ParamState] = []
+        found: list[Param] = []
         for param in params:
             group = group_of.get(id(param))
             if group is None:  # user code removed the parameter from its group, so it is never updated
-                found.append(ParamState(0, 0))
+                found.append(Param(is_trained=True))
                 continue
             found.append(replace(self._updater.rule.param_state(param, self.param_groups[group]), group=group))
         return found

@@ -12,9 +12,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
-from elixir_compile.graph.ops.optimizers import ParamState
 from elixir_compile.graph.ops.registry import gathered_numel
 from elixir_compile.graph.ops.shards import own_grad, own_part
+from elixir_compile.ir import Param
 from elixir_compile.runtime.bucket import flat
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ class UpdateRule:
         """Return the layout of each statistic of `param` by name."""
         raise NotImplementedError
 
-    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
         """Return the bytes of the state of `param`, in param group 0, and in which other dtypes a plan may store it."""
-        return ParamState(group=0, nbytes=state_nbytes(param, self.state_layouts(param, group)))
+        return Param(is_trained=True, state_nbytes=state_nbytes(param, self.state_layouts(param, group)))
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""

@@ -2,6 +2,6 @@
 
 from elixir_compile.search.evaluator import Extent, extent_of, extents
 from elixir_compile.search.planner import plan
-from elixir_compile.search.problem import NarrowerState, Problem
+from elixir_compile.search.problem import Problem
 
-__all__ = ["Extent", "NarrowerState", "Problem", "extent_of", "extents", "plan"]
+__all__ = ["Extent", "Problem", "extent_of", "extents", "plan"]

@@ -13,6 +13,7 @@ from elixir_compile.ir import (
     Bucket,
     BucketId,
     Calls,
+    Param,
     Placement,
     Saving,
     StepGraph,
@@ -25,15 +26,6 @@ from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import Share, have_equal_parts
 from elixir_compile.step.as_run import as_run, first_equal, laps_at
 from elixir_compile.step.divide import Lap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowerState:
-    """Moments in fewer bytes, which a planner may choose for any parameter outside of the buckets in force."""
-
-    dtype: str
-    nbytes: Mapping[StorageId, int]
-    """Bytes of optimizer state of each parameter with such moments; parameters without an entry cannot have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +43,19 @@ class Problem:
     """The device budget of the step, `base_bytes` included."""
     host_budget_bytes: int
     """Host bytes for this graph; `host_base_bytes` are subtracted already."""
-    state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
-    """Bytes of optimizer state of each trainable parameter."""
-    state_dtypes: Mapping[StorageId, str] = field(default_factory=dict, metadata=LEFT_OUT)
-    """The dtype of the moments of each parameter whose moments are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
-    narrower: NarrowerState | None = field(default=None, metadata=LEFT_OUT)
-    """The moments that the planner may choose if no plan with exact ones fits; None if it may not."""
-    sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
-    """Bytes of the sum of the gradients of several backward passes, of each parameter with such a sum that stays
-    beside the gradient of a single pass; over all ranks."""
+    params: Mapping[StorageId, Param] = field(default_factory=dict)
+    """The facts about parameters of the graph; one without an entry is frozen, and cut evenly over the ranks."""
+    narrower_dtype: str | None = field(default=None, metadata=LEFT_OUT)
+    """The dtype of the moments that the planner may choose, if no plan with exact ones fits, for each parameter outside
+    of the buckets in force that can have them (see `Param.narrower_nbytes`); None if it may not."""
     accumulates: bool = False
     """Whether gradients of earlier backward passes stay through the step: every trainable parameter has a sum then."""
-    shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
-    """Elements of each parameter on each rank of a group; the first rank has the most. If the parameter is not sharded,
-    each rank has all elements. A parameter without an entry is cut evenly."""
     num_copies: int = 1
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     rank: int = field(default=0, metadata=LEFT_OUT)
     """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
     shares: tuple[Share, ...] = field(default=(), metadata=LEFT_OUT)
     """The rows and the part of the state of each rank; empty if no shares were chosen, which makes both equal."""
-    reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
-    """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
-    groups: Mapping[StorageId, int] = field(default_factory=dict)
-    """The parameter group of each trainable parameter owned by an optimizer already; 0 for any other parameter."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     moves_what_fits: bool = False
@@ -154,12 +135,13 @@ class Problem:
                 f"problem {self.name}: {len(self.state)} shares for {self.num_shards} ranks with {self.num_copies} "
                 "copies of each part; expected one per rank, without copies."
             )
-        for param, numels in self.shards.items():
-            is_right = len(numels) == self.num_shards and min(numels) >= 0
-            if not is_right or (max(numels) != numels[0] and not self.state):
+        for name, param in self.params.items():
+            numels = param.shard_numels
+            is_right = not numels or (len(numels) == self.num_shards and min(numels) >= 0)
+            if not is_right or (numels and max(numels) != numels[0] and not self.state):
                 raise InvalidPlan(
-                    f"problem {self.name}: {param} is in {len(numels)} shards for {self.num_shards} ranks, the "
-                    f"largest of {max(numels, default=0)} elements; expected one per rank, the first the largest."
+                    f"problem {self.name}: {name} is in {len(numels)} shards for {self.num_shards} ranks, the "
+                    f"largest of {max(numels)} elements; expected one per rank, the first the largest."
                 )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
@@ -169,6 +151,11 @@ class Problem:
                     f"problem {self.name}: parameters of bucket {placement.bucket} are on disk, which is not planned "
                     "for."
                 )
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(param.is_trained for param in self.params.values())
 
     def laps(self, activations: tuple[Activations, ...]) -> tuple[Lap, ...]:
         """Return the laps that run in micro-batches in a plan with `activations`."""

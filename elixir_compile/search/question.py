@@ -14,7 +14,7 @@ import gzip
 import math
 import zlib
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from elixir_compile.base.codec import Form, from_json, to_json
 from elixir_compile.base.errors import InvalidPlan, QuestionFileError
@@ -22,14 +22,48 @@ from elixir_compile.base.options import Options, Planner
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.search.problem import Problem
 
-QUESTION_FORMAT = 1
+QUESTION_FORMAT = 2
 MOST_UNPACKED_BYTES = 1 << 25
 """The most bytes of JSON in a question file, 32 MiB. A Llama of 32 layers has about 3 MB, and JSON takes up to 25 times
 its bytes when it is read."""
-_FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError)
 _GZIP = 16 + zlib.MAX_WBITS
 """The value of `wbits` for data with a header of gzip."""
 _CHOICES = ("", "fit", "auto")
+
+
+_OF_PARAMS = {
+    "state_nbytes": "state_nbytes",
+    "state_dtypes": "state_dtype",
+    "sum_nbytes": "sum_nbytes",
+    "shards": "shard_numels",
+    "reduce_dtypes": "reduce_dtype",
+    "groups": "group",
+}
+"""The mappings of format 1 from the names of parameters, each with the field of `Param` that has its values."""
+
+
+def _with_params(data: dict[str, Any]) -> None:
+    """Turn `data` of format 1, with a mapping for each fact about parameters, into that of format 2, which has `Param`.
+
+    A mapping that is none stays where it is, so that the reader refuses it.
+    """
+    problem = data.get("problem")
+    if not isinstance(problem, dict):
+        return
+    params: dict[str, dict[str, Any]] = {}
+    for former, name in _OF_PARAMS.items():
+        if isinstance(problem.get(former), dict):
+            for param, value in problem.pop(former).items():
+                params.setdefault(param, {})[name] = value
+    narrower = problem.get("narrower")
+    if isinstance(narrower, dict) and isinstance(narrower.get("nbytes"), dict):
+        problem["narrower_dtype"] = problem.pop("narrower").get("dtype")
+        for param, nbytes in narrower["nbytes"].items():
+            params.setdefault(param, {})["narrower_nbytes"] = [[problem["narrower_dtype"], nbytes]]
+    problem["params"] = {name: {"is_trained": "state_nbytes" in facts, **facts} for name, facts in params.items()}
+
+
+_FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError, upgrades={1: _with_params})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +86,18 @@ class Question:
             raise InvalidPlan(f"a search of {self.search_timeout_s} s; expected a positive number of seconds.")
         if self.micro_batches not in _CHOICES:
             raise InvalidPlan(f"micro_batches {self.micro_batches!r}: expected 'fit', 'auto' or nothing.")
+        params = problem.params.values()
         counts = {
-            "problem.state_nbytes": problem.state_nbytes.values(),
-            "problem.sum_nbytes": problem.sum_nbytes.values(),
-            "problem.groups": problem.groups.values(),
-            "problem.least_alike": () if problem.least_alike is None else (problem.least_alike,),
+            f"problem.params.{name}": min([getattr(param, name) for param in params], default=0)
+            for name in ("state_nbytes", "sum_nbytes", "group")
         }
-        for name, numbers in counts.items():
-            if min(numbers, default=0) < 0:
-                raise InvalidPlan(f"{name} holds {min(numbers)}; expected numbers of 0 or more.")
+        for name, least in {**counts, "problem.least_alike": problem.least_alike or 0}.items():
+            if least < 0:
+                raise InvalidPlan(f"{name} holds {least}; expected numbers of 0 or more.")
         rows = (problem.measured.micro_batches, 1 if problem.common_rows is None else problem.common_rows)
         if min(rows) < 1:
             raise InvalidPlan(f"a question about {min(rows)} micro-batches or rows; expected 1 or more.")
-        total_bytes = sum(problem.state_nbytes.values()) + sum(problem.sum_nbytes.values())
+        total_bytes = sum(param.state_nbytes + param.sum_nbytes for param in params)
         total_bytes += problem.base_bytes + problem.host_base_bytes + problem.between_bytes + problem.after_bytes
         if total_bytes > MOST_BYTES:
             raise InvalidPlan(f"a question counts {total_bytes} bytes; expected at most {MOST_BYTES}.")

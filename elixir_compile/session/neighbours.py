@@ -14,10 +14,10 @@ import torch
 from elixir_compile import compat
 from elixir_compile.base.process import Living
 from elixir_compile.graph.capture.convert import Captured
-from elixir_compile.graph.ops.optimizers import ParamState, has_state, planned_states
+from elixir_compile.graph.ops.optimizers import has_state, planned_states
 from elixir_compile.graph.ops.registry import Slot, held_by_others, slot_of
 from elixir_compile.graph.ops.shards import own_part
-from elixir_compile.ir import Bucket, Kind, Placement, Tier
+from elixir_compile.ir import Bucket, Kind, Param, Placement, Tier
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.runtime.bucket import RunningBucket, is_slab_memory
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -28,7 +28,7 @@ from elixir_compile.step.bucket_bytes import bucket_host_bytes, kept_grad_bytes,
 # Count the bytes outside of the graph of a problem: parameters, state and gradients of other graphs, or of none.
 
 
-def state_of_hybrid_adamw(param: torch.Tensor) -> ParamState:
+def state_of_hybrid_adamw(param: torch.Tensor) -> Param:
     """Return the state that HybridAdamW with its default arguments would keep for `param`.
 
     Without a master: two moments in the dtype of the parameter, 8 bytes for each fp32 element. With a master: two
@@ -182,7 +182,7 @@ def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
 
 def _state_bytes(param: torch.Tensor) -> int:
     """Return the bytes of the optimizer state of one parameter without a bucket, over all ranks."""
-    return (planned_states([param]).get(id(param)) or state_of_hybrid_adamw(param)).nbytes
+    return (planned_states([param]).get(id(param)) or state_of_hybrid_adamw(param)).state_nbytes
 
 
 def outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:

@@ -4,7 +4,7 @@ and the bytes of attention kernels.
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -14,15 +14,15 @@ from elixir_compile.base.errors import ElixirWarning, InvalidOption
 from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.convert import Captured, step_graph, storages_behind, with_siblings
 from elixir_compile.graph.capture.node_facts import tensor_of
-from elixir_compile.graph.ops.optimizers import ParamState, has_master, planned_states
+from elixir_compile.graph.ops.optimizers import has_master, planned_states
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.ir import ONCE, Bucket, Calls, Phase, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir import ONCE, Bucket, Calls, Param, Phase, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
 from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.search import NarrowerState, Problem
+from elixir_compile.search import Problem
 from elixir_compile.session.machine import (
     RegionProfile,
     device_budget_bytes,
@@ -189,24 +189,6 @@ _LEAST_ALIKE = 4
 the last have neighbours of another kind."""
 
 
-def sums_of(params: "TrainedParams", options: Options, *, is_alone: bool, accumulates: bool) -> Mapping[StorageId, int]:
-    """Return the bytes of the sums of gradients over several backward passes, by parameter name.
-
-    On one rank, sums are in fp32 for parameters with a master under the option `reduce_dtype`. Other sums are in the
-    dtype of the gradients, and are counted only if the step `accumulates`.
-    """
-    sums = dict(params.grad_bytes) if accumulates else {}
-    if is_alone and options.reduce_dtype is not None:
-        sums |= {name: torch.float32.itemsize * numel for name, numel in params.masters.items()}
-    return sums
-
-
-def with_sums(bucket: Bucket, sums: Mapping[StorageId, int]) -> Bucket:
-    """Return `bucket`, in force, with the `sums` of the gradients of its parameters, unless it has as many bytes."""
-    nbytes = sum(sums.get(name, 0) for name in bucket.params) if bucket.trainable else 0
-    return replace(bucket, sum_nbytes=nbytes) if nbytes > bucket.sum_nbytes else bucket
-
-
 def graph_of(
     captured: Captured, executor: Executor, sizes: Mapping[str, int], step: StepGraph | None = None
 ) -> StepGraph:
@@ -238,28 +220,6 @@ class ExternalUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedParams:
-    """The facts about the trained parameters of a step on which a plan depends, by the name of the parameter."""
-
-    state_bytes: Mapping[StorageId, int]
-    """Bytes of optimizer state."""
-    masters: Mapping[StorageId, int]
-    """Elements of each parameter with a master."""
-    reduce_dtypes: Mapping[StorageId, str]
-    """The dtype in which several ranks reduce a gradient, if it is wider than the parameter's."""
-    grad_bytes: Mapping[StorageId, int]
-    """Bytes of the gradient after its reduce, over all ranks."""
-    hybrid: bool
-    """Whether the hybrid optimizer owns all of them."""
-    groups: Mapping[StorageId, int] = field(default_factory=dict)
-    """The parameter group of each parameter owned by an optimizer already."""
-    state_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
-    """The dtype of moments that are narrower than fp32."""
-    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes of optimizer state by the dtype of narrower moments, if the planner may choose them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The budgets of a step, and the bytes held outside of its graph, which each budget includes."""
 
@@ -274,12 +234,12 @@ def build_problem(
     cluster: Cluster,
     options: Options,
     *,
-    params: TrainedParams,
+    params: Mapping[StorageId, Param],
+    hybrid: bool,
     memory: Memory,
     disk: bool,
     accumulates: bool,
     moves_what_fits: bool = False,
-    shards: Mapping[StorageId, tuple[int, ...]] | None = None,
     shares: tuple[Share, ...] = (),
     rank: int = 0,
     num_copies: int = 1,
@@ -289,34 +249,43 @@ def build_problem(
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
+    `params` are as captured: here they get the sums of gradients over several backward passes. On one rank, sums are in
+    fp32 for parameters with a master under the option `reduce_dtype`. Other sums are in the dtype of the gradients, and
+    are counted only if the step `accumulates`. `hybrid` says whether the hybrid optimizer owns all trained parameters.
     `shares` are those of all ranks, if they were chosen, and `rank` is the rank that asks. If `disk`, state may go to
     disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all buckets in force of the model
     with their placements. See `Problem` for the other arguments.
     """
     is_alone = cluster.num_ranks == 1
-    sums = sums_of(params, options, is_alone=is_alone, accumulates=accumulates)
+    in_fp32 = is_alone and options.reduce_dtype is not None
+    known: dict[StorageId, Param] = {}
+    for name, param in params.items():
+        is_wide = in_fp32 and param.has_master
+        sum_nbytes = torch.float32.itemsize * param.numel if is_wide else param.grad_nbytes if accumulates else 0
+        known[name] = replace(param, sum_nbytes=sum_nbytes, reduce_dtype=None if is_alone else param.reduce_dtype)
+    buckets: list[Bucket] = []
+    for bucket, _ in in_force:
+        sums_nbytes = sum(known[name].sum_nbytes for name in bucket.params if name in known)
+        # Gradients of a bucket that is in force may stay since.
+        is_more = accumulates and bucket.trainable and sums_nbytes > bucket.sum_nbytes
+        buckets.append(replace(bucket, sum_nbytes=sums_nbytes) if is_more else bucket)
     return Problem(
         name=graph.name,
         graph=graph,
         cluster=cluster,
         num_copies=num_copies,
         params_stay=params_stay,
-        shards=shards or {},
         shares=shares,
         rank=rank,
         budget_bytes=memory.budget_bytes,
         host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
         host_base_bytes=memory.host_base_bytes,
-        state_nbytes=params.state_bytes,
-        state_dtypes=params.state_dtypes,
-        narrower=narrower_of(params, options),
-        sum_nbytes=sums,
+        params=known,
+        narrower_dtype=None if options.state_dtype is None else options.state_dtype.removeprefix("auto:"),
         accumulates=accumulates,
-        reduce_dtypes={} if is_alone else params.reduce_dtypes,
-        groups=params.groups,
         savings=savings_of(options),
         fractions=options.fractions,
-        hybrid=params.hybrid,
+        hybrid=hybrid,
         moves_what_fits=moves_what_fits,
         disk=disk,
         update=update_of(options),
@@ -324,7 +293,7 @@ def build_problem(
         micro_batches=micro_batches_asked(graph, options),
         base_bytes=memory.base_bytes,
         calls=calls,
-        buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
+        buckets=tuple(buckets),
         placements=tuple(placement for _, placement in in_force),
     )
 
@@ -341,7 +310,8 @@ def problem_of(
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
-    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
+    trained = [slot.param for slot in slots if is_training and slot.param.requires_grad]
+    known = planned_states(trained)
     in_force = executor.buckets.in_force(for_training=is_training)
     plain_state = executor.plain_state.by_name()
     if plain_state:
@@ -360,11 +330,11 @@ def problem_of(
         graph,
         cluster,
         options,
-        params=_trained_params(trained, ranks, plain_state),
+        params=_params_of(slots, ranks, known, plain_state, is_training=is_training),
+        hybrid=bool(trained) and all(id(param) in known for param in trained),
         memory=memory,
         disk=executor.buckets.disk is not None,
         accumulates=accumulates,
-        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,
         rank=ranks.control.rank if ranks is not None and ranks.state else 0,
@@ -395,52 +365,38 @@ def _without_plain_state(bucket: Bucket, plain_state: Collection[str]) -> Bucket
     return replace(bucket, state_nbytes=0, state_dtype=None) if set(bucket.params) <= set(plain_state) else bucket
 
 
-def _trained_params(trained: Sequence[Slot], ranks: Ranks | None, plain_state: Collection[str]) -> TrainedParams:
-    """Return the facts about the parameters of the slots `trained`; the state of those named in `plain_state` counts
-    elsewhere."""
-    known = planned_states([slot.param for slot in trained])
-    states = {
-        name: replace(state, nbytes=0, narrower_nbytes={}) if name in plain_state else state
-        for name, state in states_by_name(trained, known).items()
-    }
-    return TrainedParams(
-        state_bytes={name: state.nbytes for name, state in states.items()},
-        state_dtypes={name: state.dtype for name, state in states.items() if state.dtype is not None},
-        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
-        masters=_masters(trained),
-        reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
-        grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.numel for slot in trained},
-        hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
-        groups={name: state.group for name, state in states.items()},
-    )
+def _params_of(
+    slots: Sequence[Slot],
+    ranks: Ranks | None,
+    known: Mapping[int, Param],
+    plain_state: Collection[str],
+    *,
+    is_training: bool,
+) -> Mapping[StorageId, Param]:
+    """Return the facts about the parameters of `slots`; if `is_training`, those that need gradients are trained.
 
-
-def _masters(trained: Sequence[Slot]) -> Mapping[StorageId, int]:
-    return {StorageId(slot.name): slot.numel for slot in trained if has_master(slot.param)}
-
-
-def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[StorageId, str]:
-    """Return the dtypes in which `ranks` reduce gradients, by parameter name, if they differ from the parameter's."""
-    dtypes = {StorageId(slot.name): (slot.param.dtype, ranks.reduced_dtype(slot.param)) for slot in trained}
-    return {name: str(reduced).removeprefix("torch.") for name, (own, reduced) in dtypes.items() if reduced != own}
-
-
-def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[StorageId, ParamState]:
-    """Return the parameter group and the bytes of optimizer state of each parameter, by name.
-
-    `known` has the answers of optimizers, by the id of the parameter. A parameter without an optimizer gets group 0 and
-    the state of HybridAdamW.
+    `known` has the answers of optimizers, by the id of the parameter. A trained parameter without an optimizer gets
+    group 0 and the state of HybridAdamW. The state of those named in `plain_state` counts elsewhere.
     """
-    return {StorageId(slot.name): known.get(id(slot.param)) or state_of_hybrid_adamw(slot.param) for slot in trained}
-
-
-def narrower_of(params: TrainedParams, options: Options) -> NarrowerState | None:
-    """Return the moments that the planner may choose under the option `state_dtype`; None if it may not."""
-    if options.state_dtype is None:
-        return None
-    dtype = options.state_dtype.removeprefix("auto:")
-    nbytes = {name: sizes[dtype] for name, sizes in params.narrower_bytes.items() if dtype in sizes}
-    return NarrowerState(dtype=dtype, nbytes=nbytes)
+    found: dict[StorageId, Param] = {}
+    for slot in slots:
+        param = Param()
+        if is_training and slot.param.requires_grad:
+            param = known.get(id(slot.param)) or state_of_hybrid_adamw(slot.param)
+            if slot.name in plain_state:
+                param = replace(param, state_nbytes=0, narrower_nbytes=())
+            dtype, reduced = slot.param.dtype, grad_dtype_of(slot, ranks)
+            param = replace(
+                param,
+                numel=slot.numel,
+                has_master=has_master(slot.param),
+                grad_nbytes=reduced.itemsize * slot.numel,
+                reduce_dtype=None if reduced == dtype else str(reduced).removeprefix("torch."),
+            )
+        found[StorageId(slot.name)] = (
+            param if ranks is None else replace(param, shard_numels=ranks.parts_of(slot.param))
+        )
+    return found
 
 
 def savings_of(options: Options) -> frozenset[Saving]:
@@ -472,7 +428,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
 
     Optimizer state follows a parameter only if the hybrid optimizer owns it, or if device and host are the same memory.
     """
-    return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
+    return problem.hybrid or not problem.trains or executor.device.type == "cpu"
 
 
 def param_names_of(captured: Captured, executor: Executor) -> list[str]:

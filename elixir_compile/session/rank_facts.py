@@ -90,7 +90,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         division_digest=_division_digest(problem.graph, ops),
         batch=1 if problem.graph.symbols else problem.graph.batch,
         storage_bytes=sum(storage.nbytes for storage in problem.graph.storages),
-        state_bytes=sum(problem.state_nbytes.values()) + sum(problem.sum_nbytes.values()),
+        state_bytes=sum(param.state_nbytes + param.sum_nbytes for param in problem.params.values()),
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
@@ -135,7 +135,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "micro-batches": str(problem.micro_batches),
         "calls of a step": str(problem.calls),
     }
-    trained, groups = problem.state_nbytes, problem.groups
+    groups = {name: param.group for name, param in problem.params.items() if param.is_trained}
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]
     # In a graph, parameters are in the order of their uses, which may differ between ranks.
     params.sort(key=lambda storage: storage.id)
@@ -144,7 +144,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         *(f"{name} = {value}" for name, value in (*settings.items(), *own.items())),
         *(
             f"parameter {storage.id}, {storage.dtype}, {storage.nbytes} bytes, "
-            + (f"trained in group {groups.get(storage.id, 0)}" if storage.id in trained else "not trained")
+            + (f"trained in group {groups[storage.id]}" if storage.id in groups else "not trained")
             for storage in params
         ),
         *(f"share of rank {share.rank}, {_share_text(share)}" for share in problem.shares),

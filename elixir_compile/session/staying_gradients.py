@@ -88,7 +88,7 @@ class StayingGradients:
         return problem, answer(problem)
 
     def _remembers(self, problem: Problem) -> bool:
-        is_first = self._first is None and not problem.accumulates and bool(problem.state_nbytes)
+        is_first = self._first is None and not problem.accumulates and problem.trains
         if not is_first:
             return False
         self._first = problem

@@ -134,7 +134,7 @@ class SharePlans:
         It depends on the rows of the class and the dtypes of moments, and where parts of the state are unequal, on the
         parts of all ranks.
         """
-        dtypes = tuple(sorted(problem.state_dtypes.items()))
+        dtypes = tuple(sorted((name, param.state_dtype or "") for name, param in problem.params.items()))
         key = (problem.rank, problem.graph.batch, problem.state, problem.released, dtypes)
         if key not in self._by_class:
             try:
@@ -277,11 +277,11 @@ def search_of(capture: Capture, fleet: Fleet, budgets: Sequence[Budget], batch: 
     and operations belong to the rows of its batch.
     """
     graph = capture.graph
-    grads = capture.grad_bytes(options)
+    trained = capture.trained(options).values()
     params = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.PARAM)
     state = State(
-        num_elements=sum(capture.numels.values()),
-        nbytes=params + sum(grads.values()) + sum(capture.state_nbytes().values()),
+        num_elements=sum(param.numel for param in trained),
+        nbytes=params + sum(param.grad_nbytes + param.state_nbytes for param in trained),
     )
     try:
         return ShareSearch(

@@ -18,7 +18,6 @@ from elixir_compile.ir.hardware import Cluster, Fleet, fleet_of, preset_of_ranks
 from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule, parse_schedule, pipeline_order
 from elixir_compile.search.shares.choose import Budget
 from elixir_compile.search.stages.choose import StageAsk, StageSearch
-from elixir_compile.search.stages.costs import TrainedBytes
 from elixir_compile.session.machine import machine, named_fleet
 from elixir_compile.session.planning import savings_of
 from elixir_compile.step.batch_rows import graph_of_rows
@@ -159,11 +158,6 @@ def stage_search(
         shares_memory = options.device_memory is None and not seen.h2d.overlaps_compute
         device_bytes = device_bytes // seen.num_local_ranks if shares_memory else device_bytes
         budgets.append(replace(budget, device_bytes=device_bytes))
-    trained = TrainedBytes(
-        numels=capture.numels,
-        grad_bytes=capture.grad_bytes(options),
-        state_bytes=capture.state_nbytes(state_bytes_per_element),
-    )
     ask = StageAsk(
         graph=capture.graph,
         rows=rows,
@@ -171,7 +165,7 @@ def stage_search(
         fleet=fleet,
         budgets=tuple(budgets),
         base_bytes=capture.base_bytes,
-        trained=trained,
+        trained=capture.trained(options, state_bytes_per_element),
         savings=savings_of(options),
     )
     return StageSearch(ask)

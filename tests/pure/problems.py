@@ -4,6 +4,7 @@ force."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -33,8 +34,8 @@ from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import timeline, verify
 from tests.pure import memory_walk
+from tests.pure.strategies import FACTS, Layer, chain, step_graphs, with_facts
 from tests.pure.strategies import DraftPlan as DraftGraph
-from tests.pure.strategies import Layer, chain, step_graphs
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The best of all placements of a small problem, each of them tried: what planners are compared with.
@@ -72,19 +73,12 @@ def state_of(graph: StepGraph) -> dict[StorageId, int]:
 
 
 def problem_of(graph: StepGraph, cluster: Cluster = CLUSTERS["cuda"], hybrid: bool = True, **more: object) -> Problem:
-    """Sizes of the strategy's graphs: buckets from 256 bytes to 2 KiB."""
-    made = Problem(
-        name="t",
-        graph=graph,
-        cluster=cluster,
-        budget_bytes=GIB,
-        host_budget_bytes=GIB,
-        state_nbytes=state_of(graph),
-        hybrid=hybrid,
-        bucket_min_bytes=256,
-        bucket_max_bytes=2048,
-    )
-    return replace(made, **more)
+    """Sizes of the strategy's graphs: buckets from 256 bytes to 2 KiB. `more` are fields of the problem, and of its
+    parameters by their names."""
+    facts: dict[str, Any] = {"state_nbytes": state_of(graph)} | {name: more.pop(name) for name in FACTS & more.keys()}
+    fields: dict[str, Any] = {"budget_bytes": GIB, "host_budget_bytes": GIB, "hybrid": hybrid}
+    fields |= {"bucket_min_bytes": 256, "bucket_max_bytes": 2048, "params": with_facts({}, **facts)}
+    return Problem(**{"name": "t", "graph": graph, "cluster": cluster, **fields, **more})
 
 
 @st.composite

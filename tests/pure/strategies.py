@@ -9,12 +9,13 @@ Each layer is a matmul with its parameters and an elementwise op whose result it
 (embed and head), frozen, used by several layers, or unused.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.ir import Kind, Op, OpId, Param, Phase, StepGraph, Storage, StorageId, sizes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -118,6 +119,19 @@ def _backward(draft: DraftPlan, layers: list[Layer], acts: list[StorageId]) -> N
         draft.op(Phase.BACKWARD, "mm", [flowing, *params], [passed], layer.module)
         flowing = passed
     draft.ops.append(Op(id=OpId("update"), target="update", phase=Phase.UPDATE, reads=tuple(trained), writes=()))
+
+
+FACTS = frozenset(field.name for field in fields(Param))
+
+
+def with_facts(params: Mapping[StorageId, Param], **facts: Mapping[StorageId, object]) -> dict[StorageId, Param]:
+    """`params` with `facts`: for each field, its values by the name of the parameter. Those with state are trained."""
+    found = dict(params)
+    for name, values in facts.items():
+        for param, value in values.items():
+            is_trained = name == "state_nbytes" or found.get(param, Param()).is_trained
+            found[param] = replace(found.get(param, Param()), **{name: value, "is_trained": is_trained})
+    return found
 
 
 @st.composite

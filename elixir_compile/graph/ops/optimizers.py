@@ -5,7 +5,7 @@ optimizer takes it as state.
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from elixir_compile.base.errors import IncompleteStep, MasterIgnored, OptimizerTooEarly
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import version
+from elixir_compile.ir import Param
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The parameters with an fp32 master, and the rest of each master until an optimizer takes it as state.
@@ -115,19 +116,6 @@ _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class ParamState:
-    """The optimizer state of a parameter."""
-
-    group: int
-    """The index of the parameter group, counted over all optimizers."""
-    nbytes: int
-    dtype: str | None = None
-    """The dtype of the moments if they are narrower than fp32: see `ir.bucket.STATE_DTYPES`."""
-    narrower_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by the dtype of narrower moments, if a plan may choose them."""
-
-
 class StateOwner(Protocol):
     """The interface of a hybrid optimizer for the planner and the executor."""
 
@@ -136,8 +124,8 @@ class StateOwner(Protocol):
         """Whether the plan may give the state another home than the parameters."""
         ...
 
-    def states_of(self, params: Sequence[torch.Tensor]) -> Sequence[ParamState]:
-        """Return the state, present or future, of each of `params`, with the optimizer's own indices of groups."""
+    def states_of(self, params: Sequence[torch.Tensor]) -> Sequence[Param]:
+        """Return group and state, present or future, of each of `params`, by the optimizer's own indices of groups."""
         ...
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
@@ -197,12 +185,12 @@ def are_optimized(params: Sequence[torch.Tensor]) -> bool:
     return any(id(param) in wanted for param in owned)
 
 
-def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
-    """Return the state of `params` in hybrid optimizers, by the id of the parameter.
+def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, Param]:
+    """Return group and state of `params` in hybrid optimizers, by the id of the parameter.
 
     A parameter of another optimizer is left out.
     """
-    found: dict[int, ParamState] = {}
+    found: dict[int, Param] = {}
     first_group = 0
     for owner, own in _owned(params).items():
         states = [replace(state, group=first_group + state.group) for state in owner.states_of(own)]

@@ -33,7 +33,7 @@ import torch
 from torch.optim import Optimizer
 
 from elixir_compile import compat
-from elixir_compile.graph.ops.optimizers import ParamState
+from elixir_compile.ir import Param
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
 from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema, attributes_of, dry_step, group_key
 from elixir_compile.optim.host import HostThreads, host_threads_for
@@ -126,10 +126,10 @@ class ClassRule(UpdateRule):
         dtypes = self.schema(group, dtype).dtypes
         return frozenset(name for name, own in dtypes.items() if own == torch.float32)
 
-    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> ParamState:
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
         """Return the bytes of the state of `param`."""
         found = super().param_state(param, group)
-        return replace(found, dtype="bfloat16") if self._narrow(group, param.dtype) else found
+        return replace(found, state_dtype="bfloat16") if self._narrow(group, param.dtype) else found
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""

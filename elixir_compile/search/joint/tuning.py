@@ -140,9 +140,9 @@ def again_bound_s(problem: Problem, deadline: Deadline) -> float:
 
     It is the relaxed optimum of the step without optimizer state, with updates that take no time.
     """
-    free = replace(
-        problem, cluster=_with_instant_updates(problem.cluster), state_nbytes={}, hybrid=False, update=None, disk=False
-    )
+    params = {name: replace(param, state_nbytes=0) for name, param in problem.params.items()}
+    cluster = _with_instant_updates(problem.cluster)
+    free = replace(problem, cluster=cluster, params=params, hybrid=False, update=None, disk=False)
     evaluator = evaluator_of(free)
     bound_s = relaxed_bound_s(evaluator, max(sum(evaluator.prices.before_s[-1:]), 1e-12), deadline)
     if bound_s is None:

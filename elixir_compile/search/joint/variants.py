@@ -263,11 +263,13 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: SearchOfAll)
         return exact
     first = problems[0]
     # A parameter in a bucket in force keeps its moments.
-    fixed = {*first.state_dtypes, *(param for bucket in first.buckets for param in bucket.params)}
+    fixed = {param for bucket in first.buckets for param in bucket.params}
     saved_bytes = {
-        param: first.state_nbytes[param] - nbytes
-        for param, nbytes in ({} if first.narrower is None else first.narrower.nbytes).items()
-        if param not in fixed and first.state_nbytes.get(param, 0) > nbytes
+        name: param.state_nbytes - nbytes
+        for name, param in first.params.items()
+        for dtype, nbytes in param.narrower_nbytes
+        if dtype == first.narrower_dtype and param.state_dtype is None and name not in fixed
+        if param.state_nbytes > nbytes
     }
     if not saved_bytes:
         raise exact.renewed()
@@ -293,14 +295,14 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: SearchOfAll)
 
 def with_narrower(problem: Problem, params: Collection[StorageId]) -> Problem:
     """Return `problem` with narrower moments for `params`, and no further choice."""
-    assert problem.narrower is not None, "only a problem with a choice has narrower moments"
-    nbytes = {param: problem.narrower.nbytes[param] for param in params}
-    return replace(
-        problem,
-        state_nbytes={**problem.state_nbytes, **nbytes},
-        state_dtypes={**problem.state_dtypes, **dict.fromkeys(params, problem.narrower.dtype)},
-        narrower=None,
-    )
+    dtype = problem.narrower_dtype
+    assert dtype is not None, "only a problem with a choice has narrower moments"
+    narrower = {
+        name: replace(param, state_nbytes=dict(param.narrower_nbytes)[dtype], state_dtype=dtype)
+        for name, param in problem.params.items()
+        if name in params
+    }
+    return replace(problem, params={**problem.params, **narrower}, narrower_dtype=None)
 
 
 def _with_decisions(problem: Problem, made: Plan, exact: NoFeasiblePlan) -> Plan:
@@ -311,7 +313,7 @@ def _with_decisions(problem: Problem, made: Plan, exact: NoFeasiblePlan) -> Plan
     for bucket in made.buckets:
         if bucket.state_dtype is None or any(bucket.id == old.id for old in problem.buckets):
             continue
-        exact_bytes = sum(problem.state_nbytes[param] for param in bucket.params)
+        exact_bytes = sum(problem.params[name].state_nbytes for name in bucket.params)
         decisions.append(
             Decision(
                 subject=bucket.id,

@@ -11,7 +11,19 @@ from fractions import Fraction
 
 from elixir_compile.base.errors import InvalidPlan, StateNotApart
 from elixir_compile.base.options import Fractions
-from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, Placement, StepGraph, Storage, StorageId, Tier
+from elixir_compile.ir import (
+    ITEM_BYTES,
+    Bucket,
+    BucketId,
+    Kind,
+    Param,
+    Phase,
+    Placement,
+    StepGraph,
+    Storage,
+    StorageId,
+    Tier,
+)
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem
@@ -153,12 +165,12 @@ _SMALL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Param:
+class _Used:
+    """A parameter of the graph, and where it is used."""
+
     storage: Storage
+    facts: Param
     is_trained: bool
-    group: int
-    reduce_dtype: str | None
-    state_dtype: str | None
     layer: str
     uses: tuple[int, ...]
     """Indices of the forward ops that read the parameter, or of the backward ops if no forward op reads it."""
@@ -178,10 +190,11 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
-    classes: dict[tuple[object, ...], list[_Param]] = {}
+    classes: dict[tuple[object, ...], list[_Used]] = {}
     for param in params:
-        dtypes = (param.storage.dtype, param.reduce_dtype, param.state_dtype)
-        classes.setdefault((*dtypes, param.is_trained, param.group, _is_sharded(param, problem)), []).append(param)
+        facts = param.facts
+        kind = (param.storage.dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group)
+        classes.setdefault((*kind, _is_sharded(param, problem)), []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
@@ -218,23 +231,21 @@ def _size_limits(problem: Problem, total_bytes: int) -> tuple[int, int]:
     return scaled, max(scaled, high * scaled // low)
 
 
-def _new_params(problem: Problem) -> list[_Param]:
+def _new_params(problem: Problem) -> list[_Used]:
     owned = {param for bucket in problem.buckets for param in bucket.params}
     return [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
 
 
-def _in_first_use_order(problem: Problem) -> list[_Param]:
+def _in_first_use_order(problem: Problem) -> list[_Used]:
     graph = as_run(problem.graph)  # with every activation kept, so that buckets do not depend on modes
     trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD and storage.of is not None}
     uses = _uses(graph)
     layers = [layer_of(op.module) for op in graph.ops]
     params = [
-        _Param(
+        _Used(
             storage=storage,
-            is_trained=storage.id in trained or problem.state_nbytes.get(storage.id, 0) > 0,
-            group=problem.groups.get(storage.id, 0),
-            reduce_dtype=problem.reduce_dtypes.get(storage.id),
-            state_dtype=problem.state_dtypes.get(storage.id),
+            facts=(facts := problem.params.get(storage.id, Param())),
+            is_trained=storage.id in trained or facts.state_nbytes > 0,
             layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
             uses=tuple(uses[storage.id]),
         )
@@ -257,7 +268,7 @@ def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
     }
 
 
-def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:
+def _distant(params: list[_Used], min_bytes: int) -> frozenset[StorageId]:
     """Return the parameters between two uses of which other parameters of at least `min_bytes` are first used.
 
     Parameters of less than a quarter of `min_bytes` are left out.
@@ -274,10 +285,10 @@ def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:
 
 
 def _split(
-    params: list[_Param], alone: frozenset[StorageId], *, min_bytes: int, max_bytes: int
-) -> Iterator[list[_Param]]:
+    params: list[_Used], alone: frozenset[StorageId], *, min_bytes: int, max_bytes: int
+) -> Iterator[list[_Used]]:
     """Split parameters of a class, in first-use order, into buckets; each parameter in `alone` is a bucket."""
-    group: list[_Param] = []
+    group: list[_Used] = []
     group_bytes = 0
     for param in params:
         nbytes = param.storage.nbytes
@@ -302,30 +313,31 @@ def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
     return num_dims > 0 and nbytes * num_shards > _SMALL_BYTES
 
 
-def _is_sharded(param: _Param, problem: Problem) -> bool:
+def _is_sharded(param: _Used, problem: Problem) -> bool:
     """Return whether each of several ranks owns a shard of the parameter, and not the complete parameter."""
-    return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {param.numel}
+    return problem.num_shards > 1 and set(param.facts.shard_numels) != {param.numel}
 
 
-def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
+def _shards(group: list[_Used], problem: Problem) -> tuple[int, ...]:
     """Return the elements of the bucket on each rank.
 
-    A parameter without an entry in `problem.shards` is shared out as `problem.state` says, or in equal shards: its
+    A parameter without given shards is shared out as `problem.state` says, or in equal shards: its
     elements divided by the ranks, rounded up.
     """
     num_shards = problem.num_shards
     numels = [0] * num_shards
     for param in group:
-        own = problem.shards.get(param.storage.id)
-        if own is None:
-            numel = param.storage.nbytes // ITEM_BYTES[param.storage.dtype]
-            own = largest_remainder(numel, problem.state) if problem.state else (-(-numel // num_shards),) * num_shards
+        own = param.facts.shard_numels
+        if not own and problem.state:
+            own = largest_remainder(param.numel, problem.state)
+        elif not own:
+            own = (-(-param.numel // num_shards),) * num_shards
         for rank, numel in enumerate(own):
             numels[rank] += numel
     return tuple(numels)
 
 
-def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
+def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
     dtype = group[0].storage.dtype
     if dtype not in ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
@@ -338,14 +350,14 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         params=tuple(param.storage.id for param in group),
         numel=numel,
         nbytes=nbytes,
-        state_nbytes=sum(problem.state_nbytes.get(param.storage.id, 0) for param in group),
-        sum_nbytes=sum(problem.sum_nbytes.get(param.storage.id, 0) for param in group),
+        state_nbytes=sum(param.facts.state_nbytes for param in group),
+        sum_nbytes=sum(param.facts.sum_nbytes for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
         shard_numels=shard_numels,
-        group=group[0].group,
-        reduce_dtype=group[0].reduce_dtype,
-        state_dtype=group[0].state_dtype,
+        group=group[0].facts.group,
+        reduce_dtype=group[0].facts.reduce_dtype,
+        state_dtype=group[0].facts.state_dtype,
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
     )

@@ -6,14 +6,14 @@ import itertools
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
 from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasibleStages
-from elixir_compile.ir import Saving, StepGraph
+from elixir_compile.ir import Param, Saving, StepGraph, StorageId
 from elixir_compile.ir.hardware import Cluster, Fleet, Link
 from elixir_compile.ir.pipeline import (
     PipelineOrder,
@@ -34,7 +34,6 @@ from elixir_compile.search.stages.costs import (
     StageCosts,
     StageFacts,
     StageQuestion,
-    TrainedBytes,
     alone_peak,
     most_sent_bytes,
     phase_s,
@@ -285,7 +284,7 @@ class StageAsk:
     """The memory of each rank."""
     base_bytes: int = 0
     """Device bytes of each rank outside of its stages, as of libraries."""
-    trained: TrainedBytes
+    trained: Mapping[StorageId, Param]
     savings: frozenset[Saving] = frozenset(Saving)
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 
-from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Saving, StepGraph, StorageId
+from elixir_compile.ir import Calls, Kind, Op, OpId, Param, Phase, Saving, StepGraph, StorageId
 from elixir_compile.ir.cost import copy_s, op_s
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards
@@ -38,15 +38,6 @@ from elixir_compile.step.stages import LayeredStep, Run, StageBytes, stage_memor
 
 LEVELS = (Level.ON_DEVICE, Level.STATE_OFF, Level.ALL_OFF_RELEASED)
 """The homes that are offered for the parameters and the state of a stage, all alike."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedBytes:
-    """Elements of each trained parameter, and the bytes of its gradient and of its optimizer state."""
-
-    numels: Mapping[StorageId, int]
-    grad_bytes: Mapping[StorageId, int]
-    state_bytes: Mapping[StorageId, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +105,11 @@ class StageCosts:
     """The layers of a step on one micro-batch, and the seconds and bytes of every stage that they can make."""
 
     def __init__(
-        self, step: LayeredStep, treatments: Sequence[Treatment], trained: TrainedBytes, clusters: Sequence[Cluster]
+        self,
+        step: LayeredStep,
+        treatments: Sequence[Treatment],
+        trained: Mapping[StorageId, Param],
+        clusters: Sequence[Cluster],
     ) -> None:
         """Count each layer in each of `treatments`, the first of which keeps all activations, on the device of each of
         `clusters`, the classes of ranks."""
@@ -192,18 +187,19 @@ class StageCosts:
             own, read = self._given[at]
             params |= own
             inputs |= read
-            grads_bytes = sum(trained.grad_bytes.get(name, 0) for name in own)
+            grads_bytes = sum(trained[name].grad_nbytes for name in own if name in trained)
             largest_grad_bytes = max(largest_grad_bytes, grads_bytes)
+            own_params = [trained[name] for name in params if name in trained]
             for number, kept in enumerate(saved):
                 kept |= self._saved[number][at] - received
                 running[number] = max(running[number], self._running[number][at])
             sent = set(crossings[at + 1])
             found.append(
                 StageFacts(
-                    numel=sum(trained.numels.get(name, 0) for name in params),
+                    numel=sum(param.numel for param in own_params),
                     param_bytes=sum(nbytes[name] for name in params),
-                    grad_bytes=sum(trained.grad_bytes.get(name, 0) for name in params),
-                    state_bytes=sum(trained.state_bytes.get(name, 0) for name in params),
+                    grad_bytes=sum(param.grad_nbytes for param in own_params),
+                    state_bytes=sum(param.state_nbytes for param in own_params),
                     largest_grad_bytes=largest_grad_bytes,
                     input_bytes=sum(nbytes[name] for name in inputs),
                     received_bytes=sum(nbytes[name] for name in received),
@@ -264,7 +260,7 @@ def stage_bytes(
     asked: StageQuestion,
     step: LayeredStep,
     order: PipelineOrder,
-    trained: TrainedBytes,
+    trained: Mapping[StorageId, Param],
     cluster: Cluster,
     savings: frozenset[Saving],
 ) -> StageBytes:
@@ -276,10 +272,10 @@ def stage_bytes(
         cluster=cluster.alone(),
         budget_bytes=_ENDLESS,
         host_budget_bytes=_ENDLESS,
-        state_nbytes={
-            storage.id: trained.state_bytes[storage.id]
+        params={
+            storage.id: Param(is_trained=True, state_nbytes=trained[storage.id].state_nbytes)
             for storage in graph.storages
-            if storage.kind is Kind.PARAM and storage.id in trained.state_bytes
+            if storage.kind is Kind.PARAM and storage.id in trained
         },
         hybrid=True,
         savings=savings,
@@ -302,7 +298,7 @@ def _nearest(level: Level, choices: Sequence[Level]) -> Level:
     return same[-1] if same else choices[-1] if level.has_state_on_host else choices[0]
 
 
-def _with_ends(graph: StepGraph, trained: TrainedBytes) -> StepGraph:
+def _with_ends(graph: StepGraph, trained: Mapping[StorageId, Param]) -> StepGraph:
     """Return the step of a stage as a capture of the stage has it: the first op of the backward gets the gradients that
     the next stage sends, and an update ends it."""
     ops = list(graph.ops)
@@ -314,7 +310,7 @@ def _with_ends(graph: StepGraph, trained: TrainedBytes) -> StepGraph:
         reads, writes = (tuple(dict.fromkeys((*names, *own))) for own in (first.reads, first.writes))
         ops[begin] = replace(first, reads=reads, writes=writes)
     storages = tuple(replace(own, kind=Kind.TEMP) if own.id in given else own for own in graph.storages)
-    grads = [own for own in storages if own.kind is Kind.GRAD and own.of in trained.grad_bytes]
+    grads = [own for own in storages if own.kind is Kind.GRAD and own.of in trained]
     reads = tuple(dict.fromkeys(name for own in grads for name in (own.of, own.id) if name is not None))
     if reads:
         ops.append(Op(id=OpId("update"), target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))

@@ -4,7 +4,7 @@ refuse samples too long for the model.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from elixir_compile.graph.capture.tracing import trace_step
 from elixir_compile.graph.ops.optimizers import add_master, has_master
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import DTensor
-from elixir_compile.ir import Kind, StepGraph, StorageId
+from elixir_compile.ir import Kind, Param, StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.executor import Executor
@@ -33,7 +33,7 @@ from elixir_compile.session.cast_and_shard import gets_master, torch_dtype
 from elixir_compile.session.machine import library_bytes, scalar_bytes
 from elixir_compile.session.model import ManagedModel
 from elixir_compile.session.neighbours import state_of_hybrid_adamw, unmanaged_state_bytes
-from elixir_compile.session.planning import Memory, TrainedParams, build_problem, graph_of
+from elixir_compile.session.planning import Memory, build_problem, graph_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Refuse samples with more tokens than a model has positions for.
@@ -145,12 +145,8 @@ class Capture:
     graph: StepGraph
     device: torch.device
     """The device of the capture; kernels, such as those of attention, differ between devices."""
-    numels: Mapping[StorageId, int]
-    """Elements of each trained parameter."""
-    state_bytes: Mapping[StorageId, int]
-    """Bytes of state that HybridAdamW keeps for each trained parameter."""
-    masters: Mapping[StorageId, int]
-    """Elements of each trained parameter with a master."""
+    params: Mapping[StorageId, Param]
+    """The trained parameters, with the state that HybridAdamW keeps."""
     held_bytes: int
     """Bytes of parameters on the device now; 0 for a model on `meta`."""
     base_bytes: int
@@ -161,8 +157,6 @@ class Capture:
     loss_chunks: int = 1
     """The number of chunks in which the graph computes its loss."""
     batch_symbol: str | None = None
-    narrower_bytes: Mapping[StorageId, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes of state of each trained parameter by the dtype of narrower moments."""
     """The symbol of the first dimension of the inputs; None unless the step was captured as dynamic."""
 
     def at_batch(self, batch: int) -> "Capture":
@@ -175,15 +169,22 @@ class Capture:
             raise UnsupportedModel(self.graph.name, because)
         return replace(self, graph=graph_at(self.graph, {self.batch_symbol: batch}))
 
-    def state_nbytes(self, bytes_per_element: int | None = None) -> Mapping[StorageId, int]:
-        """Return the bytes of optimizer state of each trained parameter.
+    def trained(self, options: Options, state_bytes_per_element: int | None = None) -> Mapping[StorageId, Param]:
+        """Return the trained parameters, with the bytes of their gradients on one rank or after the reduce of several.
 
-        By default this is the state of HybridAdamW. `bytes_per_element` replaces it; 12 are fp32 master weights and
-        moments.
+        Their state is that of HybridAdamW by default. `state_bytes_per_element` replaces it; 12 are fp32 master weights
+        and moments.
         """
-        if bytes_per_element is not None:
-            return {name: numel * bytes_per_element for name, numel in self.numels.items()}
-        return self.state_bytes
+        param_bytes = {storage.id: storage.nbytes for storage in self.graph.storages if storage.kind is Kind.PARAM}
+        found: dict[StorageId, Param] = {}
+        for name, param in self.params.items():
+            is_wide = options.reduce_dtype is not None and param.has_master
+            grad_nbytes = torch.float32.itemsize * param.numel if is_wide else param_bytes.get(name, 0)
+            param = replace(param, grad_nbytes=grad_nbytes, reduce_dtype=options.reduce_dtype if is_wide else None)
+            if state_bytes_per_element is not None:
+                param = replace(param, state_nbytes=param.numel * state_bytes_per_element, narrower_nbytes=())
+            found[name] = param
+        return found
 
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
         """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer.
@@ -193,14 +194,6 @@ class Capture:
         """
         device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
         host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
-        params = TrainedParams(
-            state_bytes=self.state_nbytes(state_bytes_per_element),
-            masters=self.masters,
-            reduce_dtypes={} if options.reduce_dtype is None else dict.fromkeys(self.masters, options.reduce_dtype),
-            grad_bytes=self.grad_bytes(options),
-            hybrid=bool(self.numels),
-            narrower_bytes=self.narrower_bytes if state_bytes_per_element is None else {},
-        )
         memory = Memory(
             budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
             base_bytes=self.base_bytes,
@@ -211,21 +204,13 @@ class Capture:
             self.graph,
             cluster,
             options,
-            params=params,
+            params=self.trained(options, state_bytes_per_element),
+            hybrid=bool(self.params),
             memory=memory,
             disk=disk,
             accumulates=bool(options.accumulate),
             moves_what_fits=True,
         )
-
-    def grad_bytes(self, options: Options) -> Mapping[StorageId, int]:
-        """Return the bytes of the gradient of each trained parameter on one rank, or after the reduce of several."""
-        param_bytes = {storage.id: storage.nbytes for storage in self.graph.storages if storage.kind is Kind.PARAM}
-        wide = {} if options.reduce_dtype is None else self.masters
-        return {
-            name: torch.float32.itemsize * wide[name] if name in wide else param_bytes.get(name, 0)
-            for name in self.numels
-        }
 
 
 def capture_step(
@@ -280,16 +265,15 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
     unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
     slots = [executor.slots[name] for name in captured.param_names.values()]
     trained = {StorageId(slot.name): slot.param for slot in slots if slot.param.requires_grad}
-    states = {name: state_of_hybrid_adamw(param) for name, param in trained.items()}
     graph = graph_of(captured, executor, {})
     batches = [symbol for symbol, value in graph.symbols if value == batch]
     return Capture(
         graph=graph,
         device=executor.device,
-        numels={name: param.numel() for name, param in trained.items()},
-        state_bytes={name: state.nbytes for name, state in states.items()},
-        narrower_bytes={name: state.narrower_nbytes for name, state in states.items()},
-        masters={name: param.numel() for name, param in trained.items() if has_master(param)},
+        params={
+            name: replace(state_of_hybrid_adamw(param), numel=param.numel(), has_master=has_master(param))
+            for name, param in trained.items()
+        },
         held_bytes=held_bytes,
         base_bytes=unread_bytes
         + unmanaged_state_bytes(executor)

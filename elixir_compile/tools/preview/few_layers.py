@@ -631,7 +631,6 @@ SIZES = (2, 3, 4)
 model of 4 layers is the smallest with two layers between them."""
 LEAST_LAYERS = 16
 """A model of fewer layers is captured with all of them: three captures, of 9 layers in all, take as long."""
-_MAPS = ("numels", "state_bytes", "masters")
 
 
 def capture_model(
@@ -695,17 +694,16 @@ def _derived(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
 def _require_parameters(made: Capture, full: nn.Module) -> None:
     """Raise UnsupportedModel unless each trained parameter of `made` has a trained namesake of its size in `full`."""
     params = dict(full.named_parameters())
-    for name, numel in made.numels.items():
+    for name, captured in made.params.items():
         param = params.get(name)
-        if param is None or param.numel() != numel or not param.requires_grad:
-            raise UnsupportedModel(made.graph.name, f"it has no parameter {name} of {numel} elements")
+        if param is None or param.numel() != captured.numel or not param.requires_grad:
+            raise UnsupportedModel(made.graph.name, f"it has no parameter {name} of {captured.numel} elements")
 
 
 def _line_of(capture: Capture) -> list[Record]:
     """Return `capture` as a line of records."""
     line = [*line_of(capture.graph), record(("base_bytes",), str(capture.base_bytes))]
-    for field in _MAPS:
-        line += [record((field, value), name) for name, value in getattr(capture, field).items()]
+    line += [record(("params", param), name) for name, param in capture.params.items()]
     chunks = capture.chunks
     if chunks is not None:
         region = chunks.region
@@ -723,7 +721,6 @@ def _capture_of(line: Line, like: Capture) -> Capture:
     kinds: dict[object, list[Record]] = {}
     for entry in line:
         kinds.setdefault(entry.fixed[0], []).append(entry)
-    maps = {field: {StorageId(names_of(entry)[0]): entry.fixed[1] for entry in kinds.get(field, [])} for field in _MAPS}
     chunks = like.chunks
     if chunks is not None:
         name, *nodes = names_of(kinds["loss"][0])
@@ -733,5 +730,5 @@ def _capture_of(line: Line, like: Capture) -> Capture:
         graph=graph_of_line(line),
         base_bytes=int(names_of(kinds["base_bytes"][0])[0]),
         chunks=chunks,
-        **maps,
+        params={StorageId(names_of(entry)[0]): entry.fixed[1] for entry in kinds.get("params", [])},
     )

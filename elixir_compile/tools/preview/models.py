@@ -29,7 +29,7 @@ from elixir_compile.base.folders import cache_dir, drop_oldest, read_cached, wri
 from elixir_compile.base.options import Options
 from elixir_compile.base.version import __version__, source_digest
 from elixir_compile.compat.platforms import accelerator_type
-from elixir_compile.ir import Op, StepGraph, Storage, StorageId
+from elixir_compile.ir import Op, Param, StepGraph, Storage, StorageId
 from elixir_compile.ir.graph import LossRegion
 from elixir_compile.search.joint.variants import Chunks, possible_chunks
 from elixir_compile.session.backend import with_compiler
@@ -651,25 +651,20 @@ _FORM = Form(
     version=1,
     error=lambda field, expected, got: InvalidPlan(f"{field}: expected {expected}, got {got!r:.80}"),
 )
-Pairs = tuple[tuple[StorageId, int], ...]
-NarrowerPairs = tuple[tuple[StorageId, tuple[tuple[str, int], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CaptureFile:
-    """A `Capture` with fields for JSON. Mappings are tuples of pairs, which keep their order."""
+    """A `Capture` with fields for JSON. Parameters are a tuple of pairs, which keeps their order."""
 
     graph: StepGraph
     device: str
-    numels: Pairs
-    state_bytes: Pairs
-    masters: Pairs
+    params: tuple[tuple[StorageId, Param], ...]
     held_bytes: int
     base_bytes: int
     chunks: Chunks | None
     loss_chunks: int
     batch_symbol: str | None
-    narrower_bytes: NarrowerPairs
 
 
 def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool, chunks: Chunks | None) -> str | None:
@@ -707,10 +702,7 @@ def cached_capture(key: str) -> Capture | None:
     with suppress(OSError):  # in a read-only folder files do not age
         os.utime(path)
     values: dict[str, Any] = {field.name: getattr(cached, field.name) for field in fields(cached)}
-    values |= {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
-    values["narrower_bytes"] = {name: dict(sizes) for name, sizes in cached.narrower_bytes}
-    values["device"] = torch.device(cached.device)
-    return Capture(**values)
+    return Capture(**values | {"params": dict(cached.params), "device": torch.device(cached.device)})
 
 
 def store_capture(key: str, capture: Capture) -> None:
@@ -718,20 +710,14 @@ def store_capture(key: str, capture: Capture) -> None:
 
     If the folder cannot be written, the log gets a line.
     """
-    values: dict[str, Any] = {field.name: _as_pairs(getattr(capture, field.name)) for field in fields(capture)}
-    values["device"] = str(capture.device)
-    cached = _CaptureFile(**values)
+    values: dict[str, Any] = {field.name: getattr(capture, field.name) for field in fields(capture)}
+    cached = _CaptureFile(**values | {"params": tuple(capture.params.items()), "device": str(capture.device)})
     path = _path(key)
     try:
         write_cached(path, to_json(_FORM, cached, indent=None))
         drop_oldest(path.parent, MOST_CAPTURES)
     except OSError as error:
         log.info("captures cannot be cached in %s: %s", path.parent, error.strerror)
-
-
-def _as_pairs(value: object) -> object:
-    """Return a mapping as a tuple of its pairs, and so the mappings that are its values; any other value as it is."""
-    return tuple((key, _as_pairs(each)) for key, each in value.items()) if isinstance(value, Mapping) else value
 
 
 def _drop(path: Path, error: Exception) -> None:

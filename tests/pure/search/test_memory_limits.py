@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Planner
-from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Update, cost, graph_at
+from elixir_compile.ir import Kind, Param, Plan, Saving, StepGraph, Tier, Update, cost, graph_at
 from elixir_compile.ir.cost import host_memory_s, update_bytes
 from elixir_compile.ir.hardware import Cluster, preset, profile_for
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
@@ -293,7 +293,7 @@ def chain_problem(graph: StepGraph, budget_bytes: int, host_budget_bytes: int = 
         cluster=CLUSTER,
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
-        state_nbytes={s.of: 2 * s.nbytes for s in graph.storages if s.of is not None},
+        params={s.of: Param(is_trained=True, state_nbytes=2 * s.nbytes) for s in graph.storages if s.of is not None},
         hybrid=True,
         bucket_min_bytes=4000,
         bucket_max_bytes=4000,

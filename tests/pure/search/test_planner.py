@@ -47,7 +47,7 @@ from tests.pure.problems import (
 )
 from tests.pure.search.test_best import instances, machine, random_answer
 from tests.pure.search.test_transfers import mixed_layers
-from tests.pure.strategies import Layer, chain, examples
+from tests.pure.strategies import Layer, chain, examples, with_facts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `search`: what every plan must be, whatever the graph and the budget.
@@ -86,7 +86,8 @@ def test_nothing_moves_if_everything_fits(problem: Problem) -> None:
     assert phases == (
         [Phase.FORWARD, Phase.BACKWARD] if Phase.BACKWARD in {o.phase for o in problem.graph.ops} else [Phase.FORWARD]
     )
-    keep = keep_everything_timeline(problem.graph, problem.state_nbytes).peak.nbytes + problem.base_bytes
+    state = {name: param.state_nbytes for name, param in problem.params.items()}
+    keep = keep_everything_timeline(problem.graph, state).peak.nbytes + problem.base_bytes
     keep += sum(bucket.sum_nbytes for bucket in made.buckets)
     assert made.prediction.device_peak_bytes == keep
     assert made.prediction.host_peak_bytes == 0
@@ -305,7 +306,8 @@ def test_planning_leaves_torch_alone() -> None:
 def accumulating(problem: Problem) -> Problem:
     """Return `problem` with a sum of gradients for each trained parameter."""
     grads = [storage for storage in problem.graph.storages if storage.kind is Kind.GRAD and storage.of is not None]
-    return replace(problem, accumulates=True, sum_nbytes={grad.of: grad.nbytes for grad in grads if grad.of})
+    sums = {grad.of: grad.nbytes for grad in grads if grad.of}
+    return replace(problem, accumulates=True, params=with_facts(problem.params, sum_nbytes=sums))
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -376,8 +378,9 @@ def test_the_error_names_the_bytes_that_stay() -> None:
     budget_bytes = plan(problem, "keep_all").prediction.device_peak_bytes - 1
     with pytest.raises(NoFeasiblePlan, match="gradients of earlier backward passes take"):
         plan(replace(problem, budget_bytes=budget_bytes))
+    without_sums = with_facts(problem.params, sum_nbytes=dict.fromkeys(problem.params, 0))
     with pytest.raises(NoFeasiblePlan) as without:
-        plan(replace(problem, budget_bytes=0, accumulates=False, sum_nbytes={}))
+        plan(replace(problem, budget_bytes=0, accumulates=False, params=without_sums))
     assert without.value.staying_bytes == 0
     assert "earlier backward" not in str(without.value)
 

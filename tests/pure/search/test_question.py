@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.report.explain import explain
 from tests.pure.ir.test_codec import few_steps, mutated
 from tests.pure.problems import problems, tight_problem
-from tests.pure.strategies import symbolic
+from tests.pure.strategies import symbolic, with_facts
 
 PROBLEM = tight_problem()
 PLAN = plan(PROBLEM, "greedy")
@@ -45,7 +46,7 @@ CHOICES: list[Options] = [
 def questions(draw: st.DrawFn) -> Question:
     """Return random problems with values in the fields that random problems of a search leave at their defaults."""
     problem = draw(problems())
-    params = sorted(problem.state_nbytes)
+    params = sorted(problem.params)
     ops = problem.graph.ops
     stretches = (Stretch(first=ops[0].id, last=ops[-1].id, run_s=draw(st.floats(0, 10))),)
     more: dict[str, object] = {
@@ -53,16 +54,20 @@ def questions(draw: st.DrawFn) -> Question:
         "savings": draw(st.frozensets(st.sampled_from(Saving))),
         "update": draw(st.none() | st.sampled_from(Update)),
         "least_alike": draw(st.none() | st.integers(2, 9)),
-        "groups": {name: draw(st.integers(0, 3)) for name in params},
         "host_base_bytes": draw(st.integers(0, 1 << 40)),
         "accumulates": draw(st.booleans()),
         "disk": draw(st.booleans()),
         "measured": Measured(stretches=draw(st.sampled_from([(), stretches])), micro_batches=draw(st.integers(1, 9))),
         "common_rows": draw(st.none() | st.integers(1, 64)),
     }
+    facts: dict[str, Any] = {"group": {name: draw(st.integers(0, 3)) for name in params}}
     if problem.cluster.num_ranks > 1:
-        more["shards"] = {StorageId(name): (draw(st.integers(5, 9)), 4) for name in params}
-        more["reduce_dtypes"] = dict.fromkeys(params, "float32")
+        facts["shard_numels"] = {name: (draw(st.integers(5, 9)), 4) for name in params}
+        facts["reduce_dtype"] = dict.fromkeys(params, "float32")
+    if draw(st.booleans()):
+        facts["narrower_nbytes"] = dict.fromkeys(params, (("bfloat16", 8), ("int8", 4)))
+        more["narrower_dtype"] = draw(st.sampled_from([None, "bfloat16"]))
+    more["params"] = with_facts(problem.params, **facts)
     if draw(st.booleans()):
         found = plan(problem, "greedy")
         more |= {"buckets": found.buckets, "placements": found.placements}
@@ -115,7 +120,7 @@ def packed(text: str) -> bytes:
 
 def test_the_file_is_gzipped_json_with_a_format() -> None:
     data = fields_of(ASKED)
-    assert (data["elixir"], data["format"]) == ("question", 1)
+    assert (data["elixir"], data["format"]) == ("question", 2)
     assert data["problem"]["savings"] == ["keep", "offload", "recompute"]
     assert [op["id"] for op in data["problem"]["graph"]["ops"]] == [op.id for op in PROBLEM.graph.ops]
 
@@ -135,8 +140,8 @@ CONTENT = question_to_bytes(ASKED)
         (gzip.compress(b"\xff\xfe", mtime=0), "byte 0 that is no UTF-8"),
         (packed("{}"), "elixir: expected 'question', got 'nothing'"),
         (
-            packed(json.dumps(fields_of(ASKED) | {"format": 2})),
-            "format: expected 1 (a later elixir_compile wrote the question; that version reads it), got 2",
+            packed(json.dumps(fields_of(ASKED) | {"format": 3})),
+            "format: expected 2 or 1 (a later elixir_compile wrote the question; that version reads it), got 3",
         ),
         (packed(json.dumps(fields_of(ASKED) | {"more": 2})), "more: expected no such field"),
         (packed("[" * 100_000), "JSON of a few levels"),
@@ -169,9 +174,12 @@ def test_a_small_file_that_unpacks_to_many_bytes_is_refused_before_it_is_read(mo
         ({"planner": "best"}, "expected one of milp, greedy"),
         ({"search_timeout_s": 0.0}, "expected a positive number of seconds"),
         ({"micro_batches": "many"}, "expected 'fit', 'auto' or nothing"),
-        ({"problem": {"state_nbytes": {"p0": -1}}}, "problem.state_nbytes holds -1"),
-        ({"problem": {"groups": {"p0": -2}}}, "problem.groups holds -2"),
-        ({"problem": {"sum_nbytes": {"p0": 1 << 56}}}, "expected at most 36028797018963968"),
+        ({"problem": {"params": {"p0": {"state_nbytes": -1}}}}, "problem.params.state_nbytes holds -1"),
+        ({"problem": {"params": {"p0": {"group": -2}}}}, "problem.params.group holds -2"),
+        ({"problem": {"params": {"p0": {"sum_nbytes": 1 << 56}}}}, "expected at most 36028797018963968"),
+        ({"problem": {"params": {"p0": {"rank": 1}}}}, "problem.params.p0.rank: expected no such field"),
+        ({"format": 1, "problem": {"groups": {"p0": "one"}}}, "problem.params.p0.group: expected a whole number"),
+        ({"format": 1, "problem": {"groups": [1]}}, "problem.groups: expected no such field"),
         ({"problem": {"base_bytes": (1 << 55) + 1}}, "expected at most 36028797018963968"),
         ({"problem": {"common_rows": 0}}, "a question about 0 micro-batches or rows"),
         ({"problem": {"micro_batches": 3}}, "cannot run in 3 micro-batches"),
@@ -182,10 +190,39 @@ def test_a_small_file_that_unpacks_to_many_bytes_is_refused_before_it_is_read(mo
 def test_values_that_no_question_has_are_refused(change: dict[str, Any], sentence: str) -> None:
     data = fields_of(ASKED)
     if "problem" in change:
-        change = {"problem": data["problem"] | change["problem"]}
+        change = {**change, "problem": data["problem"] | change["problem"]}
     with pytest.raises(QuestionFileError) as caught:
         question_from_bytes(packed(json.dumps(data | change)))
     assert sentence in str(caught.value)
+
+
+def test_a_question_of_format_1_reads_as_one_of_format_2() -> None:
+    """It has a mapping for each fact about parameters, of those that have it."""
+    facts: dict[str, dict[StorageId, Any]] = {
+        "state_nbytes": {StorageId("p0"): 0, StorageId("p1"): 16},
+        "state_dtype": {StorageId("p1"): "int8"},
+        "sum_nbytes": {StorageId("p0"): 12},
+        "reduce_dtype": {StorageId("p0"): "float32"},
+        "group": {StorageId("p1"): 2},
+        "shard_numels": {StorageId("p2"): (7,)},
+        "narrower_nbytes": {StorageId("p0"): (("bfloat16", 4),)},
+    }
+    asked = replace(ASKED, problem=replace(PROBLEM, params=with_facts({}, **facts), narrower_dtype="bfloat16"))
+    data = fields_of(asked) | {"format": 1}
+    for name in ("params", "narrower_dtype"):
+        del data["problem"][name]
+    of_format_1 = {"state_dtype": "state_dtypes", "reduce_dtype": "reduce_dtypes", "group": "groups"}
+    del facts["narrower_nbytes"]
+    data["problem"] |= {of_format_1.get(name, name).replace("shard_numels", "shards"): facts[name] for name in facts}
+    data["problem"]["narrower"] = {"dtype": "bfloat16", "nbytes": {"p0": 4}}
+    assert question_from_bytes(packed(json.dumps(data))) == asked
+
+
+def test_the_question_in_the_docs_is_read() -> None:
+    content = (Path(__file__).parents[3] / "docs" / "img" / "gpt2-124m.question.json.gz").read_bytes()
+    params = question_from_bytes(content).problem.params.values()
+    assert len(params) == 148
+    assert all(param.is_trained and param.state_nbytes > 0 for param in params)
 
 
 def read_or_refused(content: bytes) -> Question | None:

@@ -14,6 +14,7 @@ from elixir_compile.ir import (
     Bucket,
     Kind,
     Lane,
+    Param,
     Plan,
     RegionId,
     Saving,
@@ -109,7 +110,7 @@ def shared_problems(draw: st.DrawFn, fewest: int = 1) -> Problem:
     shards = shards_of(graph, num_ranks, chance, state)
     wide = reduced_in_fp32(graph, num_ranks, chance) if draw(st.booleans()) else {}
     hybrid, max_bytes = draw(st.booleans()), draw(st.sampled_from([256, 2048, 1 << 16]))
-    more = {"shards": shards, "reduce_dtypes": wide, "bucket_max_bytes": max_bytes, "num_copies": num_copies}
+    more = {"shard_numels": shards, "reduce_dtype": wide, "bucket_max_bytes": max_bytes, "num_copies": num_copies}
     more["shares"] = tuple(Share(rank=rank, num_rows=1, state=part) for rank, part in enumerate(state))
     return problem_of(graph, ranks(num_ranks * num_copies), hybrid, **more)
 
@@ -221,7 +222,7 @@ def pair_of_layers() -> tuple[Problem, Evaluator]:
     weights = [(("a0", 10), ("c0", 6)), (("a1", 10), ("c1", 6))]
     graph = chain([Layer(module=f"h.{i}", params=own, frozen=False, act_numel=1) for i, own in enumerate(weights)])
     shards = {StorageId("a0"): (4, 4, 2), StorageId("a1"): (4, 4, 2)}
-    problem = problem_of(graph, ranks(3), shards=shards, bucket_min_bytes=8, bucket_max_bytes=64)
+    problem = problem_of(graph, ranks(3), shard_numels=shards, bucket_min_bytes=8, bucket_max_bytes=64)
     return problem, Evaluator(gather_facts(problem))
 
 
@@ -268,7 +269,7 @@ def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
     """
     graph = chain([Layer(module="h", params=(("w", 12), ("b", 6)), frozen=False, act_numel=1)], dtype="bfloat16")
     wide = {StorageId("w"): "float32", StorageId("b"): "float32"}
-    problem = problem_of(graph, ranks(2), shards={StorageId("b"): (6, 6)}, reduce_dtypes=wide)
+    problem = problem_of(graph, ranks(2), shard_numels={StorageId("b"): (6, 6)}, reduce_dtype=wide)
     evaluator = Evaluator(gather_facts(problem))
     weight, bias = evaluator.facts.buckets
     assert [weight.is_sharded, bias.is_sharded] == [True, False]
@@ -303,13 +304,14 @@ def test_the_given_shards_of_parameters_add_up_in_buckets() -> None:
     bucket = evaluator.facts.buckets[0]
     assert [bucket.seen_by(rank).shard_nbytes() for rank in range(3)] == [24, 24, 16]
     assert [bucket.seen_by(rank).shard_state_nbytes() for rank in range(3)] == [48, 48, 32]
-    assert problem.shards.keys() == {"a0", "a1"}  # 6 elements are cut evenly
+    given = {name for name, param in problem.params.items() if param.shard_numels}
+    assert given == {"a0", "a1"}  # 6 elements are cut evenly
     found = prices(problem.graph, evaluator.facts.buckets, problem.cluster)
     assert found.gather_s[bucket.id] == found.reduce_s[bucket.id] == collective_s(72, problem.cluster)
     assert not found.average_s
     for numels in ((4, 4), (2, 4, 4), (12, -1, -1)):
         with pytest.raises(InvalidPlan, match=r"a0 is in \d shards for 3 ranks"):
-            replace(problem, shards={StorageId("a0"): numels})
+            replace(problem, params={StorageId("a0"): Param(shard_numels=numels)})
 
 
 def test_two_copies_of_each_part_cost_an_all_reduce_of_it() -> None:
@@ -375,7 +377,7 @@ def uneven_instance(seed: int) -> Problem:
     ]
     graph = chain(layers)
     shards = shards_of(graph, num_ranks, draw)
-    problem = problem_of(graph, machine(draw, num_ranks), shards=shards, savings=frozenset({Saving.KEEP}))
+    problem = problem_of(graph, machine(draw, num_ranks), shard_numels=shards, savings=frozenset({Saving.KEEP}))
     # Streamed updates have no rows of memory, and take long to prove: `test_transfers` is about them.
     problem = replace(problem, update=Update.AFTER_BACKWARD)
     evaluator = Evaluator(gather_facts(problem))

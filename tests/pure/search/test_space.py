@@ -31,7 +31,7 @@ from tests.pure.problems import between, needed_bytes, problem_of
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import assert_counts_agree
 from tests.pure.steps import parse_graph
-from tests.pure.strategies import DraftPlan, Layer, chain, examples, step_graphs
+from tests.pure.strategies import DraftPlan, Layer, chain, examples, step_graphs, with_facts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `search.buckets`: what travels together.
@@ -142,7 +142,7 @@ def test_a_bucket_ends_where_a_param_group_does() -> None:
     """Twenty weights of 100 bytes, at least 120 and at most 250: two each; twenty biases of 8 bytes: 15 and 5."""
     graph = chain(layers(*[[25, 2]] * 20))
     biases = {StorageId(f"p{number}_1"): 3 for number in range(20)}
-    made = form_buckets(problem(graph, min_bytes=120, max_bytes=250, groups=biases))
+    made = form_buckets(problem(graph, min_bytes=120, max_bytes=250, params=with_facts({}, group=biases)))
     assert [bucket.nbytes for bucket in made if bucket.group == 0] == [200] * 10
     assert [bucket.nbytes for bucket in made if bucket.group == 3] == [120, 40]
     assert {name for bucket in made if bucket.group == 3 for name in bucket.params} == biases.keys()
@@ -153,7 +153,7 @@ def test_a_bucket_ends_where_a_param_group_does() -> None:
 def test_every_parameter_is_in_one_bucket_of_its_kind(graph: StepGraph, data: st.DataObject) -> None:
     ids = [storage.id for storage in graph.storages if storage.kind is Kind.PARAM]
     groups = {name: data.draw(st.integers(0, 2)) for name in ids}
-    made = form_buckets(problem(graph, min_bytes=256, max_bytes=1024, groups=groups))
+    made = form_buckets(problem(graph, min_bytes=256, max_bytes=1024, params=with_facts({}, group=groups)))
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     trained = {storage.of for storage in graph.storages if storage.of is not None}
     assert sorted(name for bucket in made for name in bucket.params) == sorted(params)

@@ -262,7 +262,7 @@ def mixed_bias() -> Problem:
     """Return a layer whose weight is sharded over two ranks and packed, and whose bias is whole on each of them."""
     graph = chain([Layer(module="h", params=(("w", 12), ("b", 6)), frozen=False, act_numel=1)], dtype="bfloat16")
     wide = {StorageId("w"): "float32", StorageId("b"): "float32"}
-    return problem_of(graph, ranks(2), shards={StorageId("b"): (6, 6)}, reduce_dtypes=wide)
+    return problem_of(graph, ranks(2), shard_numels={StorageId("b"): (6, 6)}, reduce_dtype=wide)
 
 
 def test_the_rows_of_leaving_gradients_are_exact_beside_a_bucket_that_stays() -> None:

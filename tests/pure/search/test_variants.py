@@ -45,7 +45,6 @@ from elixir_compile.search.joint.variants import (
     possible_chunks,
     with_chosen_loss,
 )
-from elixir_compile.search.problem import NarrowerState
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.session.line import plan_line
 from elixir_compile.step import plan_timeline, verify
@@ -56,7 +55,7 @@ from tests.pure.problems import CLUSTERS, chain_of, kept, needed_bytes, pair_of,
 from tests.pure.search.test_ranks_of_a_search import greedy, planned
 from tests.pure.step.test_as_run import WIDE
 from tests.pure.step.test_calls import recomputing, small_pair
-from tests.pure.strategies import step_graphs
+from tests.pure.strategies import step_graphs, with_facts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One function decides whether the loss is computed in chunks, by the plans of both forms of the step.
@@ -426,11 +425,12 @@ def with_just_enough(num_ranks: int) -> Problem:
     """All state is on the host, which has just enough memory for exact moments."""
     roomy = problem_of(chain_of(NUM_LAYERS), TWO if num_ranks == 2 else ONE, bucket_max_bytes=1600)
     roomy = replace(roomy, budget_bytes=needed_bytes(roomy))
-    narrower = NarrowerState(dtype="bfloat16", nbytes=dict.fromkeys(roomy.state_nbytes, STATE_NBYTES // 2))
+    narrower = dict.fromkeys(roomy.params, (("int8", 0), ("bfloat16", STATE_NBYTES // 2)))
+    roomy = replace(roomy, params=with_facts(roomy.params, narrower_nbytes=narrower))
     with pytest.raises(NoFeasiblePlan) as raised:
         greedy(replace(roomy, host_budget_bytes=0))
     assert raised.value.memory == "host"
-    return replace(roomy, host_budget_bytes=raised.value.needed_bytes, narrower=narrower)
+    return replace(roomy, host_budget_bytes=raised.value.needed_bytes, narrower_dtype="bfloat16")
 
 
 def short_of_host_memory(missing_bytes: int, num_ranks: int) -> Problem:
@@ -465,7 +465,7 @@ def test_the_first_choice_fits_on_two_ranks() -> None:
     searched: list[int] = []
 
     def search(problems: Sequence[Problem]) -> list[Plan]:
-        searched.append(len(problems[0].state_dtypes))
+        searched.append(sum(param.state_dtype is not None for param in problems[0].params.values()))
         return each_greedy(problems)
 
     plans_with_fewest_narrower([short_of_host_memory(3 * STATE_NBYTES // 2, 2)], search)
@@ -488,7 +488,7 @@ def test_an_error_names_the_bytes_that_narrower_moments_leave() -> None:
         plans_with_fewest_narrower([least], each_greedy)
     assert raised.value.needed_bytes <= exact.host_budget_bytes + 1 - NUM_LAYERS * STATE_NBYTES // 2
     with pytest.raises(NoFeasiblePlan) as raised:
-        plans_with_fewest_narrower([replace(least, narrower=None)], each_greedy)
+        plans_with_fewest_narrower([replace(least, narrower_dtype=None)], each_greedy)
     assert raised.value.needed_bytes == exact.host_budget_bytes + 1
 
 

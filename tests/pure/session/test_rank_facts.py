@@ -35,7 +35,7 @@ from elixir_compile.step.verify import require_same_graph
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_legality import GELU_PLAN
 from tests.pure.steps import GELU, parse_graph
-from tests.pure.strategies import Layer, chain, symbolic
+from tests.pure.strategies import Layer, chain, symbolic, with_facts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `rank_facts`: what must be equal is told line by line, and one problem holds for all ranks.
@@ -195,8 +195,8 @@ def other_problems() -> dict[str, Problem]:
     return {
         "parameter p0, float32, 1604 bytes": replace(PROBLEM, graph=replace(PROBLEM.graph, storages=tuple(larger))),
         "parameter p0, bfloat16": replace(PROBLEM, graph=replace(PROBLEM.graph, storages=tuple(bfloat16))),
-        "not trained": replace(PROBLEM, state_nbytes={}),
-        "in group 1": replace(PROBLEM, groups=dict.fromkeys(PROBLEM.state_nbytes, 1)),
+        "not trained": replace(PROBLEM, params={}),
+        "in group 1": replace(PROBLEM, params=with_facts(PROBLEM.params, group=dict.fromkeys(PROBLEM.params, 1))),
         "update = in_backward": replace(PROBLEM, update=Update.IN_BACKWARD),
         "activations = keep": replace(PROBLEM, savings=frozenset({Saving.KEEP})),
         "placement policy = static, shard_param_frac 1.0": replace(PROBLEM, fractions=Fractions()),

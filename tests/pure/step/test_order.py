@@ -160,7 +160,7 @@ def sharded(share: float) -> tuple[StepGraph, Plan]:
     layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=64) for i in range(3)]
     graph = chain(layers)
     shards = {StorageId(f"p{i}"): (200, 200) for i in range(3)}
-    problem = problem_of(graph, CLUSTERS["2 x cuda"], shards=shards)
+    problem = problem_of(graph, CLUSTERS["2 x cuda"], shard_numels=shards)
     return graph, plan(between(problem, share), "greedy")
 
 

@@ -184,15 +184,15 @@ def test_statistics_and_their_bytes(
     group = optimizer.param_groups[0]
     assert list(optimizer._updater.rule.statistics(group)) == statistics
     states = optimizer.states_of(group["params"])
-    assert [(state.group, state.nbytes) for state in states] == [(0, 15 * 4 * len(statistics))]
+    assert [(state.group, state.state_nbytes) for state in states] == [(0, 15 * 4 * len(statistics))]
 
 
 def test_hyperparameters_that_change_the_statistics() -> None:
     optimizer = made(torch.optim.SGD)
     (param,) = optimizer.param_groups[0]["params"]
-    assert optimizer.states_of([param])[0].nbytes == 0
+    assert optimizer.states_of([param])[0].state_nbytes == 0
     optimizer.param_groups[0]["momentum"] = 0.5
-    assert optimizer.states_of([param])[0].nbytes == 60
+    assert optimizer.states_of([param])[0].state_nbytes == 60
 
 
 @pytest.mark.parametrize(

@@ -589,7 +589,7 @@ def test_a_class_without_statistics_has_no_moments_to_narrow() -> None:
     exact = eager_run(steps(), elixir.hybrid(SGD), lr=0.1).train(rows(3))
     assert all(torch.equal(own.weights[name], exact.weights[name]) for name in own.weights)
     params = list(own.model.parameters())
-    assert {found.dtype for found in own.optimizer.states_of(params)} == {None}  # pyright: ignore
+    assert {found.state_dtype for found in own.optimizer.states_of(params)} == {None}  # pyright: ignore
 
 
 def test_the_noise_of_a_class_that_counts_no_steps_is_another_in_each_update() -> None:
@@ -610,4 +610,4 @@ def test_a_rule_of_a_class_needs_fp32_statistics_to_narrow_them() -> None:
     param = torch.nn.Parameter(torch.zeros(8, dtype=torch.float64))
     optimizer = elixir.hybrid(SGD, "bfloat16")([param], lr=0.1, momentum=0.9)
     rule = ClassRule(SGD, optimizer, optimizer.precision)  # pyright: ignore[reportAttributeAccessIssue]
-    assert rule.param_state(param, optimizer.param_groups[0]).dtype is None
+    assert rule.param_state(param, optimizer.param_groups[0]).state_dtype is None

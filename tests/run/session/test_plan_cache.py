@@ -20,6 +20,7 @@ from elixir_compile.search.joint.variants import plan_as_asked
 from elixir_compile.session import cache
 from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
 from tests.pure.problems import chain_of, problem_of, tight_problem
+from tests.pure.strategies import with_facts
 from tests.run.models import Stack
 from tests.run.training import by_elixir
 
@@ -103,10 +104,10 @@ STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, r
         (lambda p: replace(p, disk=True), OPTIONS),
         (lambda p: replace(p, fractions=Fractions()), OPTIONS),
         (lambda p: replace(p, update=Update.AFTER_BACKWARD), OPTIONS),
-        (lambda p: replace(p, groups={StorageId("p0"): 1}), OPTIONS),
+        (lambda p: replace(p, params=with_facts(p.params, group={StorageId("p0"): 1})), OPTIONS),
         (lambda p: replace(p, host_base_bytes=1), OPTIONS),
         (lambda p: replace(p, hybrid=False), OPTIONS),
-        (lambda p: replace(p, state_nbytes={**p.state_nbytes, StorageId("p0"): 4}), OPTIONS),
+        (lambda p: replace(p, params=with_facts(p.params, state_nbytes={StorageId("p0"): 4})), OPTIONS),
         (lambda p: replace(p, measured=(STRETCH,)), OPTIONS),
         (lambda p: replace(p, bucket_max_bytes=4096), OPTIONS),
         (lambda p: replace(p, **in_force(p)), OPTIONS),
@@ -141,8 +142,8 @@ def test_a_plan_with_state_on_disk_under_free_memory_is_not_cached(folder: Path)
 
 def test_names_and_source_lines_do_not_change_the_key() -> None:
     graph = replace(PROBLEM.graph, ops=tuple(replace(op, source="moved.py:1") for op in PROBLEM.graph.ops))
-    state = dict(reversed(PROBLEM.state_nbytes.items()))
-    same = replace(PROBLEM, name="other", graph=replace(graph, name="other"), state_nbytes=state)
+    params = dict(reversed(PROBLEM.params.items()))
+    same = replace(PROBLEM, name="other", graph=replace(graph, name="other"), params=params)
     options = replace(OPTIONS, report=False, inner="aot_eager")
     store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
     found = cached_plan(same, options)

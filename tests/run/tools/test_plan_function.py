@@ -198,14 +198,15 @@ def test_a_dynamic_capture_serves_many_batches() -> None:
 def test_state_bytes_are_those_of_hybrid_adamw_or_the_given_bytes_per_element() -> None:
     capture = capture_step(lambda: Stack().to(torch.bfloat16), [torch.empty(8, 64, dtype=torch.bfloat16)])
     numel = sum(param.numel() for param in Stack().parameters())
-    assert sum(capture.state_nbytes().values()) == 2 * 2 * numel
-    assert sum(capture.state_nbytes(12).values()) == 12 * numel
+    for per_element, nbytes in ((None, 2 * 2), (12, 12)):
+        params = capture.trained(Options(), per_element).values()
+        assert sum(param.state_nbytes for param in params) == nbytes * numel
 
 
 def test_frozen_parameters_have_no_state() -> None:
     model = Stack()
     model.head.requires_grad_(False)
-    assert not any(name.startswith("head") for name in capture_step(model, vectors()[:1]).numels)
+    assert not any(name.startswith("head") for name in capture_step(model, vectors()[:1]).params)
 
 
 def test_parameters_that_the_step_does_not_read_stay_on_the_device() -> None:
@@ -471,7 +472,7 @@ def test_the_second_command_captures_nothing(config: Path, monkeypatch: pytest.M
         second = asked(config, device_memory="1GiB", search_timeout=1.0).capture()
         assert second == first
         assert str(second.graph) == str(first.graph)
-        assert list(second.numels) == list(first.numels)
+        assert list(second.params) == list(first.params)
         with pytest.raises(AssertionError, match="captured again"):
             asked(config, batch=3).capture()
     (config / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 96}), encoding="utf-8")
@@ -487,12 +488,12 @@ def test_a_model_that_a_function_makes_is_captured_each_time(made: Capture, fold
 
 @pytest.mark.usefixtures("folder")
 def test_a_cached_capture_is_the_one_that_was_made(made: Capture) -> None:
-    whole = replace(made, chunks=CHUNKS, batch_symbol="s0", loss_chunks=4, masters=dict(reversed(made.numels.items())))
+    whole = replace(made, chunks=CHUNKS, batch_symbol="s0", loss_chunks=4, params=dict(reversed(made.params.items())))
     store_capture("key", whole)
     cached = cached_capture("key")
     assert cached == whole
     assert cached is not None
-    assert [list(getattr(cached, name)) for name in ("numels", "masters")] == [list(whole.numels), list(whole.masters)]
+    assert list(cached.params) == list(whole.params)
 
 
 def key(**changes: Any) -> str | None:
