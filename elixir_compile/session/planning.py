@@ -229,6 +229,22 @@ class Memory:
     host_base_bytes: int = 0
 
 
+def with_sums(
+    params: Mapping[StorageId, Param], options: Options, *, is_alone: bool, accumulates: bool
+) -> Mapping[StorageId, Param]:
+    """Return `params` with the bytes of the sums of gradients over several backward passes.
+
+    If a rank `is_alone`, sums are in fp32 for parameters with a master under the option `reduce_dtype`. Other sums are
+    in the dtype of the gradients, and are counted only if the step `accumulates`.
+    """
+    found: dict[StorageId, Param] = {}
+    for name, param in params.items():
+        is_wide = is_alone and options.reduce_dtype is not None and param.has_master
+        sum_nbytes = torch.float32.itemsize * param.numel if is_wide else param.grad_nbytes if accumulates else 0
+        found[name] = replace(param, sum_nbytes=sum_nbytes, reduce_dtype=None if is_alone else param.reduce_dtype)
+    return found
+
+
 def build_problem(
     graph: StepGraph,
     cluster: Cluster,
@@ -249,20 +265,12 @@ def build_problem(
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
-    `params` are as captured: here they get the sums of gradients over several backward passes. On one rank, sums are in
-    fp32 for parameters with a master under the option `reduce_dtype`. Other sums are in the dtype of the gradients, and
-    are counted only if the step `accumulates`. `hybrid` says whether the hybrid optimizer owns all trained parameters.
-    `shares` are those of all ranks, if they were chosen, and `rank` is the rank that asks. If `disk`, state may go to
-    disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all buckets in force of the model
-    with their placements. See `Problem` for the other arguments.
+    `params` are as captured, without sums of gradients. `hybrid` says whether the hybrid optimizer owns all trained
+    ones. `shares` are those of all ranks, if they were chosen, and `rank` is the rank that asks. If `disk`, state may
+    go to disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all buckets in force of the
+    model with their placements. See `Problem` for the other arguments.
     """
-    is_alone = cluster.num_ranks == 1
-    in_fp32 = is_alone and options.reduce_dtype is not None
-    known: dict[StorageId, Param] = {}
-    for name, param in params.items():
-        is_wide = in_fp32 and param.has_master
-        sum_nbytes = torch.float32.itemsize * param.numel if is_wide else param.grad_nbytes if accumulates else 0
-        known[name] = replace(param, sum_nbytes=sum_nbytes, reduce_dtype=None if is_alone else param.reduce_dtype)
+    known = with_sums(params, options, is_alone=cluster.num_ranks == 1, accumulates=accumulates)
     buckets: list[Bucket] = []
     for bucket, _ in in_force:
         sums_nbytes = sum(known[name].sum_nbytes for name in bucket.params if name in known)
