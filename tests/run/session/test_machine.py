@@ -46,10 +46,11 @@ from elixir_compile.ir.hardware import (
     profile_for,
 )
 from elixir_compile.runtime.bucket import is_slab_memory
-from elixir_compile.session import machine
+from elixir_compile.session import machine as session_machine
 from elixir_compile.session.machine import (
     cached_machine,
     forget_own_machine,
+    machine,
     machine_path,
     named_fleet,
     store_machine,
@@ -431,12 +432,12 @@ QUESTIONS: dict[str, Callable[[], object]] = {
     "memory sizes": lambda: memory_sizes_bytes(CPU),
     "cores": num_usable_cores,
     "ranks": num_local_ranks,
-    "path of the measured machine": lambda: machine.machine_path(CPU),
-    "machine": lambda: machine.machine(CPU),
-    "workspaces": lambda: machine.library_bytes.__wrapped__(CPU),
-    "host budget": lambda: machine.host_budget_bytes(parse_options({"host_memory": "2GiB"})),
-    "device budget": lambda: machine.device_budget_bytes(
-        parse_options({"device_memory": "2GiB"}), machine.machine(CPU), CPU, 0
+    "path of the measured machine": lambda: session_machine.machine_path(CPU),
+    "machine": lambda: session_machine.machine(CPU),
+    "workspaces": lambda: session_machine.library_bytes.__wrapped__(CPU),
+    "host budget": lambda: session_machine.host_budget_bytes(parse_options({"host_memory": "2GiB"})),
+    "device budget": lambda: session_machine.device_budget_bytes(
+        parse_options({"device_memory": "2GiB"}), session_machine.machine(CPU), CPU, 0
     ),
 }
 
