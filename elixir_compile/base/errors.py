@@ -62,7 +62,7 @@ import difflib
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, Self, dataclass_transform
 
 from elixir_compile.base.units import format_bytes
 
@@ -86,8 +86,30 @@ def other_segments(joined_by: str) -> str:
     return f"{joined_by}{EXPANDABLE_SEGMENTS}, set before the process starts, {MEASURED_OF_THEM}"
 
 
+@dataclass_transform(eq_default=False)
 class ElixirError(Exception):
-    """The base class of all errors of the package."""
+    """The base class of all errors of the package.
+
+    A class names its facts as a dataclass does, by annotations, behind those of its base class; a list becomes a tuple.
+    Its text is the template `_text` with its facts, or comes from `__str__`.
+    """
+
+    _facts: ClassVar[Mapping[str, object]] = {}
+    """The names of the facts in order, each with its default, or `...` if it has none."""
+    _text = ""
+
+    def __init_subclass__(cls) -> None:
+        # Without `dataclasses`, which would take 12 ms of each import to write the constructors of these classes.
+        own = (name for name in vars(cls).get("__annotations__", {}) if not name.startswith("_"))
+        cls._facts = {**cls._facts, **{name: vars(cls).get(name, ...) for name in own}}
+
+    def __init__(self, *args: object, **named: object) -> None:
+        for name, value in {**self._facts, **dict(zip(self._facts, args, strict=False)), **named}.items():
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+        self.args = tuple(getattr(self, name) for name in self._facts)
+
+    def __str__(self) -> str:
+        return self._text.format_map(vars(self))
 
     def renewed(self) -> Self:
         """Return a copy without the traceback and the cause, for code that keeps or raises the error of a variable.
@@ -102,11 +124,12 @@ class ElixirError(Exception):
 class _UnknownName(ElixirError, ValueError):
     """`name` is not in `known`; `nearest` is the most similar known name, or None."""
 
-    def __init__(self, name: str, known: Sequence[str], *facts: object) -> None:
-        super().__init__(name, tuple(known), *facts)
-        self.name = name
-        self.known = tuple(known)
-        self.nearest: str | None = next(iter(self._near()), None)
+    name: str
+    known: Sequence[str]
+
+    @property
+    def nearest(self) -> str | None:
+        return next(iter(self._near()), None)
 
     def _near(self) -> Sequence[str]:
         """Return the known names similar to `name`, the most similar first."""
@@ -126,70 +149,51 @@ class UnknownOption(_UnknownName):
 class InvalidOption(ElixirError, ValueError):
     """The value `got` of the option `name` cannot be used; `expected` describes valid values."""
 
-    def __init__(self, name: str, got: object, expected: str) -> None:
-        super().__init__(name, got, expected)
-        self.name = name
-        self.got = got
-        self.expected = expected
-
-    def __str__(self) -> str:
-        return f"option {self.name}: got {self.got!r}, expected {self.expected}."
+    name: str
+    got: object
+    expected: str
+    _text = "option {name}: got {got!r}, expected {expected}."
 
 
 class ContradictingFractions(ElixirError, ValueError):
     """Fractions of `placement_policy="static"` that exclude each other, by Gemini's rule: parameters are offloaded only
     if all of them are sharded and all optimizer state is offloaded."""
 
-    def __init__(self, shard_param: float, offload_optim: float, offload_param: float) -> None:
-        super().__init__(shard_param, offload_optim, offload_param)
-        self.shard_param = shard_param
-        self.offload_optim = offload_optim
-        self.offload_param = offload_param
-
-    def __str__(self) -> str:
-        return (
-            f"offload_param_frac={self.offload_param} is useful only if shard_param_frac is 1.0 and offload_optim_frac "
-            f"is 1.0, got shard_param_frac={self.shard_param} and offload_optim_frac={self.offload_optim}. Set both to "
-            "1.0, or offload_param_frac=0.0."
-        )
+    shard_param: float
+    offload_optim: float
+    offload_param: float
+    _text = (
+        "offload_param_frac={offload_param} is useful only if shard_param_frac is 1.0 and offload_optim_frac "
+        "is 1.0, got shard_param_frac={shard_param} and offload_optim_frac={offload_optim}. Set both to "
+        "1.0, or offload_param_frac=0.0."
+    )
 
 
 class StateNotApart(ElixirError, ValueError):
     """The fraction `offload_optim` of optimizer state is to be on the host without its parameters, but no HybridAdamW
     owns the `num_elements` trained elements of `graph`, and other optimizers keep state beside the parameter."""
 
-    def __init__(self, graph: str, offload_optim: float, num_elements: int) -> None:
-        super().__init__(graph, offload_optim, num_elements)
-        self.graph = graph
-        self.offload_optim = offload_optim
-        self.num_elements = num_elements
-
-    def __str__(self) -> str:
-        return (
-            f"{self.graph}: offload_optim_frac={self.offload_optim} moves optimizer state without its parameters, "
-            f"which only HybridAdamW can do, but it does not own all of the {self.num_elements} trained elements. "
-            "Create HybridAdamW(model.parameters()) before the first forward, or set offload_optim_frac=0.0."
-        )
+    graph: str
+    offload_optim: float
+    num_elements: int
+    _text = (
+        "{graph}: offload_optim_frac={offload_optim} moves optimizer state without its parameters, which only "
+        "HybridAdamW can do, but it does not own all of the {num_elements} trained elements. Create "
+        "HybridAdamW(model.parameters()) before the first forward, or set offload_optim_frac=0.0."
+    )
 
 
 class InvalidPlan(ElixirError, ValueError):
     """A plan, graph, bucket or hardware profile that contradicts itself; `sentence` says how."""
 
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-
-    def __str__(self) -> str:
-        return self.sentence
+    sentence: str
+    _text = "{sentence}"
 
 
 class IllegalSchedule(InvalidPlan):
     """Actions in an order that would compute wrong results; `excerpt` marks the wrong action with `<-- here`."""
 
-    def __init__(self, sentence: str, excerpt: str = "") -> None:
-        super().__init__(sentence)
-        self.args = (sentence, excerpt)
-        self.excerpt = excerpt
+    excerpt: str = ""
 
     def __str__(self) -> str:
         return f"{self.sentence}\n{self.excerpt}" if self.excerpt else self.sentence
@@ -216,11 +220,9 @@ class _FileError(ElixirError, ValueError):
     _FILE: ClassVar[str]
     """The kind of file, as the error text names it."""
 
-    def __init__(self, field: str, expected: str, got: object) -> None:
-        super().__init__(field, expected, got)
-        self.field = field
-        self.expected = expected
-        self.got = got
+    field: str
+    expected: str
+    got: object
 
     def __str__(self) -> str:
         field, got = _shown(self.field), _shown(repr(self.got))
@@ -279,9 +281,7 @@ class UnknownHardware(_UnknownName):
 class UnknownModel(_UnknownName):
     """No model is found under `name`: it is not a named shape, and `because` says why it is not a file or folder."""
 
-    def __init__(self, name: str, known: Sequence[str], because: str = "") -> None:
-        super().__init__(name, known, because)
-        self.because = because
+    because: str = ""
 
     def _near(self) -> Sequence[str]:
         return difflib.get_close_matches(str(self.name).lower(), self.known, n=1)
@@ -300,9 +300,7 @@ class UnknownSchedule(_UnknownName):
     `splits_backward` is True for a schedule of torch that runs the gradients of inputs and of weights apart.
     """
 
-    def __init__(self, name: str, known: Sequence[str], splits_backward: bool = False) -> None:
-        super().__init__(name, known, splits_backward)
-        self.splits_backward = splits_backward
+    splits_backward: bool = False
 
     def _near(self) -> Sequence[str]:
         return difflib.get_close_matches(str(self.name).lower(), self.known, n=1, cutoff=0.4)
@@ -323,16 +321,12 @@ class PlanMismatch(ElixirError, ValueError):
     say the models in words, and `difference` is a sentence with the first difference between them.
     """
 
-    def __init__(
-        self, what: str, expected: str, got: str, expected_model: str = "", got_model: str = "", difference: str = ""
-    ) -> None:
-        super().__init__(what, expected, got, expected_model, got_model, difference)
-        self.what = what
-        self.expected = expected
-        self.got = got
-        self.expected_model = expected_model
-        self.got_model = got_model
-        self.difference = difference
+    what: str
+    expected: str
+    got: str
+    expected_model: str = ""
+    got_model: str = ""
+    difference: str = ""
 
     def __str__(self) -> str:
         remedy = "Leave out the option `plan` to search a new plan."
@@ -350,12 +344,13 @@ class PlanMismatch(ElixirError, ValueError):
 class UnknownSubject(ElixirError, ValueError):
     """The plan has no bucket, region, parameter, module or activations `subject`; `nearest` lists similar names."""
 
-    def __init__(self, subject: str, known: Sequence[str]) -> None:
-        super().__init__(subject, tuple(known))
-        self.subject = subject
-        self.known = tuple(known)
+    subject: str
+    known: Sequence[str]
+
+    @property
+    def nearest(self) -> tuple[str, ...]:
         # 0.5 and not the usual 0.6, so that "b9" finds "b3".
-        self.nearest = tuple(difflib.get_close_matches(subject, self.known, n=3, cutoff=0.5))
+        return tuple(difflib.get_close_matches(self.subject, self.known, n=3, cutoff=0.5))
 
     def __str__(self) -> str:
         names = ", ".join(repr(name) for name in self.nearest or self.known[:3])
@@ -375,40 +370,20 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     fixed fractions of the placement. `uncounted` names what the step needs beside `needed_bytes`, if that is not known.
     """
 
-    def __init__(
-        self,
-        op: str,
-        source: str,
-        budget_bytes: int,
-        needed_bytes: int,
-        by_kind: Mapping[str, int],
-        memory: str = "device",
-        disk_bytes: int = 0,
-        because: str = "",
-        returned: str = "",
-        staying_bytes: int = 0,
-        micro_batches: int = 1,
-        is_static: bool = False,
-        uncounted: str = "",
-        beyond: str = "",
-    ) -> None:
-        live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, micro_batches, is_static, uncounted, beyond)
-        self.op = op
-        self.source = source
-        self.budget_bytes = budget_bytes
-        self.needed_bytes = needed_bytes
-        self.by_kind = live
-        self.memory = memory
-        self.disk_bytes = disk_bytes
-        self.because = because
-        self.returned = returned
-        self.staying_bytes = staying_bytes
-        self.micro_batches = micro_batches
-        self.beyond = beyond
-        self.is_static = is_static
-        self.uncounted = uncounted
+    op: str
+    source: str
+    budget_bytes: int
+    needed_bytes: int
+    by_kind: Mapping[str, int]
+    memory: str = "device"
+    disk_bytes: int = 0
+    because: str = ""
+    returned: str = ""
+    staying_bytes: int = 0
+    micro_batches: int = 1
+    is_static: bool = False
+    uncounted: str = ""
+    beyond: str = ""
 
     def __str__(self) -> str:
         where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
@@ -504,22 +479,12 @@ class OutOfDeviceMemory(ElixirError, MemoryError):
     tensors. `largest` has the bytes of the largest tensors at the peak of the plan, by name.
     """
 
-    def __init__(
-        self,
-        graph: str,
-        budget_bytes: int,
-        planned_bytes: int,
-        allocated_bytes: int,
-        reserved_bytes: int,
-        largest: Mapping[str, int],
-    ) -> None:
-        super().__init__(graph, budget_bytes, planned_bytes, allocated_bytes, reserved_bytes, dict(largest))
-        self.graph = graph
-        self.budget_bytes = budget_bytes
-        self.planned_bytes = planned_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.largest = dict(largest)
+    graph: str
+    budget_bytes: int
+    planned_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    largest: Mapping[str, int]
 
     def __str__(self) -> str:
         largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
@@ -534,12 +499,8 @@ class OutOfDeviceMemory(ElixirError, MemoryError):
 class NotPrepared(ElixirError, RuntimeError):
     """The model must go through `elixir_compile.prepare(model)` first; `because` says why."""
 
-    def __init__(self, because: str) -> None:
-        super().__init__(because)
-        self.because = because
-
-    def __str__(self) -> str:
-        return f"{self.because} Call `model = elixir_compile.prepare(model)` before compiling it."
+    because: str
+    _text = "{because} Call `model = elixir_compile.prepare(model)` before compiling it."
 
 
 class OptimizerTooEarly(NotPrepared):
@@ -550,8 +511,7 @@ class OptimizerTooEarly(NotPrepared):
         self.args = (optimizer,)
         self.optimizer = optimizer
 
-    def __str__(self) -> str:
-        return f"{self.because} It would train nothing. Make the optimizer after `prepare`."
+    _text = "{because} It would train nothing. Make the optimizer after `prepare`."
 
 
 class WrongDtype(NotPrepared):
@@ -564,11 +524,10 @@ class WrongDtype(NotPrepared):
         self.dtype = dtype
         self.param_dtype = param_dtype
 
-    def __str__(self) -> str:
-        return (
-            f"{self.because} Compiling is too late for a cast, because the graph was captured in {self.dtype}. Call "
-            f"`model = elixir_compile.prepare(model, param_dtype={self.param_dtype!r})` before compiling it."
-        )
+    _text = (
+        "{because} Compiling is too late for a cast, because the graph was captured in {dtype}. Call "
+        "`model = elixir_compile.prepare(model, param_dtype={param_dtype!r})` before compiling it."
+    )
 
 
 class MasterIgnored(ElixirError, RuntimeError):
@@ -577,12 +536,10 @@ class MasterIgnored(ElixirError, RuntimeError):
     If `is_kept_by_another`, an optimizer made later keeps the master; else `optimizer` keeps no masters.
     """
 
-    def __init__(self, parameter: str, dtype: str, optimizer: str, is_kept_by_another: bool = False) -> None:
-        super().__init__(parameter, dtype, optimizer, is_kept_by_another)
-        self.parameter = parameter
-        self.dtype = dtype
-        self.optimizer = optimizer
-        self.is_kept_by_another = is_kept_by_another
+    parameter: str
+    dtype: str
+    optimizer: str
+    is_kept_by_another: bool = False
 
     def __str__(self) -> str:
         if self.is_kept_by_another:
@@ -599,15 +556,11 @@ class MasterIgnored(ElixirError, RuntimeError):
 class StaleParameters(ElixirError, RuntimeError):
     """A parameter changed between the forward and the backward that needs it."""
 
-    def __init__(self, parameter: str) -> None:
-        super().__init__(parameter)
-        self.parameter = parameter
-
-    def __str__(self) -> str:
-        return (
-            f"parameter {self.parameter} changed after the forward that saved it, so its backward would be wrong. "
-            f"Call `loss.backward()` before `optimizer.step()`, or run the forward again."
-        )
+    parameter: str
+    _text = (
+        "parameter {parameter} changed after the forward that saved it, so its backward would be wrong. "
+        "Call `loss.backward()` before `optimizer.step()`, or run the forward again."
+    )
 
 
 class ParameterReplaced(ElixirError, RuntimeError):
@@ -616,11 +569,9 @@ class ParameterReplaced(ElixirError, RuntimeError):
     If `is_temporary`, a plain tensor is in its place, as inside `torch.func.functional_call`.
     """
 
-    def __init__(self, parameter: str, because: str, is_temporary: bool = False) -> None:
-        super().__init__(parameter, because, is_temporary)
-        self.parameter = parameter
-        self.because = because
-        self.is_temporary = is_temporary
+    parameter: str
+    because: str
+    is_temporary: bool = False
 
     def __str__(self) -> str:
         found = f"parameter {self.parameter} was replaced after the step was captured: {self.because}. "
@@ -638,30 +589,24 @@ class UnsupportedBackward(ElixirError, RuntimeError):
     `instead` is a sentence with an alternative.
     """
 
-    def __init__(self, model: str, asked: str, instead: str) -> None:
-        super().__init__(model, asked, instead)
-        self.model = model
-        self.asked = asked
-        self.instead = instead
-
-    def __str__(self) -> str:
-        return (
-            f"{self.asked}: neither compiled code nor gathered parameters support it, so {self.model} does not. "
-            f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
-        )
+    model: str
+    asked: str
+    instead: str
+    _text = (
+        "{asked}: neither compiled code nor gathered parameters support it, so {model} does not. "
+        "{instead}, or compute it with a copy of the model that is neither compiled nor prepared."
+    )
 
 
 class TooManyForwards(ElixirError, RuntimeError):
     """A forward of `model` while `num_waiting` earlier ones wait for their backward and `num_done` have had it, in a
     step of `num_calls` with `num_outstanding` outstanding forwards."""
 
-    def __init__(self, model: str, num_waiting: int, num_done: int, num_calls: int, num_outstanding: int) -> None:
-        super().__init__(model, num_waiting, num_done, num_calls, num_outstanding)
-        self.model = model
-        self.num_waiting = num_waiting
-        self.num_done = num_done
-        self.num_calls = num_calls
-        self.num_outstanding = num_outstanding
+    model: str
+    num_waiting: int
+    num_done: int
+    num_calls: int
+    num_outstanding: int
 
     def __str__(self) -> str:
         return (
@@ -677,63 +622,47 @@ class TooManyForwards(ElixirError, RuntimeError):
 class IncompleteStep(ElixirError, RuntimeError):
     """A step of an optimizer after `num_done` of the `num_calls` calls of `model`, whose gradients are incomplete."""
 
-    def __init__(self, model: str, num_done: int, num_waiting: int, num_calls: int) -> None:
-        super().__init__(model, num_done, num_waiting, num_calls)
-        self.model = model
-        self.num_done = num_done
-        self.num_waiting = num_waiting
-        self.num_calls = num_calls
-
-    def __str__(self) -> str:
-        return (
-            f"an optimizer began to update {self.model} after {self.num_done} of {self.num_calls} backward passes of "
-            f"the step, with {self.num_waiting} forwards still waiting for theirs. The gradients are complete after "
-            "the last one. They are dropped, and the next forward begins a new step: call `optimizer.zero_grad()` "
-            f"before it. Run all {self.num_calls} calls before `optimizer.step()`, or prepare the module with the "
-            "number of calls that a step has: `elixir_compile.prepare(module, outstanding=..., calls=...)`."
-        )
+    model: str
+    num_done: int
+    num_waiting: int
+    num_calls: int
+    _text = (
+        "an optimizer began to update {model} after {num_done} of {num_calls} backward passes of "
+        "the step, with {num_waiting} forwards still waiting for theirs. The gradients are complete after "
+        "the last one. They are dropped, and the next forward begins a new step: call `optimizer.zero_grad()` "
+        "before it. Run all {num_calls} calls before `optimizer.step()`, or prepare the module with the "
+        "number of calls that a step has: `elixir_compile.prepare(module, outstanding=..., calls=...)`."
+    )
 
 
 class GradientsChanged(ElixirError, RuntimeError):
     """The gradient or hyperparameters of `parameter` changed around its update; `because` says when and how."""
 
-    def __init__(self, parameter: str, because: str) -> None:
-        super().__init__(parameter, because)
-        self.parameter = parameter
-        self.because = because
-
-    def __str__(self) -> str:
-        return (
-            f"parameter {self.parameter} {self.because}. Use the option "
-            'update="after_backward", or `with optimizer.accumulating():` around all backward passes but the last.'
-        )
+    parameter: str
+    because: str
+    _text = (
+        'parameter {parameter} {because}. Use the option update="after_backward", or `with optimizer.accumulating():` '
+        "around all backward passes but the last."
+    )
 
 
 class ActivationsGone(ElixirError, RuntimeError):
     """A backward needs the activations `group`, which were offloaded or stayed in parts, and have been freed."""
 
-    def __init__(self, group: str) -> None:
-        super().__init__(group)
-        self.group = group
-
-    def __str__(self) -> str:
-        return (
-            f"the activations {self.group} of this forward were freed, because its graph was freed, or "
-            "saved-tensor hooks packed its saved tensors. Run the forward again before the backward, and outside of "
-            "`torch.autograd.graph.saved_tensors_hooks`."
-        )
+    group: str
+    _text = (
+        "the activations {group} of this forward were freed, because its graph was freed, or "
+        "saved-tensor hooks packed its saved tensors. Run the forward again before the backward, and outside of "
+        "`torch.autograd.graph.saved_tensors_hooks`."
+    )
 
 
 class UnsupportedModel(ElixirError, ValueError):
     """A model that cannot be managed; `what` names the module or parameter, `because` says why."""
 
-    def __init__(self, what: str, because: str) -> None:
-        super().__init__(what, because)
-        self.what = what
-        self.because = because
-
-    def __str__(self) -> str:
-        return f"{self.what} is not supported: {self.because}"
+    what: str
+    because: str
+    _text = "{what} is not supported: {because}"
 
 
 _SHARE = """
@@ -755,17 +684,14 @@ class UnsupportedWrapper(UnsupportedModel):
         self.wrapper = wrapper
         self.instead = instead
 
-    def __str__(self) -> str:
-        return f"{self.what} inside {self.wrapper} is not supported: {self.because}. {self.instead}"
+    _text = "{what} inside {wrapper} is not supported: {because}. {instead}"
 
 
 class UnsupportedDevice(ElixirError, RuntimeError):
     """A device of type `device_type`, for which torch has nothing under the names `missing`."""
 
-    def __init__(self, device_type: str, missing: Sequence[str]) -> None:
-        super().__init__(device_type, tuple(missing))
-        self.device_type = device_type
-        self.missing = tuple(missing)
+    device_type: str
+    missing: Sequence[str]
 
     def __str__(self) -> str:
         return (
@@ -778,22 +704,17 @@ class UnsupportedDevice(ElixirError, RuntimeError):
 class _DiskError(ElixirError, OSError):
     """An error of the files for optimizer state on disk; `path` is the file, or the folder for a file not yet made."""
 
-    def __init__(self, path: str, errno: int, *facts: object) -> None:
-        super().__init__()  # OSError would take its arguments for a number, a text and a file name
-        self.args = (path, *facts)
-        self.errno = errno
-        self.path = path
+    path: str
 
 
 class DiskFull(_DiskError):
     """The disk at `path` has too little space for the `needed_bytes` of `label`; `because` is the system's reason."""
 
-    def __init__(self, path: str, label: str, needed_bytes: int, free_bytes: int, because: str) -> None:
-        super().__init__(path, errno.ENOSPC, label, needed_bytes, free_bytes, because)
-        self.label = label
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-        self.because = because
+    label: str
+    needed_bytes: int
+    free_bytes: int
+    because: str
+    errno = errno.ENOSPC
 
     def __str__(self) -> str:
         return (
@@ -806,24 +727,19 @@ class DiskFull(_DiskError):
 class DiskFailed(_DiskError):
     """`operation` on the file or folder `path` failed; `because` is the system's reason."""
 
-    def __init__(self, path: str, operation: str, because: str, errno: int = 0) -> None:
-        super().__init__(path, errno, operation, because, errno)
-        self.operation = operation
-        self.because = because
+    operation: str
+    because: str
+    errno: int = 0
 
-    def __str__(self) -> str:
-        return (
-            f"{self.operation} failed at {self.path}: {self.because}. Check the disk, or use a folder on another one."
-        )
+    _text = "{operation} failed at {path}: {because}. Check the disk, or use a folder on another one."
 
 
 class DiskCorrupted(_DiskError):
     """Block `block` of the file `path`, of `block_bytes` bytes, was damaged after it was written."""
 
-    def __init__(self, path: str, block: int, block_bytes: int) -> None:
-        super().__init__(path, errno.EIO, block, block_bytes)
-        self.block = block
-        self.block_bytes = block_bytes
+    block: int
+    block_bytes: int
+    errno = errno.EIO
 
     def __str__(self) -> str:
         return (
@@ -836,19 +752,15 @@ class DiskCorrupted(_DiskError):
 class UnforeseenState(ElixirError, RuntimeError):
     """An update of `bucket` made the statistic `name`, of `dtype` and `shape`, which no dry step had made."""
 
-    def __init__(self, bucket: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        super().__init__(bucket, name, dtype, shape)
-        self.bucket = bucket
-        self.name = name
-        self.dtype = dtype
-        self.shape = shape
-
-    def __str__(self) -> str:
-        return (
-            f"the update of {self.bucket} made {self.name} ({self.dtype}) for a parameter of shape {self.shape}, which "
-            "three dry steps of the optimizer did not make, so it has no space on disk. Raise host_memory and leave "
-            "out disk_path, or let the optimizer make it in its first steps."
-        )
+    bucket: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    _text = (
+        "the update of {bucket} made {name} ({dtype}) for a parameter of shape {shape}, which "
+        "three dry steps of the optimizer did not make, so it has no space on disk. Raise host_memory and leave "
+        "out disk_path, or let the optimizer make it in its first steps."
+    )
 
 
 class NestedMeasurement(ElixirError, RuntimeError):
@@ -858,10 +770,8 @@ class NestedMeasurement(ElixirError, RuntimeError):
     another thread trains under a budget has torch.profiler, of which there is one in a process.
     """
 
-    def __init__(self, observed: str = "", is_of_other_thread: bool = False) -> None:
-        super().__init__(observed, is_of_other_thread)
-        self.observed = observed
-        self.is_of_other_thread = is_of_other_thread
+    observed: str = ""
+    is_of_other_thread: bool = False
 
     def __str__(self) -> str:
         if self.observed:

@@ -23,31 +23,22 @@ _MOST_SHOWN = 8
 class _CheckpointError(ElixirError):
     """An error about the checkpoint at `path`."""
 
-    def __init__(self, path: str, *facts: object) -> None:
-        super().__init__()  # OSError would take arguments for an error number, a text and a file name
-        self.args = (path, *facts)
-        self.path = path
+    path: str
 
 
 class NotACheckpoint(_CheckpointError, OSError):
     """There is no checkpoint at `path`; `because` describes the content of `path`."""
 
-    def __init__(self, path: str, because: str) -> None:
-        super().__init__(path, because)
-        self.because = because
-
-    def __str__(self) -> str:
-        return f"{self.path} is no checkpoint: {self.because}. Name a folder that `elixir_compile.save` wrote."
+    because: str
+    _text = "{path} is no checkpoint: {because}. Name a folder that `elixir_compile.save` wrote."
 
 
 class CheckpointCorrupted(_CheckpointError, OSError):
     """The file `file` of the checkpoint at `path` is damaged; `key` is the first lost value, or '' if unknown."""
 
-    def __init__(self, path: str, file: str, key: str, because: str) -> None:
-        super().__init__(path, file, key, because)
-        self.file = file
-        self.key = key
-        self.because = because
+    file: str
+    key: str
+    because: str
 
     def __str__(self) -> str:
         spoiled = f", so {self.key} cannot be read" if self.key else ""
@@ -60,10 +51,8 @@ class CheckpointCorrupted(_CheckpointError, OSError):
 class CheckpointMismatch(_CheckpointError, ValueError):
     """The checkpoint at `path` was saved from another `what` (model, optimizer, scheduler); `differences` lists why."""
 
-    def __init__(self, path: str, what: str, differences: Sequence[str]) -> None:
-        super().__init__(path, what, tuple(differences))
-        self.what = what
-        self.differences = tuple(differences)
+    what: str
+    differences: Sequence[str]
 
     def __str__(self) -> str:
         more = len(self.differences) - _MOST_SHOWN
@@ -75,13 +64,9 @@ class CheckpointMismatch(_CheckpointError, ValueError):
 class NotSavable(_CheckpointError, ValueError):
     """The value at `key` has a `kind` that a checkpoint cannot hold."""
 
-    def __init__(self, path: str, key: str, kind: str) -> None:
-        super().__init__(path, key, kind)
-        self.key = key
-        self.kind = kind
-
-    def __str__(self) -> str:
-        return (
-            f"{self.key} cannot be saved to {self.path}: a checkpoint holds tensors, numbers, texts, None, and lists, "
-            f"tuples and dicts of them, and this is {self.kind}. Leave it out, or turn it into one of them."
-        )
+    key: str
+    kind: str
+    _text = (
+        "{key} cannot be saved to {path}: a checkpoint holds tensors, numbers, texts, None, and lists, tuples and "
+        "dicts of them, and this is {kind}. Leave it out, or turn it into one of them."
+    )

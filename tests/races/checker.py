@@ -26,9 +26,10 @@ _HIDDEN = (__file__.rpartition("/")[0], str(lanes.__file__), "<")
 class Race(ElixirError, RuntimeError):  # noqa: N818 - named for the event, as errors of the package are
     """`first` and `second` access the same `nbytes` in no certain order; `schedule` shows the actions around them."""
 
-    def __init__(self, first: str, second: str, nbytes: int, schedule: str) -> None:
-        self.first, self.second, self.nbytes, self.schedule = first, second, nbytes, schedule
-        super().__init__(first, second, nbytes, schedule)
+    first: str
+    second: str
+    nbytes: int
+    schedule: str
 
     def __str__(self) -> str:
         return (

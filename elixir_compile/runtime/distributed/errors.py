@@ -24,9 +24,7 @@ _MOST_SHOWN = 8
 class _RanksError(ElixirError, RuntimeError):
     """The ranks cannot go on together; `ranks` are at fault, numbered as in the default process group."""
 
-    def __init__(self, ranks: Sequence[int], *facts: object) -> None:
-        super().__init__(tuple(ranks), *facts)
-        self.ranks = tuple(ranks)
+    ranks: Sequence[int]
 
 
 class PeerFailed(_RanksError):
@@ -36,11 +34,9 @@ class PeerFailed(_RanksError):
     rank had died or not answered after `waited_s` seconds, and `because` is the message of the process group.
     """
 
-    def __init__(self, ranks: Sequence[int], during: str, because: str, waited_s: float | None = None) -> None:
-        super().__init__(ranks, during, because, waited_s)
-        self.during = during
-        self.because = because
-        self.waited_s = waited_s
+    during: str
+    because: str
+    waited_s: float | None = None
 
     def __str__(self) -> str:
         because = self.because.rstrip(".")
@@ -65,10 +61,8 @@ class RanksDiffer(_RanksError):
     `fix` is the advice of the message, if another than the usual one helps.
     """
 
-    def __init__(self, ranks: Sequence[int], differences: Sequence[str], fix: str = "") -> None:
-        super().__init__(ranks, tuple(differences), fix)
-        self.differences = tuple(differences)
-        self.fix = fix
+    differences: Sequence[str]
+    fix: str = ""
 
     def __str__(self) -> str:
         verb = "does" if len(self.ranks) == 1 else "do"

@@ -51,12 +51,9 @@ Key = tuple[str, str, str]
 class GoldenFileError(ElixirError, ValueError):
     """The golden in the file `path` cannot be read; `because` says why."""
 
-    def __init__(self, path: Path, because: str) -> None:
-        super().__init__(path, because)
-        self.path, self.because = path, because
-
-    def __str__(self) -> str:
-        return f"{self.path} is no golden of a training step: {self.because}. Write it anew with `--elixir-update`."
+    path: Path
+    because: str
+    _text = "{path} is no golden of a training step: {because}. Write it anew with `--elixir-update`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
