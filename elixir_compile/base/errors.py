@@ -729,7 +729,7 @@ class DiskFailed(_DiskError):
 
     operation: str
     because: str
-    errno: int = 0
+    errno: int | None = 0
 
     _text = "{operation} failed at {path}: {because}. Check the disk, or use a folder on another one."
 
