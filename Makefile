@@ -15,7 +15,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 CUDA_TORCH := 2.11.0
 CUDA_PYTHON := .venv-$(CUDA_TORCH)/bin/python
 
-.PHONY: venv demo test test-slow test-clients races mutants cuda cuda-compile fuzz lint docs docs-blocks pictures format bench clean
+.PHONY: venv demo test durations test-slow test-clients races mutants cuda cuda-compile fuzz lint docs docs-blocks pictures format bench clean
 
 venv: $(INSTALLED)
 
@@ -38,6 +38,13 @@ demo: venv
 test: export OMP_NUM_THREADS ?= 1
 test: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The seconds of each file of tests, by which `tests/conftest.py` sorts the files; for a quiet machine.
+durations: export OMP_NUM_THREADS ?= 1
+durations: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=0 | awk \
+	'$$2 ~ /^(setup|call|teardown)$$/ {split($$3, id, "::"); sum[id[1]] += $$1} END {for (file in sum) printf "%.1f %s\n", \
+	sum[file], file}' | sort -rn -o tests/durations.txt
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+HERE = Path(__file__).parent
+
 # A run finds what the last one found, on a busy machine too; `make fuzz` draws anew.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False)
@@ -37,12 +39,14 @@ def no_structured_trace() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first, and skip tests marked `gpu` where torch has no accelerator, and `cuda` without CUDA.
+    """Put the files of tests that take longest first, and skip tests marked `gpu` where torch has no accelerator, and
+    `cuda` without CUDA.
 
-    Two processes share the files in this order. The last files are those of the planning half, of seconds each, so
-    that no process waits long for the other at the end.
+    Two processes share the files in this order, so that no process waits long for the other at the end.
     """
-    items.sort(key=_is_pure)
+    lines = (HERE / "durations.txt").read_text(encoding="utf-8").splitlines()
+    seconds_of = {HERE.parent / name: float(seconds) for seconds, name in map(str.split, lines)}
+    items.sort(key=lambda item: -seconds_of.get(item.path, 0.0))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch  # the planning half's tests run without it
@@ -53,7 +57,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
         elif item.get_closest_marker("cuda") and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _is_pure(item: pytest.Item) -> bool:
-    return Path(__file__).parent / "pure" in item.path.parents

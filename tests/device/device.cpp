@@ -70,7 +70,6 @@ struct Machine {
   c10::StreamId next_stream = 1;
   int64_t num_async_copies = 0;
   std::map<uintptr_t, size_t> pinned;
-  bool all_pinned = false;
 };
 
 Machine& machine() {
@@ -336,7 +335,6 @@ struct PinnedMemory final : c10::Allocator {
 
 bool is_pinned(const void* address) {
   std::lock_guard lock(machine().mutex);
-  if (machine().all_pinned) return true;
   auto at = reinterpret_cast<uintptr_t>(address);
   auto next = machine().pinned.upper_bound(at);
   if (next == machine().pinned.begin()) return false;
@@ -775,11 +773,6 @@ void device_set_policy(int policy, uint64_t seed) {
   for (DeviceIndex device = 0; device < kDevices; ++device) drain_device(device);
   machine().policy = static_cast<Policy>(policy);
   machine().random.seed(seed);
-}
-
-// If `all` is not 0, host memory that nobody pinned is copied as if it were pinned.
-void device_set_all_pinned(int all) {
-  machine().all_pinned = all != 0;
 }
 
 void device_pin(void* address, size_t bytes) {

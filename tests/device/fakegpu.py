@@ -76,7 +76,6 @@ def start() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(library()))
     for name, arguments, result in (
         ("device_set_policy", [ctypes.c_int, ctypes.c_uint64], None),
-        ("device_set_all_pinned", [ctypes.c_int], None),
         ("device_pin", [ctypes.c_void_p, ctypes.c_size_t], None),
         ("device_unpin", [ctypes.c_void_p], None),
         ("device_set_capacity", [ctypes.c_int, ctypes.c_size_t], None),
@@ -111,16 +110,6 @@ def policy(kind: int, seed: int = 0) -> Iterator[None]:
         yield
     finally:
         start().device_set_policy(EARLY, 0)
-
-
-@contextmanager
-def all_pinned() -> Iterator[None]:
-    """Treat all host memory as pinned in the block, so that each `non_blocking` copy is asynchronous."""
-    start().device_set_all_pinned(1)
-    try:
-        yield
-    finally:
-        start().device_set_all_pinned(0)
 
 
 @contextmanager

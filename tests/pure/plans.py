@@ -136,6 +136,11 @@ def shortest_stay(step: StepGraph, group: Activations) -> Trip:
     return Trip(leave=leave, gone=leave, back=need, need=need)
 
 
+def with_actions(plan: Plan, actions: Iterable[Action]) -> Plan:
+    """Return `plan` with `actions` on its only rank."""
+    return dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),))
+
+
 def action_of(line: str, groups: Collection[str] = ()) -> Action:
     """Return the action of `line`, a verb and the name of a target; `groups` are the names of activations."""
     verb, name = line.split()

@@ -20,7 +20,6 @@ from elixir_compile.optim import adamw_rule
 from elixir_compile.optim import disk as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime import disk_file, disk_store
-from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk_store import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
@@ -127,7 +126,7 @@ def small_pieces() -> Iterator[None]:
         return buffer
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk_store, disk_file, disk_queue):
+        for module in (disk_store, disk_file):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
         patch.setattr(disk_updates, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)

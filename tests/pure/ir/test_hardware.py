@@ -67,30 +67,30 @@ def test_common_machines_have_presets() -> None:
     )
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_every_number_has_a_source(name: str) -> None:
-    machine = MACHINES[name]
-    rows = [machine.chip, machine.board, machine.lane, machine.peer, machine.network]
-    assert all(len(row.source) > 10 for row in rows)
-    cluster = preset(name, 2, 2)
-    node = cluster.nodes[0]
-    built = [node.device, node.host, node.h2d, node.d2h, node.peer, cluster.network]
-    for part, row in zip(built, [rows[0], rows[1], None, None, rows[3], rows[4]], strict=True):
-        assert part is not None
-        assert row is None or row.source in part.source
+def test_every_number_has_a_source() -> None:
+    for name in preset_names():
+        machine = MACHINES[name]
+        rows = [machine.chip, machine.board, machine.lane, machine.peer, machine.network]
+        assert all(len(row.source) > 10 for row in rows)
+        cluster = preset(name, 2, 2)
+        node = cluster.nodes[0]
+        built = [node.device, node.host, node.h2d, node.d2h, node.peer, cluster.network]
+        for part, row in zip(built, [rows[0], rows[1], None, None, rows[3], rows[4]], strict=True):
+            assert part is not None
+            assert row is None or row.source in part.source
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_counts_name_and_links(name: str) -> None:
-    for num_devices in COUNTS:
-        cluster = preset(name, num_devices)
-        assert cluster.name == f"{num_devices} x {name}"
-        assert (cluster.num_ranks, cluster.num_local_ranks) == (num_devices, num_devices)
-        assert (cluster.collective is None) == (num_devices == 1)
-        two = preset(name, num_devices, 2)
-        assert (two.num_ranks, two.num_local_ranks) == (2 * num_devices, num_devices)
-        assert two.nodes == cluster.nodes * 2
-        assert two.collective is two.network is not None
+def test_counts_name_and_links() -> None:
+    for name in preset_names():
+        for num_devices in COUNTS:
+            cluster = preset(name, num_devices)
+            assert cluster.name == f"{num_devices} x {name}"
+            assert (cluster.num_ranks, cluster.num_local_ranks) == (num_devices, num_devices)
+            assert (cluster.collective is None) == (num_devices == 1)
+            two = preset(name, num_devices, 2)
+            assert (two.num_ranks, two.num_local_ranks) == (2 * num_devices, num_devices)
+            assert two.nodes == cluster.nodes * 2
+            assert two.collective is two.network is not None
 
 
 def test_ranks_are_whole_nodes_of_eight_or_fewer_on_one() -> None:
@@ -105,32 +105,32 @@ def test_ranks_are_whole_nodes_of_eight_or_fewer_on_one() -> None:
         preset_of_ranks("a100-40g", 0)
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if name != "gh200"])
-def test_the_name_says_the_memory(name: str) -> None:
+def test_the_name_says_the_memory() -> None:
     """Within 7 %: a driver counts in GiB what is left of the GB or GiB of the name."""
-    said_bytes = int(name.split("-")[1].removesuffix("g")) * GIB
-    assert 0.93 * said_bytes <= preset(name).device.memory_bytes <= said_bytes
+    for name in set(preset_names()) - {"gh200"}:
+        said_bytes = int(name.split("-")[1].removesuffix("g")) * GIB
+        assert 0.93 * said_bytes <= preset(name).device.memory_bytes <= said_bytes
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_rates_are_possible(name: str) -> None:
-    for num_devices in COUNTS:
-        cluster = preset(name, num_devices)
-        device, host = cluster.device, cluster.host
-        # The paper's Adam on an A100 40GB is 90 % of the memory rate; nothing can be above the rate itself.
-        assert device.update_elements_per_s * ADAM_BYTES_PER_ELEMENT <= 1.001 * device.memory_bytes_per_s
-        assert host.update_elements_per_s * ADAM_BYTES_PER_ELEMENT <= host.memory_bytes_per_s
-        for link in (cluster.h2d, cluster.d2h):
-            assert num_devices * link.bytes_per_s <= 1.001 * host.memory_bytes_per_s
-            assert link.bytes_per_s <= MACHINES[name].lane.bytes_per_s
-            assert link.overlaps_compute
-        assert host.pinned_bytes + host.reserve_bytes <= host.memory_bytes
-        rates = device.flops_per_s
-        assert rates["float64"] < rates["float32"]
-        if name in WITHOUT_BFLOAT16:
-            assert "bfloat16" not in rates
-        else:
-            assert rates["bfloat16"] == rates["float16"] > rates["float32"]
+def test_rates_are_possible() -> None:
+    for name in preset_names():
+        for num_devices in COUNTS:
+            cluster = preset(name, num_devices)
+            device, host = cluster.device, cluster.host
+            # The paper's Adam on an A100 40GB is 90 % of the memory rate; nothing can be above the rate itself.
+            assert device.update_elements_per_s * ADAM_BYTES_PER_ELEMENT <= 1.001 * device.memory_bytes_per_s
+            assert host.update_elements_per_s * ADAM_BYTES_PER_ELEMENT <= host.memory_bytes_per_s
+            for link in (cluster.h2d, cluster.d2h):
+                assert num_devices * link.bytes_per_s <= 1.001 * host.memory_bytes_per_s
+                assert link.bytes_per_s <= MACHINES[name].lane.bytes_per_s
+                assert link.overlaps_compute
+            assert host.pinned_bytes + host.reserve_bytes <= host.memory_bytes
+            rates = device.flops_per_s
+            assert rates["float64"] < rates["float32"]
+            if name in WITHOUT_BFLOAT16:
+                assert "bfloat16" not in rates
+            else:
+                assert rates["bfloat16"] == rates["float16"] > rates["float32"]
 
 
 def sums(cluster: Cluster) -> list[float]:
@@ -148,20 +148,20 @@ def sums(cluster: Cluster) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_more_devices_never_make_a_slower_node(name: str) -> None:
-    for fewer, more in itertools.pairwise(sums(preset(name, count)) for count in COUNTS):
-        assert all(1.000001 * b >= a for a, b in zip(fewer, more, strict=True))
+def test_more_devices_never_make_a_slower_node() -> None:
+    for name in preset_names():
+        for fewer, more in itertools.pairwise(sums(preset(name, count)) for count in COUNTS):
+            assert all(1.000001 * b >= a for a, b in zip(fewer, more, strict=True))
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_a_network_is_no_faster_than_the_peer_links(name: str) -> None:
-    for num_devices in COUNTS:
-        cluster = preset(name, num_devices, 2)
-        peer = cluster.nodes[0].peer
-        assert cluster.network is not None
-        if peer is not None:
-            assert cluster.network.bytes_per_s <= peer.bytes_per_s
+def test_a_network_is_no_faster_than_the_peer_links() -> None:
+    for name in preset_names():
+        for num_devices in COUNTS:
+            cluster = preset(name, num_devices, 2)
+            peer = cluster.nodes[0].peer
+            assert cluster.network is not None
+            if peer is not None:
+                assert cluster.network.bytes_per_s <= peer.bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_text_says_how_many(text: str, num_devices: int, num_nodes: int) -> None
     assert parse_hardware(text) == preset("a100-40g", num_devices, num_nodes)
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_the_name_of_a_node_reads_back(name: str) -> None:
-    assert parse_hardware(preset(name, 4).name) == preset(name, 4)
+def test_the_name_of_a_node_reads_back() -> None:
+    for name in preset_names():
+        assert parse_hardware(preset(name, 4).name) == preset(name, 4)
 
 
 @pytest.mark.parametrize("text", ["0 x a100-40g", "9 x a100-40g", "0 x 2 x a100-40g"])
@@ -319,9 +319,9 @@ def test_clusters_read_back(cluster: Cluster) -> None:
     assert cluster_to_json(cluster_from_json(text)) == text
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_presets_read_back(name: str) -> None:
-    assert cluster_from_json(cluster_to_json(preset(name, 2, 2))) == preset(name, 2, 2)
+def test_presets_read_back() -> None:
+    for name in preset_names():
+        assert cluster_from_json(cluster_to_json(preset(name, 2, 2))) == preset(name, 2, 2)
 
 
 def test_the_file_states_its_kind_and_format() -> None:

@@ -25,7 +25,6 @@ from elixir_compile.search import Problem, plan, planner
 from elixir_compile.search.best import counted_draft
 from elixir_compile.search.evaluator import Evaluator, deadline_in, leanest
 from elixir_compile.search.formulation import solver
-from elixir_compile.search.formulation import solver as counted
 from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops
 from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop, longest_s
 from elixir_compile.search.formulation.milp import SCALE, Milp
@@ -499,7 +498,7 @@ def test_every_solver_of_a_search_is_quiet(monkeypatch: pytest.MonkeyPatch, capf
 
     monkeypatch.setattr(solver, "solve_milp", noisy("milp"))
     monkeypatch.setattr(solver, "linprog", noisy("linprog"))
-    monkeypatch.setattr(counted, "linprog", noisy("linprog"))
+    monkeypatch.setattr(solver, "linprog", noisy("linprog"))
     plan(tight_problem())
     assert set(solved) == {"milp", "linprog"}
     assert capfd.readouterr().out == ""

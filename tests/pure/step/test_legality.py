@@ -2,10 +2,11 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.base.errors import IllegalSchedule, PlanMismatch
@@ -31,7 +32,16 @@ from elixir_compile.ir.schedule import BucketRef, GroupRef
 from elixir_compile.step import lifecycles, plan_timeline, verify, with_peaks
 from elixir_compile.step.lifecycles import Event, Lifecycle, State
 from tests.pure.mixes import group
-from tests.pure.plans import Trip, action_of, bucket_of, claim_peak, make_plan, mixed_plans, planned_graphs
+from tests.pure.plans import (
+    Trip,
+    action_of,
+    bucket_of,
+    claim_peak,
+    make_plan,
+    mixed_plans,
+    planned_graphs,
+    with_actions,
+)
 from tests.pure.steps import GELU, LAYERS
 from tests.pure.strategies import Layer, chain
 
@@ -50,10 +60,16 @@ SCHEDULE = (
 )
 
 
-def scheduled(text: str) -> Plan:
+def scheduled(text: str, plan: Plan = PLAN) -> Plan:
     """Return the plan with the actions of `text`, which are parted by semicolons."""
-    actions = tuple(action_of(line) for line in text.split("; "))
-    return dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=actions),))
+    groups = [group.id for group in plan.activations]
+    return with_actions(plan, (action_of(line, groups) for line in text.split("; ")))
+
+
+def marked(error: IllegalSchedule) -> list[str]:
+    """Return the first two words of the line that is marked."""
+    [line] = [line for line in error.excerpt.split("\n") if line.endswith("<-- here")]
+    return line.split()[:2]
 
 
 def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
@@ -179,9 +195,8 @@ def test_a_fault_in_the_schedule_is_named_and_marked(old: str, new: str, sentenc
     assert old in SCHEDULE
     with pytest.raises(IllegalSchedule) as caught:
         verify(GRAPH, scheduled(SCHEDULE.replace(old, new, 1)))
-    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
     assert sentence in caught.value.sentence
-    assert [line.split()[:2] for line in marked] == [here.split()]
+    assert marked(caught.value) == here.split()
 
 
 def test_a_region_that_is_never_run_is_refused() -> None:
@@ -315,8 +330,7 @@ def with_prediction(**changes: Any) -> Plan:
 def test_a_structural_fault_is_named_and_marked(plan: Plan, sentence: str, here: str) -> None:
     with pytest.raises(IllegalSchedule, match=sentence) as caught:
         verify(GRAPH, plan)
-    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
-    assert [line.split()[0] for line in marked] == [here]
+    assert marked(caught.value)[0] == here
 
 
 def test_ranks_are_counted_from_zero() -> None:
@@ -348,17 +362,15 @@ def test_every_rank_is_checked() -> None:
                 verify(GRAPH, plan)
 
 
-@pytest.mark.parametrize("at", range(len(PLAN.schedules[0].actions)))
-def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
+def test_no_action_may_be_of_another_micro_batch() -> None:
     """Nothing runs micro-batches: `run fwd.0 @3` would run as `@0`."""
-    actions = list(PLAN.schedules[0].actions)
-    actions[at] = dataclasses.replace(actions[at], micro_batch=3)
-    plan = dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=tuple(actions)),))
-    with pytest.raises(IllegalSchedule, match="is of micro-batch 3; a step has one micro-batch, @0") as caught:
-        verify(GRAPH, plan_from_json(plan_to_json(plan)))
-    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
-    assert [line.split()[:2] for line in marked] == [[actions[at].verb, str(actions[at].target)]]
-    assert "@3" in marked[0]
+    good = PLAN.schedules[0].actions
+    for at, action in enumerate(good):
+        plan = with_actions(PLAN, (*good[:at], dataclasses.replace(action, micro_batch=3), *good[at + 1 :]))
+        with pytest.raises(IllegalSchedule, match="is of micro-batch 3; a step has one micro-batch, @0") as caught:
+            verify(GRAPH, plan_from_json(plan_to_json(plan)))
+        assert marked(caught.value) == [action.verb, str(action.target)]
+        assert re.search("@3.*<-- here", caught.value.excerpt)
 
 
 @pytest.mark.parametrize("cut", [0, 1])
@@ -393,34 +405,26 @@ def test_a_bucket_without_gradient_is_updated_but_not_reduced() -> None:
     for extra, sentence in ((Verb.REDUCE, "is reduced, but no op writes it"), (None, "is never updated")):
         changed = actions[:-1] if extra is None else (*actions[:-1], action_of(f"{extra} unused"), actions[-1])
         with pytest.raises(IllegalSchedule, match=sentence):
-            verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=changed),)))
+            verify(graph, with_actions(plan, changed))
 
 
-@given(planned_graphs())
+@given(planned_graphs() | mixed_plans())
+@settings(max_examples=200)
 def test_schedules_of_the_contract_are_legal(planned: tuple[StepGraph, Plan]) -> None:
     verify(*planned)
 
 
-@given(planned_graphs(), st.data())
-def test_no_action_can_be_left_out(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
-    graph, plan = planned
-    actions = plan.schedules[0].actions
-    at = data.draw(st.integers(0, len(actions) - 1))
-    broken = dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions[:at] + actions[at + 1 :]),))
-    with pytest.raises(IllegalSchedule, match="<-- here"):
-        verify(graph, broken)
-
-
-@given(planned_graphs(), st.data())
-def test_no_action_can_be_done_twice(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+@given(planned_graphs() | mixed_plans(), st.data())
+@settings(max_examples=200)
+def test_no_action_can_be_left_out_or_done_twice(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+    """A second gather with its wait and release may be legal; a single action never is."""
     graph, plan = planned
     actions = plan.schedules[0].actions
     at = data.draw(st.integers(0, len(actions) - 1))
     later = data.draw(st.integers(at, len(actions) - 1))
-    # A second gather with its wait and release may be legal; a single action never is.
-    broken = Schedule(rank=0, actions=(*actions[: later + 1], actions[at], *actions[later + 1 :]))
-    with pytest.raises(IllegalSchedule, match="<-- here"):
-        verify(graph, dataclasses.replace(plan, schedules=(broken,)))
+    for broken in (actions[:at] + actions[at + 1 :], (*actions[: later + 1], actions[at], *actions[later + 1 :])):
+        with pytest.raises(IllegalSchedule, match="<-- here"):
+            verify(graph, with_actions(plan, broken))
 
 
 def depends(first: Action, second: Action) -> bool:
@@ -444,9 +448,8 @@ def test_no_action_can_precede_its_requirements(planned: tuple[StepGraph, Plan],
     assume(pairs)
     at = data.draw(st.sampled_from(pairs))
     actions[at], actions[at + 1] = actions[at + 1], actions[at]
-    broken = dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),))
     with pytest.raises(IllegalSchedule, match="<-- here"):
-        verify(graph, broken)
+        verify(graph, with_actions(plan, actions))
 
 
 @given(planned_graphs())
@@ -479,14 +482,8 @@ GELU_SCHEDULE = (
 )
 
 
-def gelu_scheduled(text: str, plan: Plan = GELU_PLAN) -> Plan:
-    """Return the plan with the actions of `text`, which are parted by semicolons."""
-    actions = tuple(action_of(line, [group.id for group in plan.activations]) for line in text.split("; "))
-    return dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),))
-
-
 def test_the_good_schedule_of_activations_is_the_one_that_is_broken_below() -> None:
-    assert gelu_scheduled(GELU_SCHEDULE) == GELU_PLAN
+    assert scheduled(GELU_SCHEDULE, GELU_PLAN) == GELU_PLAN
     verify(GELU, GELU_PLAN)
 
 
@@ -585,15 +582,9 @@ def test_a_fault_in_the_schedule_of_activations_is_named_and_marked(
 ) -> None:
     assert old in GELU_SCHEDULE
     with pytest.raises(IllegalSchedule) as caught:
-        verify(GELU, gelu_scheduled(GELU_SCHEDULE.replace(old, new, 1)))
+        verify(GELU, scheduled(GELU_SCHEDULE.replace(old, new, 1), GELU_PLAN))
     assert sentence in caught.value.sentence
     assert marked(caught.value) == here.split()
-
-
-def marked(error: IllegalSchedule) -> list[str]:
-    """Return the first two words of the line that is marked."""
-    [line] = [line for line in error.excerpt.split("\n") if line.endswith("<-- here")]
-    return line.split()[:2]
 
 
 UNREAD = group(LAYERS, "acts.n0", Saving.OFFLOAD, "n0")
@@ -617,7 +608,7 @@ def test_unfinished_offloads_are_refused(num_left_out: int, sentence: str) -> No
     gone = set(own[len(own) - num_left_out :])
     actions = tuple(action for at, action in enumerate(plan.schedules[0].actions) if at not in gone)
     with pytest.raises(IllegalSchedule) as caught:
-        verify(LAYERS, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),)))
+        verify(LAYERS, with_actions(plan, actions))
     assert caught.value.sentence == sentence
 
 
@@ -634,7 +625,7 @@ def test_kept_and_recomputed_groups_are_not_moved(saving: Saving, sentence: str,
     verify(GELU, plan)
     actions = (*plan.schedules[0].actions, Action(verb=verb, target=GroupRef(G.id)))
     with pytest.raises(IllegalSchedule, match=sentence) as caught:
-        verify(GELU, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),)))
+        verify(GELU, with_actions(plan, actions))
     assert marked(caught.value) == [verb, "acts.g"]
 
 
@@ -683,22 +674,6 @@ def test_regions_cover_repeated_ops() -> None:
         verify(GELU, again)
 
 
-@given(mixed_plans())
-def test_schedules_with_activations_are_legal(planned: tuple[StepGraph, Plan]) -> None:
-    verify(*planned)
-
-
-@given(mixed_plans(), st.data())
-def test_no_action_can_be_left_out_or_done_twice(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
-    graph, plan = planned
-    actions = plan.schedules[0].actions
-    at = data.draw(st.integers(0, len(actions) - 1))
-    later = data.draw(st.integers(at, len(actions) - 1))
-    for broken in (actions[:at] + actions[at + 1 :], (*actions[: later + 1], actions[at], *actions[later + 1 :])):
-        with pytest.raises(IllegalSchedule, match="<-- here"):
-            verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=broken),)))
-
-
 @given(mixed_plans(), st.data())
 def test_activations_move_in_a_fixed_order(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
     graph, plan = planned
@@ -712,7 +687,7 @@ def test_activations_move_in_a_fixed_order(planned: tuple[StepGraph, Plan], data
     first, second = data.draw(st.sampled_from([two for places in own for two in itertools.pairwise(places)]))
     actions[first], actions[second] = actions[second], actions[first]
     with pytest.raises(IllegalSchedule, match="<-- here"):
-        verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),)))
+        verify(graph, with_actions(plan, actions))
 
 
 def test_a_group_without_storages_or_with_repeats_is_refused() -> None:

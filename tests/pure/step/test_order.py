@@ -4,7 +4,7 @@ seconds and in vector clocks."""
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -23,7 +23,6 @@ from elixir_compile.ir import (
     RegionId,
     RegionRef,
     Saving,
-    Schedule,
     StepGraph,
     StorageId,
     Target,
@@ -50,7 +49,7 @@ from elixir_compile.step.seconds import actions_of, player_of
 from elixir_compile.step.structure import illegal
 from elixir_compile.step.works import Do, Memory, Walk, Work
 from tests.pure.mixes import group
-from tests.pure.plans import Trip, bucket_of, claim_peak, make_plan, mixed_plans, planned_graphs
+from tests.pure.plans import Trip, bucket_of, claim_peak, make_plan, mixed_plans, planned_graphs, with_actions
 from tests.pure.problems import CLUSTERS, between, problem_of
 from tests.pure.step.test_bytes import STEP
 from tests.pure.step.test_bytes import offloaded as sliced
@@ -176,10 +175,6 @@ PLANS = {
 def in_mode(name: str, update: Update) -> tuple[StepGraph, Plan]:
     graph, made = PLANS[name]
     return graph, claim_peak(graph, dataclasses.replace(made, update=update))
-
-
-def with_actions(made: Plan, actions: Iterable[Action]) -> Plan:
-    return dataclasses.replace(made, schedules=(Schedule(rank=0, actions=tuple(actions)),))
 
 
 def needed_waits(made: Plan) -> Iterator[int]:

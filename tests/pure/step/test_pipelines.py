@@ -31,7 +31,7 @@ from tests.pure.step.test_calls import problem_of_calls, small_pair
 from tests.pure.steps import parse_graph
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `step.stages` and `step.stages`: layers, what crosses a cut, and the bytes of one stage.
+# `step.stages`: layers, what crosses a cut, and the bytes of one stage.
 
 
 TIED = parse_graph("""

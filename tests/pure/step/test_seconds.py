@@ -234,16 +234,8 @@ PRICE = replace(PRICES, streams={(name, home): WHOLE for name in ("b0", "b1") fo
 READS = {FWD0: (BucketId("b0"),), FWD1: (BucketId("b1"),)}
 ON_HOST = [
     *[(G, "b0"), (W, "b0"), (R, FWD0), (L, "b0"), (G, "b1"), (W, "b1"), (R, FWD1), (L, "b1")],
-    *[
-        (R, BWD1),
-        (Verb.REDUCE, "b1"),
-        (OFF, "b1.grad"),
-        (R, BWD0),
-        (W, "b1.grad"),
-        (Verb.REDUCE, "b0"),
-        (OFF, "b0.grad"),
-    ],
-    *[(W, "b0.grad"), (U, "b0"), (U, "b1")],
+    *[(R, BWD1), (Verb.REDUCE, "b1"), (OFF, "b1.grad"), (R, BWD0), (W, "b1.grad"), (Verb.REDUCE, "b0")],
+    *[(OFF, "b0.grad"), (W, "b0.grad"), (U, "b0"), (U, "b1")],
 ]
 ON_DEVICE = [(R, FWD0), (R, FWD1), (R, BWD1), (Verb.REDUCE, "b1"), (R, BWD0), (Verb.REDUCE, "b0"), (U, "b0"), (U, "b1")]
 

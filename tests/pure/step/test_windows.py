@@ -1,6 +1,5 @@
 """Lives of storages, windows of buckets, groups of saved activations, and where the backward may update a bucket."""
 
-import dataclasses
 import itertools
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from elixir_compile.ir import (
     Phase,
     Plan,
     RegionRef,
-    Schedule,
     StepGraph,
     Storage,
     StorageId,
@@ -30,7 +28,7 @@ from elixir_compile.step import Depth, activation_groups, as_run, liveness, use_
 from elixir_compile.step.as_run import given_storages, saved_storages
 from elixir_compile.step.liveness import closing_verbs
 from tests.pure.mixes import layers_of, mixed_graphs
-from tests.pure.plans import action_of, bucket_of, make_plan, planned_graphs
+from tests.pure.plans import action_of, bucket_of, make_plan, planned_graphs, with_actions
 from tests.pure.steps import GELU, LAYERS
 from tests.pure.strategies import Layer, chain, step_graphs
 
@@ -171,9 +169,7 @@ BUCKETS = [
 
 def plan_of(home: str, text: str) -> Plan:
     """Return a plan with the actions in `text`; regions are those of a legal one."""
-    plan = make_plan(GRAPH, BUCKETS, [home, home])
-    actions = tuple(action_of(line) for line in text.strip().split("\n"))
-    return dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),))
+    return with_actions(make_plan(GRAPH, BUCKETS, [home, home]), map(action_of, text.strip().split("\n")))
 
 
 def reader_of(bucket: str, home: str) -> str:

@@ -29,7 +29,6 @@ from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import MemoryTimeline
 from elixir_compile.tools.report import figures
-from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.diff import change_rows, plan_diff
 from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet
 from elixir_compile.tools.report.tables import (
@@ -87,7 +86,7 @@ def sheet() -> PlanSheet:
 
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    monkeypatch.setattr(figures, "can_draw", lambda: False)
     return
 
 
@@ -104,7 +103,7 @@ def test_the_page_says_the_figures_of_the_plan(sheet: PlanSheet) -> None:
         *(decision.because for decision in sheet.plan.decisions),
         *(other for decision in sheet.plan.decisions for other in decision.rejected),
         sheet.cluster.device.source,
-        charts.EXTRA,
+        figures.EXTRA,
     ):
         assert said in found.text
     assert sheet.layers
@@ -214,9 +213,9 @@ def test_a_curve_is_drawn_with_its_bound_where_all_of_it_is_proved() -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
     proved = [replace(point, bound_s=1.0) for point in CURVE]
-    assert ">bound</text>" in charts.svg(charts.curve_chart(proved))
-    assert ">bound</text>" not in charts.svg(charts.curve_chart(CURVE))
-    assert charts.svg(charts.curve_chart(proved[:1])).startswith("<svg")
+    assert ">bound</text>" in figures.svg(figures.curve_chart(proved))
+    assert ">bound</text>" not in figures.svg(figures.curve_chart(CURVE))
+    assert figures.svg(figures.curve_chart(proved[:1])).startswith("<svg")
 
 
 def test_a_second_plan_is_a_line_of_all_of_its_bytes(sheet: PlanSheet) -> None:
@@ -225,9 +224,11 @@ def test_a_second_plan_is_a_line_of_all_of_its_bytes(sheet: PlanSheet) -> None:
     _, problem = tight()
     wide = sheet_of(plan(replace(problem, budget_bytes=1 << 30), "greedy"), problem)
     budget_bytes = sheet.plan.budget_bytes
-    alone, both = (charts.svg(charts.memory_chart(sheet.memory, budget_bytes, second)) for second in ((), wide.memory))
+    alone, both = (
+        figures.svg(figures.memory_chart(sheet.memory, budget_bytes, second)) for second in ((), wide.memory)
+    )
     assert (alone.count("mark-line"), both.count("mark-line")) == (0, 1)
-    assert figures.SECOND in charts.svg(charts.lanes_chart(replace(sheet, second=wide).drawn_bars))
+    assert figures.SECOND in figures.svg(figures.lanes_chart(replace(sheet, second=wide).drawn_bars))
 
 
 def test_a_plan_without_a_bound_or_an_update_has_a_page() -> None:
@@ -350,13 +351,13 @@ def test_pictures_are_equal_for_equal_plans_and_hold_every_kind() -> None:
     pytest.importorskip("vl_convert")
     made, problem = tight()
     sheet = sheet_of(made, problem)
-    pictures = [charts.svg(charts.memory_chart(sheet.memory, made.budget_bytes)) for _ in range(2)]
+    pictures = [figures.svg(figures.memory_chart(sheet.memory, made.budget_bytes)) for _ in range(2)]
     assert pictures[0] == pictures[1]
     for kind in figures.kinds_of(sheet.memory):
         assert f">{kind}</text>" in pictures[0]
         assert f"var(--{kind}, #" in pictures[0]
     assert not any(re.search(r"\.\d{3}", tag) for tag in re.findall("<[^>]*>", pictures[0]))
-    lanes = charts.svg(charts.lanes_chart(sheet.bars))
+    lanes = figures.svg(figures.lanes_chart(sheet.bars))
     assert {str(bar.lane) for bar in sheet.bars} <= set(re.findall(r">(\w+)</text>", lanes))
 
 
@@ -365,7 +366,7 @@ def test_labels_of_the_axes_of_a_small_step_differ() -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
     made, problem = tight()
-    picture = charts.svg(charts.memory_chart(sheet_of(made, problem).memory, made.budget_bytes))
+    picture = figures.svg(figures.memory_chart(sheet_of(made, problem).memory, made.budget_bytes))
     labels = [float(label) for label in re.findall(r">(\d+\.\d+)</text>", picture)]
     assert sum(label > 0 for label in labels) > len(labels) - 3
 
@@ -376,12 +377,12 @@ def test_both_charts_zoom_as_one() -> None:
     pytest.importorskip("vl_convert")
     made, problem = tight()
     sheet = sheet_of(made, problem)
-    spec = charts.step_chart(sheet.memory, sheet.bars, made.budget_bytes)
+    spec = figures.step_chart(sheet.memory, sheet.bars, made.budget_bytes)
     assert [param["views"] for param in spec["params"]] == [["hover", "lanes"]]
     memory, lanes = spec["vconcat"]
     assert [memory["layer"][-1]["name"], lanes["name"]] == ["hover", "lanes"], "the views that zoom have these names"
-    assert "params" not in charts.step_chart(sheet.memory, sheet.bars, made.budget_bytes, is_static=True)
-    assert charts.svg(spec).startswith("<svg")
+    assert "params" not in figures.step_chart(sheet.memory, sheet.bars, made.budget_bytes, is_static=True)
+    assert figures.svg(spec).startswith("<svg")
     assert json.dumps(spec, allow_nan=False)
 
 
@@ -432,12 +433,12 @@ def test_pictures_show_the_stored_plan(theme: str) -> None:
     pytest.importorskip("vl_convert")
     rows, _ = drawn_memory(stored_sheet())
     specs = {
-        "memory": charts.memory_chart(rows, stored_sheet().plan.budget_bytes),
-        "lanes": charts.lanes_chart(stored_sheet().drawn_bars),
+        "memory": figures.memory_chart(rows, stored_sheet().plan.budget_bytes),
+        "lanes": figures.lanes_chart(stored_sheet().drawn_bars),
     }
     for figure, spec in specs.items():
         stored = (PICTURES / f"{figure}-{theme}.svg").read_text(encoding="utf-8")
-        drawn = charts.picture(spec, is_dark=theme == "dark")
+        drawn = figures.picture(spec, is_dark=theme == "dark")
         assert marks_and_words(drawn) == marks_and_words(stored), "run `make pictures`"
         assert marks_and_words(drawn)[0]
 

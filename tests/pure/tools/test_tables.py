@@ -34,7 +34,6 @@ from elixir_compile.step.bucket_bytes import bytes_at
 from elixir_compile.step.plan_rows import PlanRows
 from elixir_compile.tools.observed import Counters
 from elixir_compile.tools.report import figures
-from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.explain import answer, answer_of, bucket_answer, region_answer
 from elixir_compile.tools.report.figures import NUM_BINS, LinkRates, link_rates, rate_columns
 from elixir_compile.tools.report.page import PlanSheet, page, page_data
@@ -261,25 +260,25 @@ def test_the_table_has_a_row_where_a_rate_changes() -> None:
     assert [row for row in rows if row[1] == "d2h"] == [("measured", "d2h", 0.0, 0.0), ("measured", "d2h", 2.0, 0.0)]
 
 
-@pytest.mark.skipif(not charts.can_draw(), reason="needs Altair and vl-convert")
+@pytest.mark.skipif(not figures.can_draw(), reason="needs Altair and vl-convert")
 def test_the_chart_stands_below_the_lanes_on_their_seconds_and_zooms_with_them() -> None:
     made = sheet()
     assert {each.lane for each in made.rates} == {Lane.H2D, Lane.D2H}
     args = (made.memory, made.bars, made.plan.budget_bytes, (), made.rates)
-    spec = charts.step_chart(*args)
+    spec = figures.step_chart(*args)
     assert [spec["vconcat"][1]["name"], spec["vconcat"][2]["layer"][0]["name"]] == ["lanes", "rates"]
     assert [param["views"] for param in spec["params"]] == [["hover", "lanes", "rates"]]
     assert spec["datasets"]["rates"] == [rate_columns(made.rates)]
     assert spec["resolve"]["scale"]["x"] == "shared"
-    drawn = charts.svg(charts.step_chart(*args, is_static=True))
+    drawn = figures.svg(figures.step_chart(*args, is_static=True))
     assert ">GB/s</text>" in drawn
     assert ">h2d</text>" in drawn
-    without = charts.svg(charts.lanes_chart(made.bars))
+    without = figures.svg(figures.lanes_chart(made.bars))
     assert ">GB/s</text>" not in without
     counted = tuple(replace(each, counted=((made.planned.step_s / 2, 1e9),)) for each in made.rates)
-    dotted = charts.lanes_chart(made.bars, counted)
+    dotted = figures.lanes_chart(made.bars, counted)
     assert len(dotted["vconcat"][1]["layer"]) == len(spec["vconcat"][2]["layer"]) + 1
-    assert charts.svg(dotted) != charts.svg(charts.lanes_chart(made.bars, made.rates))
+    assert figures.svg(dotted) != figures.svg(figures.lanes_chart(made.bars, made.rates))
 
 
 def test_the_data_of_the_page_has_the_rates_once() -> None:

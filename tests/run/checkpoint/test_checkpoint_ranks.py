@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 import elixir_compile as elixir
 from elixir_compile.base.options import ParamDtype
 from elixir_compile.checkpoint import dcp
-from elixir_compile.checkpoint import dcp as manifests
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint.folder import open_checkpoint
 from elixir_compile.graph.ops.shards import full, is_dtensor, is_sharded, own_part
@@ -628,7 +627,7 @@ def load_opens_another_folder_first(rank: int, world_size: int, folder: str) -> 
         is_first = rank == 0 and (len(looks) == 1 or path.name == "never")
         return folders.open_checkpoint(path.with_name("old") if is_first else path.with_name("run"))
 
-    manifests.open_checkpoint = open_other
+    dcp.open_checkpoint = open_other
     step = elixir.load(f"{folder}/run", model).step
     values = [param.to_local().unique().tolist() for param in model.parameters()]
     num_looks = len(looks)

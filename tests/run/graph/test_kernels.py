@@ -26,8 +26,6 @@ from torch._inductor.runtime import benchmarking
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.compat import compilers, trace_past_logging
-from elixir_compile.compat import compilers as kernels
-from elixir_compile.compat import compilers as libraries
 from elixir_compile.compat.compilers import Kernel, Kernels, best_instructions_only
 from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Plan, Saving
@@ -105,14 +103,14 @@ def test_equal_kernels_of_two_regions_are_compiled_once(runs: list[str]) -> None
 def test_a_kernel_called_while_another_thread_starts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Kernels()
     scope = scope_of(owner, k=source_that_adds(1))
-    began, may_go_on, usual = threading.Event(), threading.Event(), kernels.command_line
+    began, may_go_on, usual = threading.Event(), threading.Event(), compilers.command_line
 
     def command_line() -> str:
         began.set()
         may_go_on.wait(60)
         return usual()
 
-    monkeypatch.setattr(kernels, "command_line", command_line)
+    monkeypatch.setattr(compilers, "command_line", command_line)
     starter = threading.Thread(target=owner.start)
     starter.start()
     assert began.wait(60)
@@ -130,7 +128,7 @@ def test_each_call_of_a_broken_kernel_raises_the_compilers_error() -> None:
 
 def test_many_kernels_take_a_unit_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(kernels, "_Unit", lambda unit, submit: sizes.append(len(unit)))
+    monkeypatch.setattr(compilers, "_Unit", lambda unit, submit: sizes.append(len(unit)))
     for num_cores, expected in ((2, [5, 4]), (64, [3, 3, 3])):
         monkeypatch.setattr(async_compile, "get_compile_threads", lambda num_cores=num_cores: num_cores)
         owner = Kernels()
@@ -167,15 +165,15 @@ def test_a_later_process_finds_each_kernel_of_a_shared_library(runs: list[str]) 
 def test_a_kernel_whose_library_is_gone_is_compiled_again(runs: list[str]) -> None:
     source = source_that_adds(1)
     assert added(scope_of(Kernels(), a=source)) == {"a": 1}
-    key = libraries.source_key(["float*"], source, libraries.command_line())
-    place = libraries.known_place(key)
+    key = compilers.source_key(["float*"], source, compilers.command_line())
+    place = compilers.known_place(key)
     assert place is not None
-    libraries.note_place(key, place._replace(path="/nowhere.so"))
-    assert libraries.known_place(key) is None
+    compilers.note_place(key, place._replace(path="/nowhere.so"))
+    assert compilers.known_place(key) is None
     # A file that is there, and is no library.
-    libraries.note_place(key, place._replace(path=__file__, key="none"))
+    compilers.note_place(key, place._replace(path=__file__, key="none"))
     assert added(scope_of(Kernels(), a=source)) == {"a": 1}
-    assert libraries.known_place(key) == place
+    assert compilers.known_place(key) == place
 
 
 def test_start_does_not_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +251,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", isas)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", cpu_vec_isa.valid_vec_isa_list.__wrapped__)
-    monkeypatch.setattr(libraries.sys, "platform", "linux")
-    monkeypatch.setattr(libraries.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compilers.sys, "platform", "linux")
+    monkeypatch.setattr(compilers.platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     return seen
 

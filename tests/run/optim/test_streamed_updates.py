@@ -19,7 +19,6 @@ from elixir_compile.ir.cost import MOST_STREAMED_ROOM_BYTES, streamed_rooms
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.ir.plan import Plan
 from elixir_compile.optim import adamw_rule, streaming
-from elixir_compile.optim import streaming as pieces
 from elixir_compile.optim.host.passes import coalesce
 from elixir_compile.runtime.bucket import Slab, aligned_bytes, flat
 from elixir_compile.runtime.lanes import Plain
@@ -122,7 +121,7 @@ def use_small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut buckets of a few hundred elements into pieces: three rooms of 496 bytes, cuts at each 16 elements."""
     monkeypatch.setattr(streaming, "streamed_rooms", lambda nbytes: (3, min(nbytes, 496)))
     monkeypatch.setattr(streaming, "CUT_NUMEL", 16)
-    monkeypatch.setattr(pieces, "CUT_NUMEL", 16)
+    monkeypatch.setattr(streaming, "CUT_NUMEL", 16)
 
 
 ADAMW = {"fused": True, "amsgrad": True, "lr": 0.01}
@@ -212,13 +211,13 @@ def test_a_parameter_that_passes_whole_has_its_shape(home: str) -> None:
 
 def test_the_host_counts_the_steps_of_a_fused_class(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
-    keep = pieces.Row.keep_other
+    keep = streaming.Row.keep_other
 
-    def noted(row: pieces.Row, name: str, value: Any) -> None:
+    def noted(row: streaming.Row, name: str, value: Any) -> None:
         copied.append(name)
         keep(row, name, value)
 
-    monkeypatch.setattr(pieces.Row, "keep_other", noted)
+    monkeypatch.setattr(streaming.Row, "keep_other", noted)
     use_small_rooms(monkeypatch)
     trained_equally(Adam, "host", 3, fused=True)
     assert copied == ["step"] * 7, "the counters of the first step, which the class makes"
@@ -258,7 +257,7 @@ def test_the_rooms_take_no_more_than_the_plan_counts(home: str, monkeypatch: pyt
         planned = max(streamed_bytes(bucket.spec, bucket.placement.param) for bucket in buckets_of(run))
         num_tensors = 2 * 4
         assert len(in_update) == 1
-        assert 0 < in_update[0] <= planned + num_tensors * pieces.ALIGN_BYTES
+        assert 0 < in_update[0] <= planned + num_tensors * streaming.ALIGN_BYTES
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
 from elixir_compile.runtime import disk_file, disk_store
-from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.bucket import Slab, live_slab_bytes
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore
 
@@ -39,7 +38,7 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (disk_store, disk_file, disk_queue):
+    for module in (disk_store, disk_file):
         monkeypatch.setattr(module, "DISK_BLOCK_BYTES", BLOCK)
 
 
@@ -471,7 +470,7 @@ def test_closing_fails_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_closing_does_not_wait_for_a_stuck_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_queue, "_JOIN_S", 0.05)
+    monkeypatch.setattr(disk_file, "_JOIN_S", 0.05)
     store = DiskStore(tmp_path)
     region = store.allocate("b0", PAGE)
     is_stuck, gate = threading.Event(), threading.Event()

@@ -14,7 +14,6 @@ import torch
 
 from elixir_compile.base.errors import DiskFailed
 from elixir_compile.runtime import disk_file, disk_store
-from elixir_compile.runtime import disk_file as disk_queue
 from elixir_compile.runtime.disk_file import DiskTransfer
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead, StagingBuffers
 
@@ -141,7 +140,7 @@ NUM_PIECES = 9
 @pytest.fixture
 def blocks_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here compiles; blocks are of one page."""
-    for module in (disk_store, disk_file, disk_queue):
+    for module in (disk_store, disk_file):
         monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
 
 

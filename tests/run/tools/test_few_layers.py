@@ -22,7 +22,6 @@ from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.tools.cli.plan import Request
 from elixir_compile.tools.plan import named_cluster, question
 from elixir_compile.tools.preview import few_layers, models
-from elixir_compile.tools.preview import models as shapes
 from elixir_compile.tools.preview.capture import Capture, capture_step
 from elixir_compile.tools.preview.few_layers import Law, capture_model, hide_unlike
 from elixir_compile.tools.preview.models import Configured, ModelShape, TextBatch, load_model, model_named, model_names
@@ -301,7 +300,7 @@ def test_a_model_with_a_layer_that_differs_is_not_one_of_few_layers(change: Call
 
 
 PAPER = {"gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b"}
-"""Their sources give hidden sizes and layers, and no totals: those in `shapes` are what they add up to."""
+"""Their sources give hidden sizes and layers, and no totals: those in `models` are what they add up to."""
 
 
 def with_layers(shape: ModelShape, count: int) -> ModelShape:
@@ -340,7 +339,7 @@ def test_names_ignore_case_and_unknown_names_suggest_the_nearest() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-4b", "bert-large", "t5-3b", "vit-g"])
 def test_a_step_of_each_kind_of_model_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = with_layers(shapes.model_named(name), 1)
+    shape = with_layers(models.model_named(name), 1)
     monkeypatch.setattr(models, "model_named", lambda name: shape)
     capture = capture_step(*load_model(name, TextBatch(batch=2, seq=16, dtype=torch.bfloat16)))
     assert any(op.phase.value == "backward" for op in capture.graph.ops)
