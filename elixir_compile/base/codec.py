@@ -77,25 +77,19 @@ def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
         found = data.pop("elixir", _MISSING)
         if found != form.what:
             raise _Wrong("elixir", f"'{form.what}'", "nothing" if found is _MISSING else found)
-        _upgrade(form, data)
+        version = data.get("format", _MISSING)
+        if type(version) is not int or (version != form.version and version not in form.upgrades):
+            is_later = type(version) is int and version > form.version
+            earlier = "".join(f" or {version}" for version in sorted(form.upgrades, reverse=True))
+            hint = f" (a later elixir_compile wrote the {form.what}; that version reads it)" if is_later else ""
+            raise _Wrong("format", f"{form.version}{earlier}{hint}", "nothing" if version is _MISSING else version)
+        for earlier_version in range(version, form.version):
+            form.upgrades[earlier_version](data)
         if "format" not in _fields(cls):
             del data["format"]
         return _decode(cls, data, "")
     except _Wrong as wrong:
         raise form.error(wrong.field, wrong.expected, wrong.got) from wrong.__cause__
-
-
-def _upgrade(form: Form, data: dict[str, Any]) -> None:
-    """Bring `data` of an earlier version to the version of `form`."""
-    found = data.get("format", _MISSING)
-    is_known = type(found) is int and (found == form.version or found in form.upgrades)
-    if not is_known:
-        is_later = type(found) is int and found > form.version
-        earlier = "".join(f" or {version}" for version in sorted(form.upgrades, reverse=True))
-        hint = f" (a later elixir_compile wrote the {form.what}; that version reads it)" if is_later else ""
-        raise _Wrong("format", f"{form.version}{earlier}{hint}", "nothing" if found is _MISSING else found)
-    for version in range(typing.cast(int, found), form.version):
-        form.upgrades[version](data)
 
 
 def _parse(text: str) -> Any:
@@ -173,11 +167,7 @@ def _encoder(hint: Any) -> Callable[[Any], Any]:
         encode_fields = {cls: _encoder(cls) for cls in args}
         return lambda value: {"kind": value.kind} | encode_fields[type(value)](value)
     # numpy's numbers become Python's.
-    return hint if hint in (int, float) else _itself
-
-
-def _itself(value: Any) -> Any:
-    return value
+    return hint if hint in (int, float) else lambda value: value
 
 
 def _decode(hint: Any, data: Any, path: str) -> Any:
@@ -231,7 +221,7 @@ def _decode_kind(classes: tuple[Any, ...], data: Any, path: str) -> Any:
 
 def _decode_items(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
     _expect(isinstance(data, list), path, "a list", data)
-    hints = _item_hints(args, len(data))
+    hints = (args[0],) * len(data) if args[-1] is Ellipsis else args
     _expect(len(hints) == len(data), path, f"a list of {len(hints)}", data)
     return tuple(
         _decode(hint, item, f"{path}[{index}]") for index, (hint, item) in enumerate(zip(hints, data, strict=True))
@@ -258,10 +248,6 @@ def _is_finite(number: int | float) -> bool:
         return math.isfinite(number)
     except OverflowError:  # a whole number beyond 1.8e308
         return False
-
-
-def _item_hints(args: tuple[Any, ...], num_items: int) -> tuple[Any, ...]:
-    return (args[0],) * num_items if args[-1] is Ellipsis else args
 
 
 def _plain(hint: Any) -> Any:

@@ -217,51 +217,41 @@ def _memory(name: str, value: object) -> int | None:
         raise InvalidOption(name, value, f"{BYTES_EXAMPLE}, or None") from error
 
 
-def _one_of(*names: str) -> Callable[[str, object], str]:
-    def parse(name: str, value: object) -> str:
-        if not isinstance(value, str) or value not in names:
-            raise InvalidOption(name, value, "one of " + ", ".join(repr(choice) for choice in names))
-        return value
-
-    return parse
-
-
-def _one_of_or_none(*names: str) -> Callable[[str, object], str | None]:
+def _one_of(*names: str, or_none: bool = False) -> Callable[[str, object], str | None]:
     def parse(name: str, value: object) -> str | None:
-        if value is not None and (not isinstance(value, str) or value not in names):
-            raise InvalidOption(name, value, "one of " + ", ".join(repr(choice) for choice in names) + ", or None")
+        if value is None and or_none:
+            return None
+        if not isinstance(value, str) or value not in names:
+            raise InvalidOption(name, value, f"one of {', '.join(map(repr, names))}{', or None' if or_none else ''}")
         return value
 
     return parse
 
 
-def _path(name: str, value: object) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | Path) or str(value) == "":
-        raise InvalidOption(name, value, 'the path of a saved plan such as "plan.json"')
-    return Path(value)
+def _path(expected: str) -> Callable[[str, object], Path | None]:
+    def parse(name: str, value: object) -> Path | None:
+        if value is None:
+            return None
+        if not isinstance(value, str | Path) or str(value) == "":
+            raise InvalidOption(name, value, expected)
+        return Path(value)
+
+    return parse
 
 
-def _new_folder(name: str, value: object) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | Path) or str(value) == "":
-        raise InvalidOption(name, value, 'a folder such as "run/trace", or None')
-    return Path(value)
+_any_folder = _path('a folder such as "/mnt/nvme", or None')
 
 
 def _folder(name: str, value: object) -> Path | None:
-    if value is None:
+    path = _any_folder(name, value)
+    if path is None:
         return None
-    if not isinstance(value, str | Path) or str(value) == "":
-        raise InvalidOption(name, value, 'a folder such as "/mnt/nvme", or None')
     # The folder must exist: making it would use another disk if the intended one is not mounted.
-    if not os.path.isdir(value):
+    if not path.is_dir():
         raise InvalidOption(name, value, "a folder that exists")
-    if not os.access(value, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise InvalidOption(name, value, "a folder that you may write to")
-    return Path(value).absolute()
+    return path.absolute()
 
 
 def _seconds(name: str, value: object) -> float:
@@ -271,10 +261,8 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _micro_batches(name: str, value: object) -> MicroBatches:
-    if value == "fit":
-        return "fit"
-    if value == "auto":
-        return "auto"
+    if value == "fit" or value == "auto":
+        return value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidOption(name, value, '"fit", "auto" or a number of 1 or more')
     return value
@@ -319,18 +307,18 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "activations": _one_of(*get_args(Activations)),
     "accumulate": _bool_or_none,
     "update": _one_of(*get_args(UpdateTime)),
-    "param_dtype": _one_of_or_none(*get_args(ParamDtype)),
-    "reduce_dtype": _one_of_or_none(*get_args(ReduceDtype)),
-    "state_dtype": _one_of_or_none(*get_args(StateDtype)),
+    "param_dtype": _one_of(*get_args(ParamDtype), or_none=True),
+    "reduce_dtype": _one_of(*get_args(ReduceDtype), or_none=True),
+    "state_dtype": _one_of(*get_args(StateDtype), or_none=True),
     "search_timeout": _seconds,
     "hardware": _text,
-    "plan": _path,
+    "plan": _path('the path of a saved plan such as "plan.json"'),
     "plan_cache": _bool,
     "micro_batches": _micro_batches,
     "profile_regions": _bool,
     "replan": _bool,
     "inner": _one_of(*get_args(Inner)),
     "compile_by": _one_of(*get_args(CompileBy)),
-    "trace": _new_folder,
+    "trace": _path('a folder such as "run/trace", or None'),
     "report": _bool,
 }

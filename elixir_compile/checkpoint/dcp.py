@@ -75,7 +75,8 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
         if _writes(like, num_shared):
             (chunk,) = like.__create_chunk_list__()
             places[key] = Place(offsets=tuple(chunk.offsets), shape=tuple(like.shape))
-            sources[key] = _own(source)
+            own = own_part(like)
+            sources[key] = Deferred(like=own, read=source.read) if isinstance(source, Deferred) else own
         else:
             del sources[key]
         num_shared += 1
@@ -96,12 +97,6 @@ def _writes(like: DTensor, number: int) -> bool:
     axes = zip(like.placements, coordinate, mesh.shape, strict=True)
     is_turn = all(place == number % size for placement, place, size in axes if placement.is_replicate())
     return is_turn and own_part(like).numel() > 0
-
-
-def _own(source: "torch.Tensor | Deferred") -> "torch.Tensor | Deferred":
-    if isinstance(source, Deferred):
-        return Deferred(like=own_part(source.like), read=source.read)
-    return own_part(source)
 
 
 _METADATA_FILE = ".metadata"
@@ -254,7 +249,10 @@ def write(
     """
     writer, planner = _Writer(folder), _SavePlanner(sources, is_spent=is_spent)
     likes = {key: source.like if isinstance(source, Deferred) else source for key, source in sources.items()}
-    items = {key: _item(key, like, (places or {}).get(key)) for key, like in likes.items()}
+    items: dict[str, WriteItem] = {}
+    for key, like in likes.items():
+        place = (places or {}).get(key) or Place(offsets=(0,) * like.ndim, shape=tuple(like.shape))
+        items[key] = _write_item(key, like.dtype, place, like.shape)
     writer.set_up_storage_writer(is_coordinator=True)
     local = writer.prepare_local_plan(SavePlan(list(items.values())))
     # DCP names a file by the index of its plan in this list, so `rank` empty plans come first.
@@ -280,11 +278,6 @@ def finish(folder: Path, written: Iterable[str]) -> Mapping[str, FileRecord]:
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
     return writer.summed.records
-
-
-def _item(key: str, like: torch.Tensor, place: Place | None) -> WriteItem:
-    place = place or Place(offsets=(0,) * like.ndim, shape=tuple(like.shape))
-    return _write_item(key, like.dtype, place, like.shape)
 
 
 def _write_item(key: str, dtype: torch.dtype, place: Place, sizes: Sequence[int]) -> WriteItem:
@@ -419,9 +412,18 @@ def _verified(folder: OpenFolder, manifest: Manifest, rank: int, num_ranks: int)
     for name in last:
         if name.endswith(".distcp") and reader is None:
             reader = _reader(folder)
-        _verify(folder, name, manifest.files[name], reader)
-        if name == STATE_FILE:
-            state = json.loads(_content(folder, name))
+        try:
+            with folder.open(name) as file:
+                damage = first_damage(file, manifest.files[name])
+                if damage is None and name == STATE_FILE:
+                    file.seek(0)
+                    state = json.loads(file.read())
+        except OSError as error:
+            damage = 0, f"cannot be read ({error.strerror})"
+        if damage is not None:
+            byte, because = damage
+            key = "" if reader is None else reader.key_at(Path(name).name, byte)
+            raise CheckpointCorrupted(str(folder), name, key, because)
     if state is None:
         raise CheckpointCorrupted(str(folder), MANIFEST_FILE, "", f"does not list {STATE_FILE}")
     reader = reader or _reader(folder)
@@ -430,26 +432,6 @@ def _verified(folder: OpenFolder, manifest: Manifest, rank: int, num_ranks: int)
         if key not in stored:
             raise CheckpointCorrupted(str(folder), f"{TENSORS_FOLDER}/.metadata", key, "does not list it")
     return reader, state
-
-
-def _verify(folder: OpenFolder, name: str, record: FileRecord, reader: Reader | None) -> None:
-    try:
-        with folder.open(name) as file:
-            damage = first_damage(file, record)
-    except OSError as error:
-        damage = 0, f"cannot be read ({error.strerror})"
-    if damage is not None:
-        byte, because = damage
-        key = "" if reader is None else reader.key_at(Path(name).name, byte)
-        raise CheckpointCorrupted(str(folder), name, key, because)
-
-
-def _content(folder: OpenFolder, name: str) -> bytes:
-    try:
-        with folder.open(name) as file:
-            return file.read()
-    except OSError as error:
-        raise CheckpointCorrupted(str(folder), name, "", f"cannot be read ({error.strerror})") from error
 
 
 def _reader(folder: OpenFolder) -> Reader:

@@ -5,7 +5,7 @@ file.
 import json
 import os
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +118,10 @@ def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike
         written = elixir.export("run/latest", "saved.safetensors")  # the weights of a checkpoint
         assert written.num_tensors == len(model.state_dict())
     """
+    out = Path(out)
     if isinstance(source, nn.Module):
-        return _export_model(compat.undo_compile(source), Path(out))
-    return _export_checkpoint(Path(source), Path(out))
-
-
-def _export_checkpoint(checkpoint: Path, out: Path) -> Export:
+        return _export_model(compat.undo_compile(source), out)
+    checkpoint = Path(source)
     with ExitStack() as held:
         found = open_verified(checkpoint, held) or open_verified(checkpoint, held, is_last_try=True)
         reader = found.reader
@@ -311,7 +309,11 @@ def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitSt
             verified = open_verified(path, held, rank=group.rank, num_ranks=group.num_ranks, is_last_try=is_last_try)
             return None if verified is None else _compared(verified, parts)
 
-        found, crc32s = group.run_on_all("the checkpoint to load", open_and_compare, _crc32_text)
+        found, crc32s = group.run_on_all(
+            "the checkpoint to load",
+            open_and_compare,
+            lambda opened: "replaced" if opened is None else str(opened.manifest.crc32),
+        )
         # A save may have replaced the checkpoint after one rank opened it and before another did: try again.
         if found is not None and len(set(crc32s)) == 1:
             return found
@@ -319,20 +321,23 @@ def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitSt
     raise AssertionError("the last try found a checkpoint, or raised")
 
 
-def _crc32_text(found: _Found | None) -> str:
-    return "replaced" if found is None else str(found.manifest.crc32)
-
-
 def _compared(verified: Verified, parts: _Parts) -> _Found:
     """Compare `verified` with `parts`. Raises CheckpointMismatch if it was saved from other parts."""
     model, optimizer, scheduler = parts
     folder, plain = verified.folder.path, verified.plain
-    state = _readable_state(model)
+    state = model_state(model)
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise NotPrepared(f"{name} is on `meta`, so there is nothing to load into.")
     _require_same(folder, "model", model_differences(state, plain["model"], verified.reader.forms))
     if optimizer is not None:
         _require_same(folder, "optimizer", optimizer_differences(model, optimizer, plain["optimizer"]))
     if scheduler is not None:
-        _require_same(folder, "scheduler", _scheduler_differences(scheduler, plain["scheduler"]))
+        saved, here = plain["scheduler"], type(scheduler).__qualname__
+        if saved is None:
+            _require_same(folder, "scheduler", ["the checkpoint holds no scheduler; leave `scheduler` out"])
+        elif saved["kind"] != here:
+            _require_same(folder, "scheduler", [f"{saved['kind']} in the checkpoint, {here} here"])
     return _Found(folder=folder, manifest=verified.manifest, reader=verified.reader, plain=plain, state=state)
 
 
@@ -363,22 +368,7 @@ def _fill(found: _Found, parts: _Parts, group: RankGroup) -> Mapping[str, torch.
     return tensors
 
 
-def _readable_state(model: nn.Module) -> Mapping[str, Any]:
-    state = model_state(model)
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise NotPrepared(f"{name} is on `meta`, so there is nothing to load into.")
-    return state
-
-
-def _scheduler_differences(scheduler: Any, plain: Mapping[str, Any] | None) -> Iterator[str]:
-    if plain is None:
-        yield "the checkpoint holds no scheduler; leave `scheduler` out"
-    elif plain["kind"] != type(scheduler).__qualname__:
-        yield f"{plain['kind']} in the checkpoint, {type(scheduler).__qualname__} here"
-
-
-def _require_same(folder: Path, what: str, differences: Iterator[str]) -> None:
+def _require_same(folder: Path, what: str, differences: Iterable[str]) -> None:
     found = sorted(differences)
     if found:
         raise CheckpointMismatch(str(folder), what, found)

@@ -72,10 +72,6 @@ def to_plain(value: Any, key: str, sources: Sources) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "text": repr(float(value))}
-    return _object_to_plain(value, key, sources)
-
-
-def _object_to_plain(value: Any, key: str, sources: Sources) -> Any:
     if isinstance(value, Counter):
         return {_KIND: "counter", "items": _items_to_plain(value, key, sources)}
     if isinstance(value, Mapping):
@@ -284,29 +280,29 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
     """
     names = _names(model, optimizer)
     groups = [
-        to_plain(_hyperparameters(group), f"{OPTIMIZER_KEY}groups.{number}", sources) | {"params": own}
+        to_plain(
+            {name: value for name, value in group.items() if name not in ("params", *_IMPLEMENTATION_FLAGS)},
+            f"{OPTIMIZER_KEY}groups.{number}",
+            sources,
+        )
+        | {"params": own}
         for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
     ]
     states = {
         name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources)
         for name, state in _states(optimizer, [name for own in names for name in own])
     }
+    moments: Counter[str] = Counter()  # by form, the number of parameters; empty if all are exact
+    if isinstance(optimizer, Hybrid):
+        found = optimizer.states_of([param for param, state in optimizer.state.items() if state])
+        moments.update(state.state_dtype or MomentForm.FLOAT32.value for state in found)
     return {
         "kind": type(optimizer).__qualname__,
         "hyperparameters": _hyperparameter_names(optimizer),
         "groups": groups,
-        "moments": _moments(optimizer),
+        "moments": dict(moments) if moments.keys() - {MomentForm.FLOAT32.value} else {},
         "states": states,
     }
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the number of parameters with state by the form of their moments; empty if all moments are exact."""
-    if not isinstance(optimizer, Hybrid):
-        return {}
-    states = optimizer.states_of([param for param, state in optimizer.state.items() if state])
-    forms = Counter(state.state_dtype or MomentForm.FLOAT32.value for state in states)
-    return dict(forms) if forms.keys() - {MomentForm.FLOAT32.value} else {}
 
 
 def optimizer_differences(
@@ -441,10 +437,6 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
                 )
             names[-1].append(by_id[id(param)])
     return names
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params" and name not in _IMPLEMENTATION_FLAGS}
 
 
 def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -280,21 +280,23 @@ def _state_of(
         plain = {
             "optimizer": None if optimizer is None else optimizer_plain(model, optimizer, shared),
             "model": model_plain(model_state(model), shared),
-            "scheduler": None if scheduler is None else _scheduler_plain(scheduler, rest),
+            "scheduler": None
+            if scheduler is None
+            else {
+                "kind": type(scheduler).__qualname__,
+                "state": to_plain(scheduler.state_dict(), "scheduler", rest),
+            },
             "extra": to_plain(dict(extra or {}), "extra", rest),
         }
         random = to_plain(random_state(), f"random.{group.rank}", own)
     except UnsupportedValue as error:
         raise NotSavable(str(target), error.key, error.kind) from None
-    crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], _forms(shared))).encode())
+    likes = ((key, source.like if isinstance(source, Deferred) else source) for key, source in shared.items())
+    forms = [(key, str(like.dtype), tuple(like.shape)) for key, like in likes]
+    crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], forms)).encode())
     places = keep_own(shared, is_first=group.is_first)
     sources = {**shared, **(rest if group.is_first else {}), **own}
     return _State(target=target, step=step, plain=plain, random=random, sources=sources, places=places, crc32=crc32)
-
-
-def _forms(sources: Sources) -> list[object]:
-    likes = ((key, source.like if isinstance(source, Deferred) else source) for key, source in sources.items())
-    return [(key, str(like.dtype), tuple(like.shape)) for key, like in likes]
 
 
 def _facts_text(state: _State, asynchronous: bool) -> str:
@@ -302,11 +304,6 @@ def _facts_text(state: _State, asynchronous: bool) -> str:
     same = {"path": str(state.target), "step": state.step, "asynchronous": asynchronous}
     same["names, shapes and hyperparameters, by their checksum"] = state.crc32
     return json.dumps({"same": same, "nbytes": state.nbytes, "random": state.random})
-
-
-def _scheduler_plain(scheduler: Any, sources: Sources) -> dict[str, Any]:
-    state = to_plain(scheduler.state_dict(), "scheduler", sources)
-    return {"kind": type(scheduler).__qualname__, "state": state}
 
 
 def _copy_to_host(sources: Sources) -> None:
@@ -340,7 +337,9 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
 
         def write() -> tuple[str, Mapping[str, FileRecord]]:
             with _disk_failures(state.target):
-                _require_seen(folder, state.target)
+                if not folder.is_dir():
+                    first = f"the first rank made {folder}, and this rank does not see it"
+                    raise DiskFailed(str(state.target), "save", f"{first}. All ranks need one file system")
                 return dcp.write(
                     folder / TENSORS_FOLDER,
                     state.sources,
@@ -365,12 +364,6 @@ def _written_text(written: tuple[str, Mapping[str, FileRecord]]) -> str:
     return json.dumps({"tensors": tensors, "files": {name: asdict(record) for name, record in records.items()}})
 
 
-def _require_seen(folder: Path, target: Path) -> None:
-    if not folder.is_dir():
-        because = f"the first rank made {folder}, and this rank does not see it. All ranks need one file system"
-        raise DiskFailed(str(target), "save", because)
-
-
 def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequence[Any]) -> None:
     """Write the files that a checkpoint has once: the index of the tensors, `state.json` and, last, the manifest.
 
@@ -386,7 +379,12 @@ def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequen
     files = {f"{TENSORS_FOLDER}/{name}": record for name, record in records.items()}
     plain = {**state.plain, "random": {str(rank): random for rank, random in enumerate(randoms)}}
     files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(plain, allow_nan=False))
-    write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=_versions(), files=files))
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # public, despite the underscores
+        "elixir_compile": __version__,
+    }
+    write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=versions, files=files))
 
 
 @contextmanager
@@ -397,11 +395,3 @@ def _disk_failures(target: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise DiskFailed(str(target), "save", error.strerror or str(error), error.errno or 0) from error
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),  # public, despite the underscores
-        "elixir_compile": __version__,
-    }

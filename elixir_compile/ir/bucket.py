@@ -91,14 +91,12 @@ class Bucket:
                 f"bucket {self.id} has moments in {self.state_dtype} and {self.state_nbytes} bytes of optimizer state; "
                 f"expected {', '.join(STATE_DTYPES)}, and state."
             )
-        if self.reduce_dtype is not None and not self._may_reduce():
+        reduced_bytes = _REDUCED_BYTES.get(self.reduce_dtype or "", 0) * self.numel
+        if self.reduce_dtype is not None and reduced_bytes <= self.nbytes:
             raise InvalidPlan(
                 f"bucket {self.id} reduces gradients of {self.dtype} in {self.reduce_dtype}; expected "
                 f"{' or '.join(_REDUCED_BYTES)}, for gradients of a narrower dtype."
             )
-
-    def _may_reduce(self) -> bool:
-        return _REDUCED_BYTES.get(self.reduce_dtype or "", 0) * self.numel > self.nbytes
 
     @property
     def is_sharded(self) -> bool:

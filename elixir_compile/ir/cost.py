@@ -215,15 +215,6 @@ _LEAST_STATE_WITH_MASTER_BYTES = 10
 """Of an element: two fp32 moments and an int16 low half."""
 
 
-def _device_traffic(bucket: Bucket) -> float:
-    """Return the bytes that an update of `bucket` on the device moves, over those of the fused kernel for fp32."""
-    if bucket.state_dtype is not None:
-        return _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype] / ADAM_BYTES_PER_ELEMENT
-    has_master = bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
-    nbytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype) if has_master else None
-    return 1.0 if nbytes is None else nbytes / ADAM_BYTES_PER_ELEMENT
-
-
 def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
 
@@ -233,7 +224,14 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         return 0.0
     numel = bucket.own_numel
     if tier is Tier.DEVICE:
-        return cluster.device.launch_s + numel * _device_traffic(bucket) / cluster.device.update_elements_per_s
+        # What moves, over the bytes of the fused kernel for fp32.
+        moved_bytes = ADAM_BYTES_PER_ELEMENT
+        if bucket.state_dtype is not None:
+            moved_bytes = _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype]
+        elif bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel:
+            moved_bytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, moved_bytes)
+        traffic = moved_bytes / ADAM_BYTES_PER_ELEMENT
+        return cluster.device.launch_s + numel * traffic / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
         share = 1.0 if bucket.state_dtype is None else _NARROW_HOST_SECONDS[bucket.state_dtype]
         return share * numel * cluster.num_local_ranks / cluster.host.update_elements_per_s

@@ -203,7 +203,9 @@ class StepGraph:
         if self.batch_size and dict(self.symbols).get(self.batch_size) != self.batch:
             raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected {self.batch_size}.")
         _check_phases(self)
-        _check_total(self)
+        total_bytes = sum(storage.nbytes for storage in self.storages)
+        if total_bytes > MOST_BYTES:
+            raise InvalidPlan(f"graph {self.name} has storages of {total_bytes} bytes; expected at most {MOST_BYTES}.")
         _check_sizes(self)
         named = [*self.outputs, *(name for _, name in self.aliases), *(s.of for s in self.storages if s.of is not None)]
         if not ids.issuperset(named):
@@ -263,12 +265,6 @@ def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
 
 def _repeated(names: Sequence[str]) -> str:
     return next(name for number, name in enumerate(names) if name in names[:number])
-
-
-def _check_total(graph: StepGraph) -> None:
-    total_bytes = sum(storage.nbytes for storage in graph.storages)
-    if total_bytes > MOST_BYTES:
-        raise InvalidPlan(f"graph {graph.name} has storages of {total_bytes} bytes; expected at most {MOST_BYTES}.")
 
 
 def _check_sizes(graph: StepGraph) -> None:

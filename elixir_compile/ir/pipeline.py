@@ -110,29 +110,6 @@ def pipeline_order(schedule: TorchSchedule, num_stages: int, num_ranks: int, num
     Raises InvalidOption for numbers that torch's schedule does not take: stages that are no multiple of the ranks, or
     several on a rank where the schedule has one, and too few or indivisible micro-batches.
     """
-    _require_runnable(schedule, num_stages, num_ranks, num_micro_batches)
-    runs = {
-        TorchSchedule.GPIPE: _gpipe,
-        TorchSchedule.ONE_F_ONE_B: _one_f_one_b,
-        TorchSchedule.INTERLEAVED: _interleaved,
-        TorchSchedule.LOOPED_BFS: _looped_bfs,
-    }[schedule]
-    found: list[tuple[PipelineAction, ...]] = []
-    for rank in range(num_ranks):
-        own = [_Run(*run) for run in runs(rank, num_stages, num_ranks, num_micro_batches)]
-        messages = _Messages(num_stages, num_ranks)
-        waits = schedule is TorchSchedule.ONE_F_ONE_B
-        found.append(tuple(messages.in_turn(own) if waits else messages.beside(own)))
-    return PipelineOrder(
-        schedule=schedule,
-        num_stages=num_stages,
-        num_ranks=num_ranks,
-        num_micro_batches=num_micro_batches,
-        actions=tuple(found),
-    )
-
-
-def _require_runnable(schedule: TorchSchedule, num_stages: int, num_ranks: int, num_micro_batches: int) -> None:
     if num_ranks < 1 or num_stages < 1 or num_stages % num_ranks:
         above = num_ranks * -(-num_stages // num_ranks) if min(num_ranks, num_stages) > 0 else num_ranks
         expected = f"a multiple of the {num_ranks} ranks, such as {above}: each rank has as many stages"
@@ -152,6 +129,25 @@ def _require_runnable(schedule: TorchSchedule, num_stages: int, num_ranks: int, 
         )
         expected = f"a multiple of the {num_ranks} ranks under {schedule}, such as {below} or {above}"
         raise InvalidOption("micro_batches", num_micro_batches, expected)
+    runs = {
+        TorchSchedule.GPIPE: _gpipe,
+        TorchSchedule.ONE_F_ONE_B: _one_f_one_b,
+        TorchSchedule.INTERLEAVED: _interleaved,
+        TorchSchedule.LOOPED_BFS: _looped_bfs,
+    }[schedule]
+    found: list[tuple[PipelineAction, ...]] = []
+    for rank in range(num_ranks):
+        own = [_Run(*run) for run in runs(rank, num_stages, num_ranks, num_micro_batches)]
+        messages = _Messages(num_stages, num_ranks)
+        waits = schedule is TorchSchedule.ONE_F_ONE_B
+        found.append(tuple(messages.in_turn(own) if waits else messages.beside(own)))
+    return PipelineOrder(
+        schedule=schedule,
+        num_stages=num_stages,
+        num_ranks=num_ranks,
+        num_micro_batches=num_micro_batches,
+        actions=tuple(found),
+    )
 
 
 _Step = tuple[int, Phase, int]

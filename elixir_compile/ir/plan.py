@@ -285,7 +285,9 @@ class Plan:
         if self.lean is not None and len(self.lean.schedules) != len(self.schedules):
             have = f"{len(self.schedules)} schedules and {len(self.lean.schedules)} for lean calls"
             raise InvalidPlan(f"plan {self.name} has {have}; expected one for each rank.")
-        total_bytes = self.base_bytes + sum(map(_counted_bytes, self.buckets))
+        total_bytes = self.base_bytes  # at most parameters, gradients, state and flat buffers of all ranks
+        for bucket in self.buckets:
+            total_bytes += bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
         lean_groups = () if self.lean is None else self.lean.activations
         total_bytes += sum(group.nbytes for group in (*self.activations, *lean_groups))
         if total_bytes > MOST_BYTES:
@@ -347,14 +349,19 @@ class Plan:
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
-        """Return the lines of the name and the prediction: exact numbers, with rounded figures as comments."""
+        """Return the lines of the name, the prediction and the planner: exact numbers, with rounded figures as
+        comments."""
         made, budget = self.prediction, format_bytes(self.budget_bytes)
         seconds = (
             f"{format_s(made.step_s)}, {format_s(made.exposed_s)} exposed, {made.hidden_share:.1%} of transfers hidden"
         )
         base = f"  base {self.base_bytes}" if self.base_bytes else ""
         peak = f"{format_bytes(made.device_peak_bytes)} of {budget}, host {format_bytes(made.host_peak_bytes)}"
-        return [
+        bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
+        gib = "" if self.gib_bound_s is None else f"  gib bound {real(self.gib_bound_s)}"
+        parts = [] if self.gap is None else [f"gap {self.gap:.2%}"]
+        parts += [] if self.gib_saves_s is None else [f"1 GiB more takes at most {format_s(self.gib_saves_s)} off"]
+        lines = [
             f"plan {word(self.name)} on {word(self.cluster)}",
             commented(f"  format {self.format}  graph {word(self.graph)}  budget {self.budget_bytes}{base}", budget),
             commented(
@@ -363,16 +370,8 @@ class Plan:
             commented(
                 f"  peak {made.device_peak_bytes} at {word(made.device_peak_at)}  host {made.host_peak_bytes}", peak
             ),
-            *self._certificate(),
+            commented(f"  planner {word(self.planner)}{bound}{gib}", ", ".join(parts)),
         ]
-
-    def _certificate(self) -> list[str]:
-        """Return the lines of the planner, its bound and gap, and the limits of the bound."""
-        bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
-        gib = "" if self.gib_bound_s is None else f"  gib bound {real(self.gib_bound_s)}"
-        parts = [] if self.gap is None else [f"gap {self.gap:.2%}"]
-        parts += [] if self.gib_saves_s is None else [f"1 GiB more takes at most {format_s(self.gib_saves_s)} off"]
-        lines = [commented(f"  planner {word(self.planner)}{bound}{gib}", ", ".join(parts))]
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
@@ -380,8 +379,7 @@ class Plan:
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
         lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
-        lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
-        return lines
+        return [*lines, *([f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else [])]
 
     def of_lean_calls(self) -> "Plan":
         """Return this plan with the activations, regions and schedules of its lean calls in place of its own."""
@@ -422,11 +420,6 @@ class Plan:
                 f"the peak of plan {self.name} does not grow with {symbol}; it depends on {', '.join(growing)}."
             )
         return found
-
-
-def _counted_bytes(bucket: Bucket) -> int:
-    """Return an upper limit of the bytes of a bucket: parameters, gradients, state and flat buffers of all ranks."""
-    return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
 
 
 def calls_text(calls: Calls) -> str:

@@ -65,17 +65,6 @@ def tallies(spans: Iterable[Span]) -> Mapping[tuple[Lane, str], Tally]:
     return found
 
 
-def _counted(spans: Iterable[Span]) -> Mapping[str, int]:
-    """Return the number of actions of `spans` by verb; an action that passes two lanes counts once."""
-    times: Counter[str] = Counter()
-    for (_, label), tally in tallies(spans).items():
-        times[label] = max(times[label], tally.times)
-    counts: Counter[str] = Counter()
-    for label, number in times.items():
-        counts[label.partition(" ")[0]] += number
-    return dict(counts)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """A step: its spans, its peaks in bytes, and the number of actions by verb."""
@@ -109,7 +98,15 @@ class Record:
             return span.graph == name or (not span.graph and (buckets is None or what in buckets))
 
         spans = tuple(span for span in self.spans if is_own(span))
-        return replace(self, spans=spans, counts=self.counts if len(graphs) == 1 else _counted(spans))
+        if len(graphs) == 1:
+            return replace(self, spans=spans)
+        times: Counter[str] = Counter()
+        for (_, label), tally in tallies(spans).items():  # an action that passes two lanes counts once
+            times[label] = max(times[label], tally.times)
+        counts: Counter[str] = Counter()
+        for label, number in times.items():
+            counts[label.partition(" ")[0]] += number
+        return replace(self, spans=spans, counts=dict(counts))
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s) and self.step_s >= 0):

@@ -194,7 +194,11 @@ def _parsed(text: str) -> ast.expr:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidPlan(f"the size {_shown(text)} is not an expression.") from error
-    _check_depth(text, tree)
+    level: list[ast.AST] = [tree]
+    for _ in range(_MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise InvalidPlan(f"the size {_shown(text)} nests more than {_MAX_DEPTH} operations.")
     for node in ast.walk(tree):
         if not _is_known(node):
             shown = _shown(ast.unparse(node) or type(node).__name__)
@@ -202,16 +206,6 @@ def _parsed(text: str) -> ast.expr:
     if _degree(tree) > _MAX_DEGREE:
         raise InvalidPlan(f"the size {_shown(text)} multiplies more than {_MAX_DEGREE} symbols.")
     return tree
-
-
-def _check_depth(text: str, tree: ast.expr) -> None:
-    """Raise InvalidPlan if operations are nested more than `_MAX_DEPTH` deep."""
-    level: list[ast.AST] = [tree]
-    for _ in range(_MAX_DEPTH):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-        if not level:
-            return
-    raise InvalidPlan(f"the size {_shown(text)} nests more than {_MAX_DEPTH} operations.")
 
 
 def _degree(node: ast.AST) -> int:

@@ -154,7 +154,8 @@ class AdamWRule(UpdateRule):
             weight, _, state = each
             rest, form = rest_name_of(state), form_of(state)
             is_exact = form is MomentForm.FLOAT32 or weight.dtype != torch.float32
-            if rest is None and is_exact and not self._is_own_master(weight):
+            is_own_master = self.precision.masters is torch.bfloat16 and weight.dtype == torch.bfloat16
+            if rest is None and is_exact and not is_own_master:
                 plain.setdefault((weight.device, weight.dtype), []).append(each)
                 continue
             if group["amsgrad"] and (rest is None or form is not MomentForm.FLOAT32):
@@ -165,12 +166,12 @@ class AdamWRule(UpdateRule):
         self._on_device(on_device, group)
         self._on_host(on_host, group)
 
-    def _is_own_master(self, weight: torch.Tensor) -> bool:
-        return self.precision.masters is torch.bfloat16 and weight.dtype == torch.bfloat16
-
     def _fused(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Run torch's fused AdamW on tensors of one device and dtype; it adds 1 to the step of each state."""
-        states = [each.state for each in updates]
+        states, lr, device = [each.state for each in updates], group["lr"], updates[0].weight.device
+        # Kernels of every device read numbers and tensors on the host, and none of another accelerator.
+        if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != device:
+            lr = lr.to(device)
         adamw(
             [each.weight for each in updates],
             [each.grad for each in updates],
@@ -180,7 +181,7 @@ class AdamWRule(UpdateRule):
             [state["step"] for state in states],
             fused=True,
             amsgrad=group["amsgrad"],
-            lr=_lr_for_device_of(group["lr"], updates[0].weight),
+            lr=lr,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],
@@ -417,16 +418,6 @@ def _aligned(numel: int) -> int:
 def _grad_scale(weight: torch.Tensor, group: Mapping[str, Any]) -> float:
     """Return the factor of gradients; 1 for fp32 weights, whose gradients were scaled before the update."""
     return 1.0 if weight.dtype == torch.float32 else group.get(GRAD_SCALE, 1.0)
-
-
-def _lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
-    """Return `lr`, copied to the device of `weight` if it is a tensor on another accelerator.
-
-    Kernels of every device read numbers and tensors on the host.
-    """
-    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
-        return lr.to(weight.device)
-    return lr
 
 
 def may_be_narrow(param: torch.Tensor) -> bool:

@@ -353,7 +353,11 @@ class DiskStates:
                 elif not self._rule.makes_state:
                     on_disk_state.begin(name)
             if not self._rule.makes_state:
-                self._start(on_disk_state, param, is_fresh=not kinds.keys() <= before.keys())
+                on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+                slot, begun = slot_of(param), dict[str, torch.Tensor]()
+                device = param.device if slot is None else slot.device
+                self._rule.start(param, begun, device, is_fresh=not kinds.keys() <= before.keys())
+                on_disk_state.update(begun)
             former, states[param] = states.get(param), on_disk_state
             if not (isinstance(former, DiskState) and former.home is home):
                 self._leave(former, param)
@@ -390,12 +394,6 @@ class DiskStates:
         """Wait for all writes."""
         if self._reads is not None:
             self._reads.wait_for_writes()
-
-    def _start(self, on_disk_state: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
-        on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-        slot, begun = slot_of(param), dict[str, torch.Tensor]()
-        self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
-        on_disk_state.update(begun)
 
     def _leave(self, before: object, param: nn.Parameter) -> None:
         if isinstance(before, DiskState):

@@ -406,11 +406,8 @@ class KeepsMasters(Hybrid):
 def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:
     if params:
         torch._foreach_mul_(list(map(own_grad, params)), factor)  # pyright: ignore[reportPrivateImportUsage]
-        torch.autograd.graph.increment_version(_grads(filter(is_dtensor, params)))
-
-
-def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    return [param.grad for param in params if param.grad is not None]
+        in_parts = [param.grad for param in params if is_dtensor(param) and param.grad is not None]
+        torch.autograd.graph.increment_version(in_parts)
 
 
 _HELD_BY_FP32 = (2.0**-30, 2.0**60)

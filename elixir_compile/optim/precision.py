@@ -107,16 +107,12 @@ def noise_key(seed: int, step: int) -> int:
     """Return the key of the noise of step number `step` in a run with `seed`: 32 bits."""
     key = 0
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step & 0xFFFFFFFF):
-        key = _mixed(key ^ word)
+        # lowbias32 of Wellons, "Hash Function Prospector", after adding a constant.
+        key = ((key ^ word) + 0x9E3779B9) & 0xFFFFFFFF
+        key = ((key ^ key >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+        key = ((key ^ key >> 15) * 0x846CA68B) & 0xFFFFFFFF
+        key ^= key >> 16
     return key
-
-
-def _mixed(word: int) -> int:
-    """Return 32 bits that look random (lowbias32 of Wellons, "Hash Function Prospector", after adding a constant)."""
-    word = (word + 0x9E3779B9) & 0xFFFFFFFF
-    word = ((word ^ word >> 16) * 0x7FEB352D) & 0xFFFFFFFF
-    word = ((word ^ word >> 15) * 0x846CA68B) & 0xFFFFFFFF
-    return word ^ word >> 16
 
 
 def noise(first: torch.Tensor, second: torch.Tensor, key: int) -> torch.Tensor:
@@ -233,7 +229,11 @@ def rounded_to_bfloat16(values: torch.Tensor, bits: torch.Tensor | None) -> torc
 def _encode_blocks(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes and the scales of `values`, with 15 `bits` of noise."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
-    largest = _most(magnitudes).view(torch.float32)
+    flat = magnitudes.reshape(-1)
+    whole = flat.numel() // BLOCK * BLOCK
+    most = [flat[:whole].view(-1, BLOCK).amax(1)] if whole else []
+    most += [flat[whole:].amax(0, keepdim=True)] if whole < flat.numel() else []
+    largest = (torch.cat(most) if most else flat).view(torch.float32)
     # Two tensors: torch multiplies by an inverse if either side is a Python number.
     codes_of = torch.full_like(largest, _LARGEST_CODE[is_root])
     scale, inverse = largest / codes_of, codes_of / largest
@@ -259,16 +259,6 @@ def _codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> to
     above = (bits | (0x43800000 if is_root else 0x43C00000)).view(torch.float32)
     codes = ((values + above).view(torch.int32) >> 15) & 0xFF
     return codes if is_root else codes ^ 0x80
-
-
-def _most(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest of each block, flat; `values` are 0 or more."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // BLOCK * BLOCK
-    found = [flat[:whole].view(-1, BLOCK).amax(1)] if whole else []
-    if whole < flat.numel():
-        found.append(flat[whole:].amax(0, keepdim=True))
-    return torch.cat(found) if found else flat
 
 
 def _per_element(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:

@@ -253,7 +253,17 @@ def update(segments: Sequence[Segment[Row]], rule: UpdateRule, group: Mapping[st
     states = [segment.given(rule, group, device) for segment in segments]
     counted = [index for index, segment in enumerate(segments) if row_counts(segment.row, rule, group)]
     counters = [segments[index].row.entries["step"] for index in counted]
-    for index, step in zip(counted, _steps_on(device, counters), strict=True):
+    numbers = [float(counter) for counter in counters]
+    # Each counter on the host becomes a constant on the device.
+    if numbers and len(set(numbers)) == 1:
+        whole = torch.full((len(numbers),), numbers[0], dtype=counters[0].dtype, device=device)
+        # `data`: a view would share the version of the whole, which each of its neighbours raises.
+        steps = [row.data for row in whole.unbind()]
+    else:
+        values = zip(numbers, counters, strict=True)
+        steps = [torch.full((), number, dtype=counter.dtype, device=device) for number, counter in values]
+    for index, step, number in zip(counted, steps, numbers, strict=True):
+        note_num_steps(step, int(number))
         states[index]["step"] = step
     given = zip(segments, states, strict=True)
     rule.update([ParamUpdate(segment.weight, segment.grad, state) for segment, state in given], group)
@@ -265,23 +275,6 @@ def row_counts(row: Row, rule: UpdateRule, group: Mapping[str, Any]) -> bool:
     """Return whether `rule` only counts with the entry `step` of a row, which is on the host, so that it counts too."""
     step = row.entries.get("step")
     return isinstance(step, torch.Tensor) and step.device.type == "cpu" and rule.counts_steps(group)
-
-
-def _steps_on(device: torch.device, counters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the numbers of `counters`, which are on the host, as constants on `device`."""
-    numbers = [float(counter) for counter in counters]
-    if numbers and len(set(numbers)) == 1:
-        whole = torch.full((len(numbers),), numbers[0], dtype=counters[0].dtype, device=device)
-        # `data`: a view would share the version of the whole, which each of its neighbours raises.
-        made = [row.data for row in whole.unbind()]
-    else:
-        made = [
-            torch.full((), number, dtype=counter.dtype, device=device)
-            for number, counter in zip(numbers, counters, strict=True)
-        ]
-    for counter, number in zip(made, numbers, strict=True):
-        note_num_steps(counter, int(number))
-    return made
 
 
 def pieces(rows: Sequence[MemoryRow], room_bytes: int) -> Iterator[list[Segment[MemoryRow]]]:
@@ -439,19 +432,22 @@ class Stream:
             written = [here for segment in segments for here in (segment.weight, *segment.statistics.values())]
             lanes.touches([segment.grad for segment in segments], written)
             update(segments, streamed.rule, part.group, lanes.device)
-        leaving = [pair for segment in segments for pair in _leaving(segment)]
+        leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for segment in segments:
+            if segment.row.is_away:
+                leaving.append((segment.of(segment.row.weight), flat(segment.weight)))
+            for made in segment.made:
+                home = segment.row.home_of(made, segment.start, segment.stop)
+                leaving.append((home, flat(segment.statistics[made])))
         with lanes.d2h.behind_compute():
             self._copy(lanes.d2h, Lane.D2H, label(Verb.OFFLOAD, state), leaving, piece)
-        self._mark_left(at)
+        self._left[at] = lanes.d2h.mark()
 
     def _copy(self, lane: CopyLane, on: Lane, name: str, pairs: _Pairs, piece: int) -> None:
         nbytes = sum(target.nbytes for target, _ in pairs)
         with self._ledger.span(on, name, nbytes, times=0, piece=piece, graph=""):
             for target, source in pairs:
                 lane.copy(target, source)
-
-    def _mark_left(self, at: int) -> None:
-        self._left[at] = self._lanes.d2h.mark()
 
 
 def _placed(segments: Sequence[Segment[MemoryRow]], room: torch.Tensor) -> _Pairs:
@@ -473,11 +469,3 @@ def _placed(segments: Sequence[Segment[MemoryRow]], room: torch.Tensor) -> _Pair
         homes = {name: row.home_of(name, segment.start, segment.stop) for name in row.layouts}
         segment.put({name: place(home, has_values=name in row.begun) for name, home in homes.items()}, *away)
     return arriving
-
-
-def _leaving(segment: Segment[MemoryRow]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the homes that the update of `segment` changes, each with its new value."""
-    if segment.row.is_away:
-        yield segment.of(segment.row.weight), flat(segment.weight)
-    for name in segment.made:
-        yield segment.row.home_of(name, segment.start, segment.stop), flat(segment.statistics[name])

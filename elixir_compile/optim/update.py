@@ -79,8 +79,18 @@ class Updater:
         on_host = [update for update in updates if not update.is_on_device]
         for update in on_host:
             if update.bucket.update is not Update.AFTER_BACKWARD:
-                self._queue(update, arrived)
-        _run_now([update for update in on_host if update.bucket.update is Update.AFTER_BACKWARD])
+                for param in update.params:
+                    if param.grad is not None:
+                        watch(param.grad)
+                work = on_host_threads(update.work(arrived), host_threads_for(update.executor.device))
+                queued = self.line.queue(work, update.label, update.executor.lanes)
+                update.bucket.queued.add(queued, update.params)
+                update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
+        now = [update for update in on_host if update.bucket.update is Update.AFTER_BACKWARD]
+        works = [update.work(None) for update in now]  # first, so that copies from the device run beside the updates
+        for update, work in zip(now, works, strict=True):
+            with at_least_threads(host_threads_for(update.executor.device).num_threads):
+                update.executor.lanes.compute_waits(work())
         # Last, because they may wait for their copies, beside which queued host updates run.
         self._stream([update for update in updates if update.bucket.placement.streamed], arrived)
 
@@ -111,7 +121,11 @@ class Updater:
                 buffers = self.placer.buffers_of(bucket, members, group)
                 parts.setdefault(bucket, []).append(group_slice_of(members, states, group, buffers))
         for unplanned, group in unplanned_by_group:  # after the checks above for failed updates and a full disk
-            self._update_unplanned(unplanned, group, states, rule)
+            for param in unplanned:
+                self.placer.place_beside(states, param, group)
+            if unplanned:
+                part = group_slice_of(unplanned, states, group)
+                rule.update(part.updates, part.group)
         return [
             BucketUpdate(
                 bucket=bucket,
@@ -126,15 +140,6 @@ class Updater:
             for executor in dict.fromkeys(executors.values())
             for bucket in executor.buckets.in_use_order(b for b in parts if executors[b] is executor)
         ]
-
-    def _update_unplanned(
-        self, params: Sequence[nn.Parameter], group: Mapping[str, Any], states: States, rule: UpdateRule
-    ) -> None:
-        for param in params:
-            self.placer.place_beside(states, param, group)
-        if params:
-            part = group_slice_of(params, states, group)
-            rule.update(part.updates, part.group)
 
     def _stream(self, updates: "Sequence[BucketUpdate]", arrived: Event | None) -> None:
         """Issue streamed updates; the host waits for them now, or later if the plan updates beside other work."""
@@ -165,15 +170,6 @@ class Updater:
         if bucket.is_on_host:
             bucket.queued.add(landing, update.params)
         self._landing[bucket] = landing
-
-    def _queue(self, update: "BucketUpdate", arrived: Event | None) -> None:
-        for param in update.params:
-            if param.grad is not None:
-                watch(param.grad)
-        work = on_host_threads(update.work(arrived), host_threads_for(update.executor.device))
-        queued = self.line.queue(work, update.label, update.executor.lanes)
-        update.bucket.queued.add(queued, update.params)
-        update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,14 +285,6 @@ class BucketUpdate:
         ledger = self.executor.ledger
         with d2h.behind_compute(), ledger.span(Lane.D2H, name, nbytes, times=0, piece=number, graph=""):
             return self.buffers.copies(self.bucket, kind, dict(zip(params, values, strict=True)), d2h)
-
-
-def _run_now(updates: Sequence[BucketUpdate]) -> None:
-    """Run `updates` on the host. All copies from the device start first, so that they run beside the updates."""
-    works = [update.work(None) for update in updates]
-    for update, work in zip(updates, works, strict=True):
-        with at_least_threads(host_threads_for(update.executor.device).num_threads):
-            update.executor.lanes.compute_waits(work())
 
 
 def _store_results(part: GroupSlice) -> None:

@@ -284,6 +284,17 @@ def hardware_fingerprint(cluster: Cluster) -> str:
 # time.
 
 
+_HOST_RATES = (
+    "memory_bytes_per_s",
+    "update_elements_per_s",
+    "busy_update_elements_per_s",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+)
+_HOST_SIZES = ("memory_bytes", "pinned_bytes", "reserve_bytes")
+"""What the slices share of a host, as all of them use it at once."""
+
+
 def along_data(cluster: Cluster, num_tensor: int) -> Cluster:
     """Return the slice of `cluster` along the data axes, with a tensor axis of `num_tensor` ranks.
 
@@ -301,45 +312,21 @@ def along_data(cluster: Cluster, num_tensor: int) -> Cluster:
     num_slices = num_local // num_devices
     num_nodes = cluster.num_ranks // num_tensor // num_devices
     first = cluster.nodes[0]
-    node = replace(
-        first,
-        num_devices=num_devices,
-        peer=first.peer if num_devices > 1 else None,
-        host=_part_of_host(first.host, num_slices),
-    )
+    rates = {name: getattr(first.host, name) for name in _HOST_RATES}
+    rates = {name: None if rate is None else rate / num_slices for name, rate in rates.items()}
+    sizes = {name: getattr(first.host, name) // num_slices for name in _HOST_SIZES}
+    host = replace(first.host, **rates, **sizes)
+    node = replace(first, num_devices=num_devices, peer=first.peer if num_devices > 1 else None, host=host)
     between = cluster.network if cluster.is_over_nodes else first.peer
     link = first.peer if is_within else between
     if link is None:
         raise InvalidPlan(f"{cluster.name} has no link for a tensor axis of {num_tensor} ranks.")
-    return Cluster(
-        nodes=(node,) * num_nodes,
-        network=_part_of_link(between, num_slices) if num_nodes > 1 and between is not None else None,
-        tensor=TensorRing(num_ranks=num_tensor, link=link),
-    )
-
-
-def _part_of_link(link: Link, num_slices: int) -> Link:
-    busy = link.busy_bytes_per_s
-    return replace(
-        link,
-        bytes_per_s=link.bytes_per_s / num_slices,
-        busy_bytes_per_s=None if busy is None else busy / num_slices,
-    )
-
-
-def _part_of_host(host: HostProfile, num_slices: int) -> HostProfile:
-    rates = {
-        name: None if (rate := getattr(host, name)) is None else rate / num_slices
-        for name in (
-            "memory_bytes_per_s",
-            "update_elements_per_s",
-            "busy_update_elements_per_s",
-            "disk_read_bytes_per_s",
-            "disk_write_bytes_per_s",
-        )
-    }
-    sizes = {name: getattr(host, name) // num_slices for name in ("memory_bytes", "pinned_bytes", "reserve_bytes")}
-    return replace(host, **rates, **sizes)
+    network = None
+    if num_nodes > 1 and between is not None:
+        rate, busy = between.bytes_per_s, between.busy_bytes_per_s
+        busy = None if busy is None else busy / num_slices
+        network = replace(between, bytes_per_s=rate / num_slices, busy_bytes_per_s=busy)
+    return Cluster(nodes=(node,) * num_nodes, network=network, tensor=TensorRing(num_ranks=num_tensor, link=link))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -377,11 +364,9 @@ def is_name_of(text: str, cluster: Cluster) -> bool:
     if before + own + after != text:
         return False
     names = {own, device.name}
-    machines = {name if name in MACHINES else machine_name_of(name, _memory_bytes(name, cluster)) for name in names}
+    machines: set[str | None] = set()
+    for name in names:
+        said = re.search(r"(\d+) ?GB", name)
+        memory_bytes = device.memory_bytes if said is None else int(said.group(1)) * GIB
+        machines.add(name if name in MACHINES else machine_name_of(name, memory_bytes))
     return len(names) == 1 or (len(machines) == 1 and bool(machines & names))
-
-
-def _memory_bytes(device_name: str, cluster: Cluster) -> int:
-    """Return the bytes of memory that `device_name` says, else those of the device of `cluster`."""
-    said = re.search(r"(\d+) ?GB", device_name)
-    return cluster.device.memory_bytes if said is None else int(said.group(1)) * GIB

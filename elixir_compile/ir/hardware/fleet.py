@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.base.codec import Form, from_json, to_json
 from elixir_compile.base.errors import InvalidOption, InvalidProfile, ProfileFileError, UnknownHardware
-from elixir_compile.ir.hardware.cluster import MOST_RANKS, Cluster, HostProfile, Link, Node
+from elixir_compile.ir.hardware.cluster import MOST_RANKS, Cluster, Link, Node
 from elixir_compile.ir.hardware.presets import MAX_DEVICES_PER_NODE, parse_hardware, preset, preset_names
 from elixir_compile.ir.hardware.table import MACHINES
 
@@ -70,7 +70,10 @@ class Fleet:
             " + ".join(f"{count} x {device}" for device, count in _runs([seat.cluster.device.name for seat in seats]))
             for _, seats in itertools.groupby(self.seats, key=lambda seat: seat.host)
         ]
-        return " | ".join(_hosts_text(host, count) for host, count in _runs(hosts))
+        return " | ".join(
+            " | ".join([host] * count) if count == 1 or "+" in host else f"{count} x {host}"
+            for host, count in _runs(hosts)
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -140,22 +143,22 @@ def with_like_seats(fleet: Fleet) -> Fleet:
     Else the noise of a measurement would make a class of each of eight equal devices. A rank gets the seat of the first
     rank that it is like; hosts keep their numbers.
     """
+
+    def are_alike(one: Cluster, other: Cluster) -> bool:
+        counts = [(cluster.device.name, cluster.num_local_ranks, cluster.num_elsewhere) for cluster in (one, other)]
+        if counts[0] != counts[1] or set(one.device.flops_per_s) != set(other.device.flops_per_s):
+            return False
+        pairs = zip(_figures(one), _figures(other), strict=True)
+        return all(abs(own - its) <= _ALIKE * max(own, its) for own, its in pairs)
+
     firsts: list[Seat] = []
     seats: list[Seat] = []
     for seat in fleet.seats:
-        like = next((first for first in firsts if _are_alike(first.cluster, seat.cluster)), None)
+        like = next((first for first in firsts if are_alike(first.cluster, seat.cluster)), None)
         if like is None:
             firsts.append(seat)
         seats.append(seat if like is None else replace(seat, cluster=like.cluster))
     return replace(fleet, seats=tuple(seats))
-
-
-def _are_alike(one: Cluster, other: Cluster) -> bool:
-    counts = [(cluster.device.name, cluster.num_local_ranks, cluster.num_elsewhere) for cluster in (one, other)]
-    if counts[0] != counts[1] or set(one.device.flops_per_s) != set(other.device.flops_per_s):
-        return False
-    pairs = zip(_figures(one), _figures(other), strict=True)
-    return all(abs(own - its) <= _ALIKE * max(own, its) for own, its in pairs)
 
 
 def _figures(cluster: Cluster) -> list[float]:
@@ -176,11 +179,6 @@ def _figures(cluster: Cluster) -> list[float]:
 def _runs(items: Sequence[str]) -> list[tuple[str, int]]:
     """Return each item that differs from the item before it, with the number of equal items from it on."""
     return [(item, len(list(equal))) for item, equal in itertools.groupby(items)]
-
-
-def _hosts_text(host: str, count: int) -> str:
-    """Return the text of `count` equal hosts in a row, each with the devices `host`."""
-    return " | ".join([host] * count) if count == 1 or "+" in host else f"{count} x {host}"
 
 
 FLEET_FORMAT = 1
@@ -268,15 +266,12 @@ def _shared_host(parsed: list[Cluster], num_devices: int, text: str) -> list[Nod
         overlaps_compute=True,
         source="the slowest link to host memory, through it, as drivers allow no peer access between kinds of devices",
     )
-    own = {name: _on_host(node, host, peer) for name, node in nodes.items()}
+    part_bytes_per_s = host.memory_bytes_per_s / num_devices
+    own: dict[str, Node] = {}
+    for name, node in nodes.items():
+        h2d, d2h = (replace(link, bytes_per_s=min(link.bytes_per_s, part_bytes_per_s)) for link in (node.h2d, node.d2h))
+        own[name] = replace(node, host=host, h2d=h2d, d2h=d2h, peer=peer)
     return [own[cluster.device.name] for cluster in parsed for _ in range(cluster.num_ranks)]
-
-
-def _on_host(node: Node, host: HostProfile, peer: Link) -> Node:
-    """Return `node` on another `host`, whose memory bounds its links."""
-    part_bytes_per_s = host.memory_bytes_per_s / node.num_devices
-    h2d, d2h = (replace(link, bytes_per_s=min(link.bytes_per_s, part_bytes_per_s)) for link in (node.h2d, node.d2h))
-    return replace(node, host=host, h2d=h2d, d2h=d2h, peer=peer)
 
 
 def _network_of(host: list[Node]) -> Link:

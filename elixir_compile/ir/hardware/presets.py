@@ -66,7 +66,15 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
     if num_nodes < 1:
         raise InvalidOption("num_nodes", num_nodes, "at least 1 node")
     h2d, d2h = _copies(machine, num_devices)
-    peer = _peer(machine, num_devices) if num_devices > 1 else None
+    peer = network = None
+    if num_devices > 1:
+        bytes_per_s = _LINK_SHARE * machine.peer.bytes_per_s
+        source = f"{_LINK_SHARE:.0%} of {machine.peer.source}"
+        if machine.bounces:
+            # Each byte is written to the host's DRAM and read from it.
+            bytes_per_s = min(bytes_per_s, _dram_bytes_per_s(machine, num_devices) / (2 * num_devices))
+            source += ", through host memory, as GeForce drivers allow no peer access"
+        peer = _link(bytes_per_s, _PEER_LATENCY_S, source)
     node = Node(
         device=_device(name.lower(), machine),
         host=_host(machine, num_devices),
@@ -75,7 +83,13 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
         peer=peer,
         num_devices=num_devices,
     )
-    network = _network(machine, num_devices, peer) if num_nodes > 1 else None
+    if num_nodes > 1:
+        # A collective uses all adapters of a node at once.
+        num_adapters = num_devices if machine.has_adapter_per_device else 1
+        bytes_per_s = _LINK_SHARE * num_adapters * machine.network.bytes_per_s
+        bytes_per_s = bytes_per_s if peer is None else min(bytes_per_s, peer.bytes_per_s)
+        source = f"{_LINK_SHARE:.0%} of {machine.network.source}, at most as `peer`"
+        network = _link(bytes_per_s, _NETWORK_LATENCY_S, source)
     return Cluster(nodes=(node,) * num_nodes, network=network)
 
 
@@ -168,25 +182,6 @@ def _copies(machine: Machine, num_devices: int) -> tuple[Link, Link]:
         f"{_LINK_SHARE:.0%} of {machine.lane.source}, at most a device's part of the DRAM rate",
     )
     return copy, copy
-
-
-def _peer(machine: Machine, num_devices: int) -> Link:
-    bytes_per_s = _LINK_SHARE * machine.peer.bytes_per_s
-    source = f"{_LINK_SHARE:.0%} of {machine.peer.source}"
-    if machine.bounces:
-        # Each byte is written to the host's DRAM and read from it.
-        bytes_per_s = min(bytes_per_s, _dram_bytes_per_s(machine, num_devices) / (2 * num_devices))
-        source += ", through host memory, as GeForce drivers allow no peer access"
-    return _link(bytes_per_s, _PEER_LATENCY_S, source)
-
-
-def _network(machine: Machine, num_devices: int, peer: Link | None) -> Link:
-    """Return the link between nodes: a collective uses all adapters of a node at once."""
-    num_adapters = num_devices if machine.has_adapter_per_device else 1
-    bytes_per_s = _LINK_SHARE * num_adapters * machine.network.bytes_per_s
-    if peer is not None:
-        bytes_per_s = min(bytes_per_s, peer.bytes_per_s)
-    return _link(bytes_per_s, _NETWORK_LATENCY_S, f"{_LINK_SHARE:.0%} of {machine.network.source}, at most as `peer`")
 
 
 def _link(bytes_per_s: float, latency_s: float, source: str) -> Link:

@@ -180,18 +180,16 @@ class ClassRule(UpdateRule):
             block.put({name: home.float() if name in narrow else home for name, home in homes.items()})
             update([block], exact, group, weight.device)
             for name in block.made & narrow:
-                homes[name].copy_(self._rounded(flat(block.statistics[name]), key))
+                values = flat(block.statistics[name])
+                # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
+                bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
+                homes[name].copy_(rounded_to_bfloat16(values, weight_noise(bits, values)))
         state.update(entries)
         torch.autograd.graph.increment_version(weight)
         if "step" not in state:
             state[_NUM_UPDATES] = number
         elif self.counts_steps(group):
             note_num_steps(state["step"], number)
-
-    def _rounded(self, values: torch.Tensor, key: int) -> torch.Tensor:
-        # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
-        bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
-        return rounded_to_bfloat16(values, weight_noise(bits, values))
 
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
@@ -244,12 +242,28 @@ class ClassPasses:
         for (form, numbers), members in ready.items():
             run = self._passes[form]
             assert run is not None
+            places = [place for place, _ in form.outputs]
             tensors = [_tensors_of(row, names) for row, _ in members]
-            _run_pass(run, form, numbers, tensors, self.threads or host_threads_for())
+            for indices, joined in coalesce(tensors, [0] * len(tensors)):  # once for what follows each other in memory
+
+                def part(start: int, stop: int, given: Any = (run, numbers, joined)) -> None:
+                    run, numbers, joined = given
+                    run([each.data_ptr() + start * each.element_size() for each in joined], numbers, stop - start)
+
+                (self.threads or host_threads_for()).run(joined[0].numel(), part)
+                # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
+                written = [tensors[index][place] for index in indices for place in places if place != 1]
+                torch.autograd.graph.increment_version(written)
             for (row, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
-                if grad is not row.grad and any(place == 1 for place, _ in form.outputs):
+                if grad is not row.grad and 1 in places:
                     row.grad.data.copy_(grad)
-                _keep_counts(row, recorded.counts)
+                for name, value in recorded.counts.items():
+                    before = row.state[name]
+                    is_tensor = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+                    if is_tensor and before.dtype == value.dtype:
+                        before.copy_(value)
+                    else:
+                        row.state[name] = _copy_of(value)
         return left
 
     def _recorded(self, step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded | None:
@@ -349,30 +363,6 @@ def _compare(run: Pass, form: Form, step: ClassStep, row: ParamUpdate, names: Se
 
 def _tensors_of(row: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
     return [row.weight, in_order_of(row.grad, row.weight), *(row.state[name] for name in names)]
-
-
-def _run_pass(
-    run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]], threads: HostThreads
-) -> None:
-    """Run the pass `run` over `rows`, once for tensors that follow each other in memory."""
-    for members, tensors in coalesce(rows, [0] * len(rows)):
-
-        def part(start: int, stop: int, tensors: Sequence[torch.Tensor] = tensors) -> None:
-            run([tensor.data_ptr() + start * tensor.element_size() for tensor in tensors], numbers, stop - start)
-
-        threads.run(tensors[0].numel(), part)
-        # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
-        written = [rows[index][place] for index in members for place, _ in form.outputs if place != 1]
-        torch.autograd.graph.increment_version(written)
-
-
-def _keep_counts(row: ParamUpdate, counts: Mapping[str, Any]) -> None:
-    for name, value in counts.items():
-        before = row.state[name]
-        if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.dtype == value.dtype:
-            before.copy_(value)
-        else:
-            row.state[name] = _copy_of(value)
 
 
 def _copy_of(value: Any) -> Any:

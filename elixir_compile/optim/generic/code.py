@@ -259,8 +259,8 @@ class Recorder:
     def form(self, ends: Sequence[torch.Tensor]) -> Form:
         """Return the recorded ops; `ends` are the tensors that hold the new values of the inputs, in their order."""
         values = [self._value(end) for end in ends]
-        masks = [self._is_mask_value(value) for value in values]
-        if any(masks):
+        ops = [self._ops[value - len(self._inputs)] for value in values if value >= len(self._inputs)]
+        if any(FORMULAS[name].is_mask for name, _ in ops):
             raise TapeError("it ends with a tensor of booleans")
         outputs = tuple((index, value) for index, value in enumerate(values) if index != value)
         return Form(num_inputs=len(self._inputs), ops=tuple(self._ops), outputs=outputs)
@@ -284,12 +284,7 @@ class Recorder:
             return ("lerp below half" if abs(_in_fp32(args[2])) < 0.5 else "lerp"), args
         if base == "pow" and isinstance(args[1], int | float) and f"pow {args[1]:g}" in FORMULAS:
             return f"pow {args[1]:g}", args[:1]
-        return self._copying_formula_of(base, args, kwargs)
-
-    def _copying_formula_of(
-        self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[str, Sequence[Any]]:
-        """Return the formula name and the operands of an op that fills, copies, bounds or selects elements."""
+        # Ops that fill, copy, bound or select elements.
         if base in ("zero", "zeros_like"):
             return "value", (0.0,)
         if base == "ones_like":
@@ -300,7 +295,10 @@ class Recorder:
             least, most = (*args[1:], None, None)[:2]
             if most is None:
                 return "clamp_min", (args[0], least)
-            return "clamp_max", (args[0] if least is None else self._intermediate("clamp_min", args[0], least), most)
+            value = args[0]
+            if least is not None:
+                value = self._new(self._add("clamp_min", (value, least))[0], torch.float32)
+            return "clamp_max", (value, most)
         if base == "where" and len(args) == 3:
             return "where", args
         if base == "masked_fill":
@@ -313,9 +311,6 @@ class Recorder:
             if wanted in (torch.float32, source.dtype):
                 return ("value" if not _is_mask(source) else "mask" if wanted == torch.bool else "number"), (source,)
         raise TapeError(f"it calls {base}, which has no formula")
-
-    def _intermediate(self, formula: str, *operands: Any) -> torch.Tensor:
-        return self._new(self._add(formula, operands)[0], torch.float32)
 
     def _add(self, formula: str, operands: Sequence[Any]) -> tuple[int, bool]:
         """Append an op to the tape; return the index of its value, and whether the value is a mask."""
@@ -345,10 +340,6 @@ class Recorder:
         if value is None:
             raise TapeError("it reads memory that it has not written")
         return value
-
-    def _is_mask_value(self, value: int) -> bool:
-        op = value - len(self._inputs)
-        return op >= 0 and FORMULAS[self._ops[op][0]].is_mask
 
     def _check_shape(self, tensor: torch.Tensor) -> None:
         if (tensor.shape, tensor.stride()) != (self._shape, self._stride):

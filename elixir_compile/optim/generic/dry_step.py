@@ -88,9 +88,14 @@ class ClassStep:
             plain_step(self.cls)(optimizer)
 
     def _transient(self, params: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
-        return transient_optimizer(
-            self.cls, self.attributes, {**_group_for(self.group, beside), "params": list(params)}
-        )
+        """Return an optimizer on the device of `beside`: on the host, tensors of the group are copied there and
+        `capturable` is False."""
+        group = dict(self.group)
+        if beside.device.type == "cpu":
+            for name, value in self.group.items():
+                group[name] = value.to(beside.device) if isinstance(value, torch.Tensor) else value
+            group |= {"capturable": False} if group.get("capturable") else {}
+        return transient_optimizer(self.cls, self.attributes, {**group, "params": list(params)})
 
 
 def _unaliased(value: Any, grad: torch.Tensor) -> Any:
@@ -98,16 +103,6 @@ def _unaliased(value: Any, grad: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or {value.layout, grad.layout} != {torch.strided}:
         return value
     return value.clone() if value.dim() and value.data_ptr() == grad.data_ptr() else value
-
-
-def _group_for(group: Mapping[str, Any], weight: torch.Tensor) -> Mapping[str, Any]:
-    """Return `group` for the device of `weight`: on the host, tensors are copied there and `capturable` is False."""
-    is_on_host = weight.device.type == "cpu"
-    moved = {
-        name: value.to(weight.device) if is_on_host and isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-    }
-    return {**moved, "capturable": False} if is_on_host and moved.get("capturable") else moved
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -170,22 +165,20 @@ def dry_step(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return _dry_step(cls, attributes, group, dtype)
-
-
-def _dry_step(
-    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
-) -> StateSchema:
-    on_host = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
-    if on_host.get("capturable"):
-        on_host["capturable"] = False
-    failures: list[str] = []
-    for make in (_Transient(cls, attributes, on_host), _Built(cls, on_host)):
-        try:
-            return _compare(make, dtype)
-        except Exception as error:
-            failures.append(_words_of(error))
-    return StateSchema(dtypes={}, because=f"a step of one tensor, or of a part of one, fails with {failures[0]}")
+        on_host = {
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if on_host.get("capturable"):
+            on_host["capturable"] = False
+        failures: list[str] = []
+        for make in (_Transient(cls, attributes, on_host), _Built(cls, on_host)):
+            try:
+                return _compare(make, dtype)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+        return StateSchema(dtypes={}, because=f"a step of one tensor, or of a part of one, fails with {failures[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +276,6 @@ def _counts_steps(make: "_Transient | _Built", dtype: torch.dtype) -> bool:
     return True
 
 
-def _words_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
     param = nn.Parameter(start.clone())
     optimizer = make(param)
@@ -344,7 +333,3 @@ def _value_key(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(_value_key(each) for each in value)
     return type(value).__name__
-
-
-def _on_host(value: object) -> object:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -85,22 +85,14 @@ def build_command() -> list[str]:
 
     Raises BuildError if no compiler is installed.
     """
-    return [*_compiler(), *_FLAGS, _native_flag()]
-
-
-def _compiler() -> Sequence[str]:
-    """Return the compiler command: `CC`, which may hold flags, or the first installed of cc, gcc and clang."""
-    asked = shlex.split(os.environ.get("CC", ""))
+    asked = shlex.split(os.environ.get("CC", ""))  # it may hold flags
+    # Clang on Arm took no -march=native before version 16.
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
     for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
-            return command
+            return [*command, *_FLAGS, native]
     wanted = f"CC={shlex.join(asked)}" if asked else "cc, gcc or clang"
     raise BuildError(f"no C compiler: {wanted} is not installed")
-
-
-def _native_flag() -> str:
-    # Clang on Arm took no -march=native before version 16.
-    return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
 
 
 def _key(command: Sequence[str], source: str) -> str:

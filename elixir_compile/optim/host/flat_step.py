@@ -114,21 +114,16 @@ class FlatStep:
             check_tensor(name, getattr(self, name), floats, self.weights)
         if self.max_exp_avg_sq is not None and not self.is_plain:
             raise ValueError(f"max_exp_avg_sq: AMSGrad needs moments in float32 and a master, not {self.form.value}")
-        self._check_scales()
-        check_tensor("grad", self.grad, GRADIENT_DTYPES, self.weights)
-        if self.is_split and self.param is None:
-            raise ValueError("param None: it is the high half of a split master")
-        check_tensor("param", self.param, PARAMETER_DTYPES[: 1 if self.is_split else 2], self.weights)
-
-    def _check_scales(self) -> None:
-        if not self.form.has_scales:
-            return
         num_scales = moment_forms.num_scales(self.weights.numel())
-        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        for name in ("exp_avg_scale", "exp_avg_sq_scale") if self.form.has_scales else ():
             scale = getattr(self, name)
             if scale is None:
                 raise ValueError(f"{name} None: moments in {self.form.value} have scales")
             check_tensor(name, scale, (torch.float32,), self.weights, num_scales)
+        check_tensor("grad", self.grad, GRADIENT_DTYPES, self.weights)
+        if self.is_split and self.param is None:
+            raise ValueError("param None: it is the high half of a split master")
+        check_tensor("param", self.param, PARAMETER_DTYPES[: 1 if self.is_split else 2], self.weights)
 
 
 def check_tensor(
@@ -177,7 +172,23 @@ def take_step(flat: FlatStep) -> None:
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
         stored = whole.part(block.start, block.stop)
         moments = moment_forms.decode(stored, flat.form)
-        _fused(flat.rule, (master, grad, *moments), most)
+        rule, exp_avg, exp_avg_sq = flat.rule, *moments
+        adamw(
+            [master],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            most,
+            [torch.tensor(rule.step - 1.0, device="cpu")],
+            fused=True,
+            amsgrad=bool(most),
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            maximize=False,
+        )
         if weights.dtype == torch.bfloat16:
             weights.copy_(moment_forms.rounded_weights(master, *moments, flat.form, key))
         moment_forms.store(stored, *moments, flat.form, key)
@@ -205,26 +216,6 @@ def sum_of_squares(grad: torch.Tensor) -> float:
     """Return the sum of squares of `grad`, computed in double."""
     wide = (_of(grad, block).to(torch.float64) for block in _blocks(grad.numel()))
     return sum((float(torch.dot(block, block)) for block in wide), 0.0)
-
-
-def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tensor]) -> None:
-    master, grad, exp_avg, exp_avg_sq = tensors
-    adamw(
-        [master],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        most,
-        [torch.tensor(rule.step - 1.0, device="cpu")],
-        fused=True,
-        amsgrad=bool(most),
-        lr=rule.lr,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        maximize=False,
-    )
 
 
 def _blocks(numel: int) -> Iterator[slice]:

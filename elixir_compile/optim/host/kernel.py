@@ -240,6 +240,9 @@ def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficient
     """Run the step `given` with moments in fewer bytes, or without a master."""
     numel, key = given.weights.numel(), given.key
     is_alone = given.weights.dtype == torch.bfloat16
+    weight_form = 4 if is_alone else 0  # the enum `WeightForm` in `reduced.c`
+    if not is_alone and given.param is not None:
+        weight_form = 3 if given.is_split else 1 + KINDS[given.param.dtype]
 
     def part(start: int, stop: int) -> None:
         block = start // moment_forms.BLOCK  # parts begin at multiples of GRAIN
@@ -250,20 +253,11 @@ def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficient
             tuple(MomentForm).index(given.form),
         )
         values = None if is_alone else _at(given.weights, start)
-        weights = Weights(values, _at(given.weights if is_alone else given.param, start), _weight_form(given))
+        weights = Weights(values, _at(given.weights if is_alone else given.param, start), weight_form)
         gradient = _gradient(given.grad, given.total, start)
         library.reduced_adamw(weights, moments, gradient, stop - start, ctypes.byref(coefficients))
 
     threads.run(numel, part)
-
-
-def _weight_form(given: FlatStep) -> int:
-    """Return the value of the enum `WeightForm` in `reduced.c`."""
-    if given.weights.dtype == torch.bfloat16:
-        return 4
-    if given.param is None:
-        return 0
-    return 3 if given.is_split else 1 + KINDS[given.param.dtype]
 
 
 def sum_of_squares(library: ctypes.CDLL, grad: torch.Tensor, threads: HostThreads) -> float:

@@ -220,22 +220,19 @@ def _follows(row: Row, following: Row) -> bool:
     return all(
         (tensor.dtype, tensor.data_ptr() + step * tensor.element_size()) == (behind.dtype, behind.data_ptr())
         for tensor, behind in zip(row, following, strict=True)
-    ) and all(map(_is_cut, (*row, *following)))
-
-
-def _is_cut(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % ALIGN_BYTES == 0 and is_slab_memory(tensor.data_ptr())
+    ) and all(
+        tensor.data_ptr() % ALIGN_BYTES == 0 and is_slab_memory(tensor.data_ptr()) for tensor in (*row, *following)
+    )
 
 
 def _joined(rows: Sequence[Row], members: Sequence[int]) -> Row:
     first, last = rows[members[0]], rows[members[-1]]
     if len(members) == 1:
         return [flat(tensor) for tensor in first]
-    return [_between(start, end) for start, end in zip(first, last, strict=True)]
-
-
-def _between(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Return the memory from the start of `first` to the end of `last`; valid only while both are alive."""
-    nbytes = last.data_ptr() + last.nbytes - first.data_ptr()
-    memory = (ctypes.c_byte * nbytes).from_address(first.data_ptr())
-    return torch.frombuffer(memory, dtype=first.dtype)
+    found: list[torch.Tensor] = []
+    for start, end in zip(first, last, strict=True):
+        # The memory from the start of one to the end of the other, which is valid only while both are alive.
+        nbytes = end.data_ptr() + end.nbytes - start.data_ptr()
+        memory = (ctypes.c_byte * nbytes).from_address(start.data_ptr())
+        found.append(torch.frombuffer(memory, dtype=start.dtype))
+    return found
