@@ -60,9 +60,10 @@ Each error keeps its facts as fields and as `args`, so it survives pickling betw
 import copy
 import difflib
 import errno
+import inspect
 import os
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self, dataclass_transform
+from typing import ClassVar, Self, dataclass_transform, get_origin
 
 from elixir_compile.base.units import format_bytes
 
@@ -90,22 +91,25 @@ def other_segments(joined_by: str) -> str:
 class ElixirError(Exception):
     """The base class of all errors of the package.
 
-    A class names its facts as a dataclass does, by annotations, behind those of its base class; a list becomes a tuple.
-    Its text is the template `_text` with its facts, or comes from `__str__`.
+    A class names its facts as a dataclass does, by annotations, behind those of its base class; a `Sequence` is kept as
+    a tuple. Its text is the template `_text` with its facts, or comes from `__str__`.
     """
 
     _facts: ClassVar[Mapping[str, object]] = {}
     """The names of the facts in order, each with its default, or `...` if it has none."""
+    _sequences: ClassVar[frozenset[str]] = frozenset()
+    """The names of those that are sequences."""
     _text = ""
 
     def __init_subclass__(cls) -> None:
         # Without `dataclasses`, which would take 12 ms of each import to write the constructors of these classes.
-        own = (name for name in vars(cls).get("__annotations__", {}) if not name.startswith("_"))
+        own = {name: hint for name, hint in inspect.get_annotations(cls).items() if not name.startswith("_")}
         cls._facts = {**cls._facts, **{name: vars(cls).get(name, ...) for name in own}}
+        cls._sequences |= {name for name, hint in own.items() if get_origin(hint) is Sequence}
 
     def __init__(self, *args: object, **named: object) -> None:
         for name, value in {**self._facts, **dict(zip(self._facts, args, strict=False)), **named}.items():
-            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+            setattr(self, name, tuple(value) if name in self._sequences else value)  # pyright: ignore[reportArgumentType]
         self.args = tuple(getattr(self, name) for name in self._facts)
 
     def __str__(self) -> str:

@@ -261,8 +261,10 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _micro_batches(name: str, value: object) -> MicroBatches:
-    if value == "fit" or value == "auto":
-        return value
+    if value == "fit":
+        return "fit"
+    if value == "auto":
+        return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidOption(name, value, '"fit", "auto" or a number of 1 or more')
     return value

@@ -282,8 +282,9 @@ class Recorder:
             return ("addcmul of 1", args) if base == "addcmul" and _in_fp32(value) == 1 else (base, (*args, value))
         if base == "lerp" and not self.holds(args[2]):
             return ("lerp below half" if abs(_in_fp32(args[2])) < 0.5 else "lerp"), args
-        if base == "pow" and isinstance(args[1], int | float) and f"pow {args[1]:g}" in FORMULAS:
-            return f"pow {args[1]:g}", args[:1]
+        power: Any = args[1] if base == "pow" else None
+        if isinstance(power, int | float) and f"pow {power:g}" in FORMULAS:
+            return f"pow {power:g}", args[:1]
         # Ops that fill, copy, bound or select elements.
         if base in ("zero", "zeros_like"):
             return "value", (0.0,)
