@@ -38,7 +38,7 @@ def test_a_loss_is_found_and_the_graph_left_alone(loss: Loss) -> None:
     assert region.num_classes == CLASSES
     assert region.num_tokens == {"shifted_logits": TOKENS - 2, "sliced_rows": 7}.get(loss.__name__, TOKENS)
     assert region.logits_bytes == TOKENS * CLASSES * (2 if loss.__name__ == "autocast" else 4)
-    assert region.source.startswith("losses.py:")
+    assert region.source.startswith("captures.py:")
     assert region.name == region.nodes[-1]
 
 
