@@ -23,8 +23,7 @@ from elixir_compile.ir import Plan, plan_to_json
 from elixir_compile.search.question import Question, question_to_bytes
 from elixir_compile.session.model import managed_model
 from elixir_compile.session.saved import PlanKeys, question_path
-from elixir_compile.tools.measure.full_steps import FullSteps, Summaries
-from elixir_compile.tools.measure.observation import CounterThread, Observation
+from elixir_compile.tools.measure.observation import CounterThread, FullSteps, Observation, Summaries
 from elixir_compile.tools.observed import (
     FullStep,
     StepSummary,

@@ -12,20 +12,7 @@ from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, ha
 from elixir_compile.base.folders import WrittenByOthersError, own_folder
 from elixir_compile.base.process import group_folders, group_limit_bytes, numbers_in, quota_cores, text_of
 from elixir_compile.base.units import GIB, KIB, MIB, format_bytes
-from elixir_compile.tools.doctor.facts import (
-    Check,
-    Diagnosis,
-    DiskTrial,
-    Finding,
-    GpuState,
-    Profile,
-    System,
-    Torch,
-    bad,
-    note,
-    ok,
-    unknown,
-)
+from elixir_compile.tools.doctor.facts import Check, Diagnosis, Finding, System, Torch, bad, note, ok, unknown
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checks D06 to D09: pinned memory, control groups, memory nodes, huge pages.
@@ -58,8 +45,30 @@ def check_pinning(system: System) -> Iterator[Finding]:
 def check_control_groups(system: System) -> Iterator[Finding]:
     """D07: limits of memory, swap and cores by control groups; the size of `/dev/shm`."""
     yield from _memory_findings(system)
-    yield _core_finding(system)
-    yield _shm_finding(system)
+    allowed, usable = len(system.cores), system.num_usable_cores
+    quota = quota_cores(*system.group_paths)
+    found = f"a CPU quota of {quota or 0:g} cores for {allowed} cores"
+    num_threads = system.number("OMP_NUM_THREADS") or allowed
+    if system.torch is not None:
+        num_threads = system.torch.num_threads
+    if quota is None or quota >= allowed:
+        yield ok(f"{allowed} cores, not reduced by a CPU quota")
+    elif num_threads > usable:
+        # All threads stop for the rest of each period as soon as together they have used the quota.
+        yield bad(f"{found}, and ops of torch run on {num_threads} threads", f"export OMP_NUM_THREADS={usable}")
+    else:
+        yield note(found, f"docker run --cpus={allowed}" if system.is_container else "")
+    if system.shm_bytes is None:
+        yield note("there is no /dev/shm, which workers of a DataLoader use", "mount -t tmpfs shm /dev/shm")
+        return
+    found = f"/dev/shm of {format_bytes(system.shm_bytes)}"
+    resize = "docker run --shm-size=8g" if system.is_container else "mount -o remount,size=8g /dev/shm"
+    if system.shm_bytes >= LEAST_SHM_BYTES:
+        yield ok(found)
+    elif (system.number("WORLD_SIZE") or 1) > 1:
+        yield bad(f"{found} is small for workers of a DataLoader and for the ranks", resize)
+    else:
+        yield note(f"{found} is small for workers of a DataLoader", resize)
 
 
 def _memory_findings(system: System) -> Iterator[Finding]:
@@ -76,64 +85,17 @@ def _memory_findings(system: System) -> Iterator[Finding]:
         f"host memory {format_bytes(planned_bytes)}"
         + (f", a limit of the control group: the machine has {format_bytes(total_bytes)}" if is_limited else "")
     )
-    high = min(_high_limits(memberships, groups), default=None)
+    folders = [folder for folder, version in group_folders(memberships, groups, "memory") if version == 2]
+    texts = {folder / "memory.high": text_of(folder / "memory.high") for folder in folders}
+    high = min(((int(text), path) for path, text in texts.items() if text.isdecimal()), default=None)
     if high is not None and high[0] < planned_bytes:
         found = f"above {format_bytes(high[0])} of memory the control group is slowed down, below the limit for plans"
         yield bad(found, f"echo max | sudo tee {high[1]}")
-    swapped_bytes = _swapped_bytes(memberships, groups)
-    if swapped_bytes is None:
-        swapped_bytes = (int(meminfo.get("SwapTotal", 0)) - int(meminfo.get("SwapFree", 0))) * KIB
+    swapped_bytes = (int(meminfo.get("SwapTotal", 0)) - int(meminfo.get("SwapFree", 0))) * KIB
+    swapped = (text_of(folder / "memory.swap.current") for folder in folders)
+    swapped_bytes = next((int(text) for text in swapped if text.isdecimal()), swapped_bytes)  # of the group alone
     if swapped_bytes > MOST_SWAPPED_BYTES:
         yield note(f"{format_bytes(swapped_bytes)} of memory are swapped out", "sudo swapoff -a")
-
-
-def _high_limits(memberships: Path, groups: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the bytes above which a group of this process is slowed down, and their file."""
-    for folder, version in group_folders(memberships, groups, "memory"):
-        text = text_of(folder / "memory.high") if version == 2 else ""
-        if text.isdecimal():
-            yield int(text), folder / "memory.high"
-
-
-def _swapped_bytes(memberships: Path, groups: Path) -> int | None:
-    """Return the bytes of this process's group on swap, without its parents; None if the system does not tell."""
-    for folder, version in group_folders(memberships, groups, "memory"):
-        text = text_of(folder / "memory.swap.current") if version == 2 else ""
-        if text.isdecimal():
-            return int(text)
-    return None
-
-
-def _core_finding(system: System) -> Finding:
-    allowed = len(system.cores)
-    quota = quota_cores(*system.group_paths)
-    if quota is None or quota >= allowed:
-        return ok(f"{allowed} cores, not reduced by a CPU quota")
-    usable = system.num_usable_cores
-    found = f"a CPU quota of {quota:g} cores for {allowed} cores"
-    num_threads = _num_threads(system)
-    if num_threads > usable:
-        # All threads stop for the rest of each period as soon as together they have used the quota.
-        return bad(f"{found}, and ops of torch run on {num_threads} threads", f"export OMP_NUM_THREADS={usable}")
-    return note(found, f"docker run --cpus={allowed}" if system.is_container else "")
-
-
-def _num_threads(system: System) -> int:
-    """Return the number of threads that one op of torch runs on."""
-    if system.torch is not None:
-        return system.torch.num_threads
-    return system.number("OMP_NUM_THREADS") or len(system.cores)
-
-
-def _shm_finding(system: System) -> Finding:
-    if system.shm_bytes is None:
-        return note("there is no /dev/shm, which workers of a DataLoader use", "mount -t tmpfs shm /dev/shm")
-    found = f"/dev/shm of {format_bytes(system.shm_bytes)}"
-    if system.shm_bytes >= LEAST_SHM_BYTES:
-        return ok(found)
-    resize = "docker run --shm-size=8g" if system.is_container else "mount -o remount,size=8g /dev/shm"
-    found += " is small for workers of a DataLoader"
-    return bad(f"{found} and for the ranks", resize) if (system.number("WORLD_SIZE") or 1) > 1 else note(found, resize)
 
 
 def check_memory_nodes(system: System) -> Iterator[Finding]:
@@ -198,7 +160,16 @@ def check_gpu(system: System) -> Iterator[Finding]:
     if isinstance(state, str):
         yield unknown(f"{system.accelerator.name}: {state}")
         return
-    yield _link_finding(state)
+    said = "" if state.link is None else "PCIe generation {} x{} while a copy ran".format(*state.link)
+    if state.link is None:
+        yield unknown("the GPU does not tell its PCIe link")
+    elif state.most_link is None:
+        yield ok(said)
+    elif any(now < most for now, most in zip(state.link, state.most_link, strict=True)):
+        # No command repairs a slot, but plans can count on the rate that it has.
+        yield note(f"{said}, of generation {state.most_link[0]} x{state.most_link[1]}", _MEASURE)
+    else:
+        yield ok(f"{said}, the most that GPU and slot support")
     if state.slowed_by:
         yield bad(
             f"the clocks are lowered by {' and '.join(state.slowed_by)}", "nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
@@ -210,18 +181,6 @@ def check_gpu(system: System) -> Iterator[Finding]:
     if state.others_bytes is not None and state.others_bytes > MOST_OTHERS_BYTES:
         found = f"other processes hold {format_bytes(state.others_bytes)} of the GPU"
         yield note(found, "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv")
-
-
-def _link_finding(state: GpuState) -> Finding:
-    if state.link is None:
-        return unknown("the GPU does not tell its PCIe link")
-    said = "PCIe generation {} x{}".format(*state.link)
-    if state.most_link is None:
-        return ok(f"{said} while a copy ran")
-    if any(now < most for now, most in zip(state.link, state.most_link, strict=True)):
-        # No command repairs a slot, but plans can count on the rate that it has.
-        return note(f"{said} while a copy ran, of generation {state.most_link[0]} x{state.most_link[1]}", _MEASURE)
-    return ok(f"{said} while a copy ran, the most that GPU and slot support")
 
 
 def check_copies(system: System) -> Iterator[Finding]:
@@ -294,7 +253,8 @@ def check_versions(system: System) -> Iterator[Finding]:
         yield bad(f"torch cannot be imported: {system.torch_error}", install)
         return
     version = system.torch.version
-    numbers = _first_numbers(version)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    numbers = None if found is None else (int(found[1]), int(found[2]))
     if numbers is None:
         yield unknown(f"torch {version} has an unknown version; tested are {oldest} to {newest}")
     elif numbers < TORCH_VERSIONS[0]:
@@ -303,11 +263,6 @@ def check_versions(system: System) -> Iterator[Finding]:
         yield note(f"torch {version} is newer than {newest}, the newest that was tested", install)
     else:
         yield ok(f"torch {version}")
-
-
-def _first_numbers(version: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def check_build(system: System) -> Iterator[Finding]:
@@ -319,11 +274,20 @@ def check_build(system: System) -> Iterator[Finding]:
     if installed.accelerator is not None:
         yield ok(f"torch sees {installed.num_accelerators} x {installed.accelerator}")
     elif (system.root / "dev/nvidiactl").exists():
-        yield _unseen_gpu(system, installed, f"the machine has a GPU with driver {driver or 'of unknown version'}")
+        gpu = f"the machine has a GPU with driver {driver or 'of unknown version'}"
+        if installed.cuda is None and installed.rocm is None:
+            yield bad(f"torch is a build for CPUs, but {gpu}", install_for_cuda(installed))
+        elif system.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            yield note(f"CUDA_VISIBLE_DEVICES hides every GPU, but {gpu}", "unset CUDA_VISIBLE_DEVICES")
+        else:
+            yield bad(f"torch sees no GPU, but {gpu}", 'python -c "import torch; torch.cuda.init()"')
     elif driver is not None:
         found = f"the driver {driver} of NVIDIA is loaded, but this process has no device file of a GPU"
         yield note(found, "docker run --gpus all" if system.is_container else "nvidia-modprobe -u -c 0")
-    elif _is_gpu_on_bus(system):
+    elif any(
+        text_of(device / "vendor") == _NVIDIA_VENDOR and text_of(device / "class").startswith(_DISPLAY_CLASS)
+        for device in (system.root / "sys/bus/pci/devices").glob("*")
+    ):
         yield note("there is a GPU of NVIDIA on the PCI bus, but no driver is loaded", "apt install nvidia-driver-580")
     else:
         yield ok("no GPU of NVIDIA: training runs on the CPU")
@@ -333,21 +297,6 @@ def install_for_cuda(installed: Torch) -> str:
     """Return the line that installs the same version of torch built for CUDA, as it is on PyPI for Linux."""
     version = installed.version.partition("+")[0]
     return f"pip install --force-reinstall --index-url https://pypi.org/simple torch=={version}"
-
-
-def _unseen_gpu(system: System, installed: Torch, gpu: str) -> Finding:
-    if installed.cuda is None and installed.rocm is None:
-        return bad(f"torch is a build for CPUs, but {gpu}", install_for_cuda(installed))
-    if system.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return note(f"CUDA_VISIBLE_DEVICES hides every GPU, but {gpu}", "unset CUDA_VISIBLE_DEVICES")
-    return bad(f"torch sees no GPU, but {gpu}", 'python -c "import torch; torch.cuda.init()"')
-
-
-def _is_gpu_on_bus(system: System) -> bool:
-    return any(
-        text_of(device / "vendor") == _NVIDIA_VENDOR and text_of(device / "class").startswith(_DISPLAY_CLASS)
-        for device in (system.root / "sys/bus/pci/devices").glob("*")
-    )
 
 
 def driver_version(system: System) -> str | None:
@@ -461,16 +410,13 @@ def check_disk(system: System) -> Iterator[Finding]:
         yield note("the filesystem refuses O_DIRECT: state takes memory in the page cache", disks)
     free = f"{format_bytes(disk.free_bytes)} are free"
     yield ok(free) if disk.free_bytes >= LEAST_FREE_BYTES else note(free, f"df -h {disk.path}")
-    yield _rate_finding(disk, system.profile)
-
-
-def _rate_finding(disk: DiskTrial, profile: Profile | None) -> Finding:
     rates = (disk.write_bytes_per_s, disk.read_bytes_per_s)
     said = "{:.3g} GB/s written, {:.3g} GB/s read".format(*(rate / 1e9 for rate in rates))
-    if min(rates) >= ASSUMED_BYTES_PER_S or (profile is not None and profile.has_disk):
-        return ok(said)
-    found = f"{said}; plans assume {ASSUMED_BYTES_PER_S / 1e9:g} GB/s until the disk is measured"
-    return note(found, f"elixir-compile measure --disk-path {disk.path}")
+    if min(rates) >= ASSUMED_BYTES_PER_S or (system.profile is not None and system.profile.has_disk):
+        yield ok(said)
+    else:
+        found = f"{said}; plans assume {ASSUMED_BYTES_PER_S / 1e9:g} GB/s until the disk is measured"
+        yield note(found, f"{_MEASURE} --disk-path {disk.path}")
 
 
 def filesystem_of(path: Path, mountinfo: str) -> str:
@@ -502,9 +448,9 @@ def check_caches(system: System) -> Iterator[Finding]:
             f"none of the {profile.num_others} measured profiles is for this device, torch, and number of cores and "
             "threads, so plans use a rough profile"
         )
-        yield note(found, "elixir-compile measure")
+        yield note(found, _MEASURE)
     else:
-        yield note("the machine was not measured, so plans use a rough profile", "elixir-compile measure")
+        yield note("the machine was not measured, so plans use a rough profile", _MEASURE)
 
 
 def _cache_finding(path: Path, variable: str) -> Finding:
@@ -532,8 +478,16 @@ def check_ranks(system: System) -> Iterator[Finding]:
     started = system.number("LOCAL_WORLD_SIZE")
     num_ranks = started or max(installed.num_accelerators, 1)
     if num_ranks > 1:
-        yield from _collective_findings(installed)
-        yield _cores_finding(num_ranks, system.num_usable_cores)
+        fix = install_for_cuda(installed)
+        if not installed.has_gloo:
+            yield bad("torch is built without gloo, by which ranks agree", fix)
+        if installed.accelerator == "cuda" and not installed.has_nccl:
+            yield bad("torch is built without NCCL, by which GPUs exchange parameters and gradients", fix)
+        said = f"{num_ranks} ranks on {system.num_usable_cores} cores"
+        if system.num_usable_cores >= 2 * num_ranks:
+            yield ok(said)
+        else:
+            yield note(f"{said}: a rank needs a core for host updates beside the core of its training thread")
     # `torchrun` gives each of several ranks one thread, so the threads of this process count only if it is such a rank.
     num_threads, num_cores = installed.num_threads, len(system.cores)
     if started is not None and started > 1:
@@ -543,21 +497,6 @@ def check_ranks(system: System) -> Iterator[Finding]:
         yield bad(said, f"export OMP_NUM_THREADS={max(num_cores // (started or 1), 1)}")
     else:
         yield ok(said)
-
-
-def _cores_finding(num_ranks: int, num_cores: int) -> Finding:
-    said = f"{num_ranks} ranks on {num_cores} cores"
-    if num_cores >= 2 * num_ranks:
-        return ok(said)
-    return note(f"{said}: a rank needs a core for host updates beside the core of its training thread")
-
-
-def _collective_findings(installed: Torch) -> Iterator[Finding]:
-    fix = install_for_cuda(installed)
-    if not installed.has_gloo:
-        yield bad("torch is built without gloo, by which ranks agree", fix)
-    if installed.accelerator == "cuda" and not installed.has_nccl:
-        yield bad("torch is built without NCCL, by which GPUs exchange parameters and gradients", fix)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -585,13 +524,13 @@ CHECKS = (
 
 def diagnose(system: System) -> tuple[Diagnosis, ...]:
     """Return the findings of all checks that apply to `system`, in the order of their codes."""
-    return tuple(found for check in CHECKS for found in _diagnoses(check, system))
-
-
-def _diagnoses(check: Check, system: System) -> Iterator[Diagnosis]:
-    try:
-        findings = list(check.run(system))
-    except (OSError, ValueError) as error:  # files of the system in an unknown form
-        findings = [unknown(f"the check failed: {type(error).__name__}: {error}")]
-    for found in findings:
-        yield Diagnosis(code=check.code, title=check.title, verdict=found.verdict, found=found.found, fix=found.fix)
+    found: list[Diagnosis] = []
+    for check in CHECKS:
+        try:
+            findings = list(check.run(system))
+        except (OSError, ValueError) as error:  # files of the system in an unknown form
+            findings = [unknown(f"the check failed: {type(error).__name__}: {error}")]
+        for each in findings:
+            code, title = check.code, check.title
+            found.append(Diagnosis(code=code, title=title, verdict=each.verdict, found=each.found, fix=each.fix))
+    return tuple(found)

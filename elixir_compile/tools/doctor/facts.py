@@ -330,6 +330,11 @@ def this_system(disk_path: Path | None = None, root: Path = Path("/")) -> System
     second. Files of the system are read below `root`.
     """
     torch, torch_error = _torch_here()
+    try:
+        shm = os.statvfs(root / "dev/shm")
+    except OSError:
+        shm = None
+    backends = entry_points(group="torch_dynamo_backends")
     accelerator = profile = disk = None
     if torch is not None:
         trials = importlib.import_module("elixir_compile.tools.doctor.trials")  # it imports torch
@@ -341,12 +346,12 @@ def this_system(disk_path: Path | None = None, root: Path = Path("/")) -> System
         python=sys.version_info[:2],
         include=Path(sysconfig.get_path("include")),
         cores=allowed_cores(),
-        shm_bytes=_size_bytes(root / "dev/shm"),
+        shm_bytes=None if shm is None else shm.f_frsize * shm.f_blocks,
         caches={
             "ELIXIR_CACHE_DIR": cache_dir(),
             "TORCHINDUCTOR_CACHE_DIR": Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()),
         },
-        backend=_registered_backend(),
+        backend=next((entry.value for entry in backends if entry.name == "elixir"), ""),
         torch=torch,
         torch_error=torch_error,
         accelerator=accelerator,
@@ -377,17 +382,3 @@ def _torch_here() -> tuple[Torch | None, str]:
         has_nccl=is_distributed and distributed.is_nccl_available(),
     )
     return facts, ""
-
-
-def _registered_backend() -> str:
-    found = [entry.value for entry in entry_points(group="torch_dynamo_backends") if entry.name == "elixir"]
-    return found[0] if found else ""
-
-
-def _size_bytes(folder: Path) -> int | None:
-    """Return the bytes of the filesystem of `folder`, free or not; None if there is no such folder."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks

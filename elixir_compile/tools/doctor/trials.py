@@ -17,7 +17,7 @@ from elixir_compile.runtime.bucket import Slab
 from elixir_compile.runtime.disk_file import DiskTransfer
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, StagingBuffers
 from elixir_compile.session.machine import cached_machine, machine_path
-from elixir_compile.tools.doctor.facts import Accelerator, CopyRates, DiskTrial, Gpu, GpuState, Pinning, Profile, gpu_at
+from elixir_compile.tools.doctor.facts import Accelerator, CopyRates, DiskTrial, Pinning, Profile, gpu_at
 from elixir_compile.tools.measure.machine import COPY_BYTES, Copies, beside, copies_of, lock_limit_bytes, median_s
 
 FIRST_PINNED_BYTES = 256 * MIB
@@ -40,22 +40,20 @@ def try_accelerator() -> Accelerator | None:
     others_bytes = None if isinstance(gpu, str) else gpu.used_bytes()
     pinning = try_pinning(available_host_bytes() // num_local_ranks(platform.num_devices))
     copies = copies_of(device, COPY_BYTES)
+    if isinstance(gpu, str):
+        state = gpu
+    else:
+        with beside(copies.h2d):
+            time.sleep(_COPYING_S)  # an idle link takes some copies to reach its full speed
+            state = gpu.state(others_bytes)
+        gpu.close()
     return Accelerator(
         name=platform.name(device),
         address=address,
         pinning=pinning,
-        state=gpu if isinstance(gpu, str) else _state_beside(gpu, copies, others_bytes),
+        state=state,
         copies=copy_rates(device, copies),
     )
-
-
-def _state_beside(gpu: Gpu, copies: Copies, others_bytes: int | None) -> GpuState:
-    """Return the state of `gpu` while copies to it run, and close it."""
-    with beside(copies.h2d):
-        time.sleep(_COPYING_S)  # an idle link takes some copies to reach its full speed
-        state = gpu.state(others_bytes)
-    gpu.close()
-    return state
 
 
 def try_pinning(budget_bytes: int) -> Pinning | None:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
-from typing import cast
+from itertools import accumulate, cycle
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -38,7 +38,6 @@ from elixir_compile.ir.hardware import (
     with_like_seats,
 )
 from elixir_compile.runtime.bucket import Slab, aligned_bytes
-from elixir_compile.runtime.disk_file import DiskTransfer
 from elixir_compile.runtime.disk_store import DiskStore, StagingBuffers
 from elixir_compile.runtime.distributed.exchange import messenger_of
 from elixir_compile.runtime.lanes import lanes_for
@@ -57,19 +56,23 @@ def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) 
     The first run is not counted. The others stop after `at_most_s`, but there are at least `MIN_REPEATS` and at most
     `MAX_REPEATS`.
     """
-    _timed_s(run, device)
+
+    def run_on_device() -> None:
+        run()
+        # Not the whole device: a function that runs beside `run` has its own stream.
+        platform_of(device).synchronize_compute(device)
+
+    _timed_s(run_on_device)
     ends_s = time.perf_counter() + at_most_s
     seconds: list[float] = []
     while len(seconds) < MIN_REPEATS or (len(seconds) < MAX_REPEATS and time.perf_counter() < ends_s):
-        seconds.append(_timed_s(run, device))
+        seconds.append(_timed_s(run_on_device))
     return statistics.median(seconds)
 
 
-def _timed_s(run: Callable[[], object], device: torch.device) -> float:
+def _timed_s(run: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     run()
-    # Not the whole device: a function that runs beside `run` has its own stream.
-    platform_of(device).synchronize_compute(device)
     return time.perf_counter() - began_s
 
 
@@ -227,8 +230,14 @@ def measure_collectives(device: torch.device, group: "distributed.ProcessGroup |
         shard = torch.ones(shard_bytes // torch.float32.itemsize, device=device)
         whole = torch.ones(num_ranks * shard.numel(), device=device)
         sent_bytes = (num_ranks - 1) * shard_bytes
-        points.append((sent_bytes, _collective_s(partial(all_gather, whole, shard), device)))
-        points.append((sent_bytes, _collective_s(partial(reduce_scatter, shard, whole), device)))
+        for run in (partial(all_gather, whole, shard), partial(reduce_scatter, shard, whole)):
+
+            def complete(run: Callable[[], object] = run) -> None:
+                run()
+                platform_of(device).synchronize(device)
+
+            seconds = [_timed_s(complete) for _ in range(1 + _REPEATS)]
+            points.append((sent_bytes, statistics.median(seconds[1:])))
     latency_s, bytes_per_s = fitted_line(points)
     return latency_s / (num_ranks - 1), bytes_per_s
 
@@ -247,16 +256,6 @@ def _collectives(
         lambda whole, own: messenger.all_gather(whole.view(num_ranks, -1), own).wait(),
         lambda own, whole: messenger.reduce_scatter(own, whole.view(num_ranks, -1)).wait(),
     )
-
-
-def _collective_s(run: Callable[[], object], device: torch.device) -> float:
-    seconds: list[float] = []
-    for _ in range(1 + _REPEATS):
-        began_s = time.perf_counter()
-        run()
-        platform_of(device).synchronize(device)
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds[1:])
 
 
 def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -310,39 +309,55 @@ def _kind(device: torch.device) -> str:
 
 
 def measure_kernels(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return `pointwise_bytes_per_s`, `launch_s` and the host's `dram_bytes_per_s`."""
+    """Return `pointwise_bytes_per_s` of an addition, a gelu and a softmax, `launch_s`, and the host's
+    `dram_bytes_per_s` in a copy and a sum."""
     share_s = at_most_s / 3
+    x = torch.linspace(-3, 3, _POINTWISE_ROWS[_kind(device)] * 256, device=device).view(-1, 256)
+    y = torch.ones_like(x)
+
+    def kernels() -> None:
+        functional.gelu(x)
+        torch.add(x, y)
+        torch.softmax(x, dim=-1)
+
+    num_passes = 2 + 3 + 2  # each kernel reads its inputs and writes one result
+    pointwise_bytes_per_s = num_passes * x.nbytes / median_s(kernels, device, share_s)
+    one = torch.ones(16, device=device)  # an op on 16 elements costs its launch
+
+    def ops() -> None:
+        for _ in range(_NUM_LAUNCHES):
+            torch.add(one, one)
+
+    launch_s = median_s(ops, device, share_s) / _NUM_LAUNCHES
+    host = torch.device("cpu")
+    first, second, out = (torch.ones(_DRAM_NUMEL, device=host) for _ in range(3))
+    copy_s = median_s(lambda: out.copy_(first), host, share_s / 2)
+    sum_s = median_s(lambda: torch.add(first, second, out=out), host, share_s / 2)
     return {
-        "pointwise_bytes_per_s": _pointwise_bytes_per_s(device, share_s),
-        "launch_s": _launch_s(device, share_s),
-        "dram_bytes_per_s": _dram_bytes_per_s(share_s),
+        "pointwise_bytes_per_s": pointwise_bytes_per_s,
+        "launch_s": launch_s,
+        "dram_bytes_per_s": 5 * first.nbytes / (copy_s + sum_s),  # reads and writes together
     }
 
 
 def measure_products(device: torch.device, at_most_s: float) -> dict[str, float]:
     """Return the floating-point operations per second of matrix products by dtype, as `flops_per_s.float32`.
 
-    Timed are the three products of a linear layer in a training step.
+    Timed are the three products of a linear layer in a training step, of the size in `_LAYERS`, or of a smaller size
+    if that would take too long. A dtype may be emulated: float16 on a CPU without instructions for it is 40 times
+    slower than float32.
     """
     share_s = at_most_s / len(_DTYPES)
-    return {
-        f"flops_per_s.{str(dtype).removeprefix('torch.')}": _flops_per_s(device, dtype, share_s) for dtype in _DTYPES
-    }
-
-
-def _flops_per_s(device: torch.device, dtype: torch.dtype, at_most_s: float) -> float:
-    """Return the rate of `dtype` at the size in `_LAYERS`, or at a smaller size if that would take too long.
-
-    A dtype may be emulated: float16 on a CPU without instructions for it is 40 times slower than float32.
-    """
-    tokens, width = (size // 8 for size in _LAYERS[_kind(device)])
-    while True:
+    most_width = _LAYERS[_kind(device)][1]
+    found: dict[str, float] = {}
+    for dtype in _DTYPES:
+        tokens, width = (size // 8 for size in _LAYERS[_kind(device)])
         products, flops = _products(device, dtype, tokens, width)
-        first_s = median_s(products, device, 0.0)
-        is_last = width >= _LAYERS[_kind(device)][1] or _GROWTH * first_s * 4 > at_most_s
-        if is_last:
-            return flops / median_s(products, device, at_most_s / 2)
-        tokens, width = 2 * tokens, 2 * width
+        while width < most_width and _GROWTH * median_s(products, device, 0.0) * 4 <= share_s:
+            tokens, width = 2 * tokens, 2 * width
+            products, flops = _products(device, dtype, tokens, width)
+        found[f"flops_per_s.{str(dtype).removeprefix('torch.')}"] = flops / median_s(products, device, share_s / 2)
+    return found
 
 
 def _products(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> tuple[Callable[[], None], int]:
@@ -358,40 +373,6 @@ def _products(device: torch.device, dtype: torch.dtype, tokens: int, width: int)
     return products, 3 * 2 * tokens * width * 4 * width
 
 
-def _pointwise_bytes_per_s(device: torch.device, at_most_s: float) -> float:
-    """Return the bytes that pointwise kernels read and write per second: an addition, a gelu and a softmax."""
-    x = torch.linspace(-3, 3, _POINTWISE_ROWS[_kind(device)] * 256, device=device).view(-1, 256)
-    y = torch.ones_like(x)
-
-    def kernels() -> None:
-        functional.gelu(x)
-        torch.add(x, y)
-        torch.softmax(x, dim=-1)
-
-    num_passes = 2 + 3 + 2  # each reads its inputs and writes one result
-    return num_passes * x.nbytes / median_s(kernels, device, at_most_s)
-
-
-def _launch_s(device: torch.device, at_most_s: float) -> float:
-    """Return the seconds of an op on 16 elements, which is the cost of its launch."""
-    one = torch.ones(16, device=device)
-
-    def ops() -> None:
-        for _ in range(_NUM_LAUNCHES):
-            torch.add(one, one)
-
-    return median_s(ops, device, at_most_s) / _NUM_LAUNCHES
-
-
-def _dram_bytes_per_s(at_most_s: float) -> float:
-    """Return the bytes that the host's memory moves per second, reads and writes together, in a copy and a sum."""
-    host = torch.device("cpu")
-    x, y, out = (torch.ones(_DRAM_NUMEL, device=host) for _ in range(3))
-    copy_s = median_s(lambda: out.copy_(x), host, at_most_s / 2)
-    sum_s = median_s(lambda: torch.add(x, y, out=out), host, at_most_s / 2)
-    return 5 * x.nbytes / (copy_s + sum_s)
-
-
 # 7 and 28 million elements, 28 and 113 MB in float32: the sizes of buckets. On an accelerator the launch would take
 # most of the time of the smaller bucket.
 _WIDTHS = {"host": 768, "accelerator": 1536}
@@ -399,6 +380,9 @@ _NUM_BUCKETS = 3
 _COPIES = 4
 """Parameters, gradients and two moments."""
 
+_ADAMW: Any = {
+    "amsgrad": False, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False,
+}  # fmt: skip
 Allocate = Callable[[Sequence[tuple[int, ...]]], list[torch.Tensor]]
 
 
@@ -411,7 +395,11 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
         return [torch.full(shape, 0.01, device=device) for shape in shapes]
 
     def on_host(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        return _slab_tensors(shapes, pin=platform_of(device).has_own_memory)
+        sizes_bytes = [aligned_bytes(torch.Size(shape).numel() * torch.float32.itemsize) for shape in shapes]
+        slab = Slab(sum(sizes_bytes), pin=platform_of(device).has_own_memory)
+        offsets_bytes = accumulate(sizes_bytes, initial=0)
+        pairs = zip(shapes, offsets_bytes, strict=False)
+        return [slab.tensor(torch.float32, shape, offset).fill_(0.01) for shape, offset in pairs]
 
     device_s = median_s(_update(on_device, width, device), device, share_s)
     host = torch.device("cpu")
@@ -421,40 +409,23 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
     copies = copies_of(device, COPY_BYTES)
     with beside(copies.h2d), beside(copies.d2h):
         busy_s = as_update(lambda: median_s(update, host, share_s), threads)
-    numel = _numel(_layer_shapes(width))
+    numel = sum(torch.Size(shape).numel() for shape in _layer_shapes(width))
     return {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
 
 
 def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[], None]:
     """Return a function that updates the next of several buckets at each call."""
     shapes = _layer_shapes(width)
-    buckets = [
-        (
-            *(allocate(shapes) for _ in range(_COPIES)),
-            [torch.ones((), device=device) for _ in shapes],
-        )
-        for _ in range(_NUM_BUCKETS)
-    ]
-    turns = cycle(buckets)
+    turns = cycle(
+        [
+            (*(allocate(shapes) for _ in range(_COPIES)), [torch.ones((), device=device) for _ in shapes])
+            for _ in range(_NUM_BUCKETS)
+        ]
+    )
 
     def update() -> None:
         params, grads, means, squares, steps = next(turns)
-        adamw(
-            params,
-            grads,
-            means,
-            squares,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=1e-2,
-            eps=1e-8,
-            maximize=False,
-        )
+        adamw(params, grads, means, squares, [], steps, fused=True, **_ADAMW)
 
     return update
 
@@ -463,20 +434,6 @@ def _layer_shapes(width: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of a GPT-2 layer: two norms, attention in and out, the two halves of the MLP."""
     matrices = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
     return (*((width,) for _ in range(4)), *matrices, *((shape[1],) for shape in matrices))
-
-
-def _numel(shapes: Sequence[tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes)
-
-
-def _slab_tensors(shapes: Sequence[tuple[int, ...]], *, pin: bool) -> list[torch.Tensor]:
-    sizes_bytes = [aligned_bytes(torch.Size(shape).numel() * torch.float32.itemsize) for shape in shapes]
-    slab = Slab(sum(sizes_bytes), pin=pin)
-    offsets_bytes = [sum(sizes_bytes[:place]) for place in range(len(sizes_bytes))]
-    return [
-        slab.tensor(torch.float32, shape, offset).fill_(0.01)
-        for shape, offset in zip(shapes, offsets_bytes, strict=True)
-    ]
 
 
 Progress = Callable[[str, float], None]
@@ -560,7 +517,19 @@ def _measured(device: torch.device, ranks: "_Ranks", report: Progress, seconds: 
     network: Link | None = None
     if ranks.num_ranks > 1:
         report("collectives", 1.0)
-        peer, network = _collective_links(device, ranks, source)
+
+        def link_of(group: "distributed.ProcessGroup | None") -> Link:
+            latency_s, bytes_per_s = measure_collectives(device, group)
+            return _link(device, bytes_per_s, latency_s, source)
+
+        # The link between the devices of a node, and the link between nodes; None for a missing link.
+        over_all = link_of(None)
+        peer = over_all if ranks.num_local == ranks.num_ranks else None
+        network = None if peer is not None else over_all
+        if peer is None and ranks.num_local > 1:
+            own, _ = distributed.new_subgroups(group_size=ranks.num_local)
+            # Each rank is in one of the subgroups; torch returns a number to ranks outside of all of them.
+            peer = link_of(cast("distributed.ProcessGroup", own))
         node = replace(node, peer=peer, num_devices=ranks.num_local)
     cluster = Cluster(nodes=(node,) * (ranks.num_ranks // ranks.num_local), network=network)
     report("done", 1.0)
@@ -610,41 +579,29 @@ def _node(device: torch.device, rates: Mapping[str, float], num_local: int, sour
         busy_update_elements_per_s=_rounded(num_local * min(rates["update.busy_host"], rates["update.host"])),
         source=source,
     )
-    h2d, d2h = (_copy_link(device, rates, name, source) for name in ("h2d", "d2h"))
+    h2d, d2h = (
+        _link(
+            device,
+            rates[f"{name}.bytes_per_s"],
+            rates[f"{name}.latency_s"],
+            source,
+            # If the other direction does not slow down this direction, noise may make the busy rate the higher rate.
+            _rounded(min(rates[f"{name}.busy_bytes_per_s"], rates[f"{name}.bytes_per_s"])),
+        )
+        for name in ("h2d", "d2h")
+    )
     return replace(rough, device=profile, host=host, h2d=h2d, d2h=d2h)
 
 
-def _copy_link(device: torch.device, rates: Mapping[str, float], name: str, source: str) -> Link:
-    alone, busy = rates[f"{name}.bytes_per_s"], rates[f"{name}.busy_bytes_per_s"]
-    return Link(
-        bytes_per_s=_rounded(alone),
-        latency_s=_rounded(rates[f"{name}.latency_s"]),
-        overlaps_compute=platform_of(device).has_own_memory,
-        source=source,
-        # If the other direction does not slow down this direction, noise may make the busy rate the higher rate.
-        busy_bytes_per_s=_rounded(min(busy, alone)),
-    )
-
-
-def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple[Link | None, Link | None]:
-    """Return the link between the devices of a node and the link between nodes; None for a missing link."""
-    over_all = _collective_link(device, None, source)
-    if ranks.num_local == ranks.num_ranks:
-        return over_all, None
-    if ranks.num_local == 1:
-        return None, over_all
-    own, _ = distributed.new_subgroups(group_size=ranks.num_local)
-    # Each rank is in one of the subgroups; torch returns a number to ranks outside of all of them.
-    return _collective_link(device, cast("distributed.ProcessGroup", own), source), over_all
-
-
-def _collective_link(device: torch.device, group: "distributed.ProcessGroup | None", source: str) -> Link:
-    latency_s, bytes_per_s = measure_collectives(device, group)
+def _link(
+    device: torch.device, bytes_per_s: float, latency_s: float, source: str, busy_bytes_per_s: float | None = None
+) -> Link:
     return Link(
         bytes_per_s=_rounded(bytes_per_s),
         latency_s=_rounded(latency_s),
         overlaps_compute=platform_of(device).has_own_memory,
         source=source,
+        busy_bytes_per_s=busy_bytes_per_s,
     )
 
 
@@ -664,22 +621,14 @@ def with_disk(cluster: Cluster, disk_path: "str | os.PathLike[str]", nbytes: int
         buffer = StagingBuffers(1, nbytes).acquire().tensor
         buffer.random_(0, 256)  # random bytes, because a drive may store zeros faster
         region.write_from(buffer).wait()  # not timed, because the first write also allocates the blocks of the file
-        write_s = _disk_s(lambda: region.write_from(buffer))
-        read_s = _disk_s(lambda: region.read_into(buffer))
+        runs = range(_NUM_RUNS)
+        write_s = statistics.median(_timed_s(lambda: region.write_from(buffer).wait()) for _ in runs)
+        read_s = statistics.median(_timed_s(lambda: region.read_into(buffer).wait()) for _ in runs)
     finally:
         store.close()
     rates = {"disk_read_bytes_per_s": _rounded(nbytes / read_s), "disk_write_bytes_per_s": _rounded(nbytes / write_s)}
     nodes = tuple(replace(node, host=replace(node.host, **rates)) for node in cluster.nodes)
     return replace(cluster, nodes=nodes)
-
-
-def _disk_s(begin: Callable[[], DiskTransfer]) -> float:
-    seconds: list[float] = []
-    for _ in range(_NUM_RUNS):
-        began_s = time.perf_counter()
-        begin().wait()
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds)
 
 
 def _rounded(rate: float) -> float:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -143,27 +143,9 @@ class StepMemory(Protocol):
         """End the recording."""
         ...
 
-    def live(
-        self,
-        times: StepTimes,
-        spans: Sequence[Span],
-        taken: Iterable[Taken],
-    ) -> Live | None:
+    def live(self, times: StepTimes, spans: Sequence[Span], taken: Iterable[Taken]) -> Live | None:
         """Return the bytes by kind over the step; None if events of the allocator were lost."""
         ...
-
-
-class AllocatorClock(NamedTuple):
-    """The clock of an allocator, that of `time.time_ns`, on the axis of a step: seconds since the step began."""
-
-    began: Anchor
-    """The moment at which the record of the allocator began."""
-    step_began_s: float
-    """As `time.perf_counter`."""
-
-    def at_s(self, time_ns: int) -> float:
-        """Return the moment `time_ns` on the axis of the step."""
-        return (time_ns - self.began.time_ns) / 1e9 + self.began.perf_s - self.step_began_s
 
 
 def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> dict[int, str]:
@@ -241,11 +223,53 @@ def live_by_kind(
     """
     before = [_Block(nbytes, 0.0, kind=kind) for nbytes, kind in resident.values()]
     blocks, changes = _blocks(dict(zip(resident, before, strict=True)), events)
+    by_address: dict[int, list[_Block]] = {}
+    for block in blocks:
+        by_address.setdefault(block.address, []).append(block)
+
+    def apart_s(block: _Block, at_s: float) -> float:
+        died_s = at_s if block.died_s is None else block.died_s
+        return max(block.born_s - at_s, at_s - died_s, 0.0)
+
+    # Of the blocks at the address, the executor has taken the one that was alive, or nearly so.
+    for at_s, address, label in taken:
+        nearest = min(by_address.get(address, ()), key=lambda block: apart_s(block, at_s), default=None)
+        if nearest is not None and apart_s(nearest, at_s) <= CLOCKS_APART_S:
+            nearest.taken_for = verb_of(label)
     running = _Running(spans)
-    _mark_taken(blocks, taken)
     for block in blocks:
         block.kind = _kind_of(block, intervals, running)
-    return _summed(before, changes)
+    now = Counter[str]()
+    for block in before:
+        now[block.kind] += block.nbytes
+    times_s, rows = [0.0], [dict(now)]  # the sums by kind after each change, in order; times may repeat
+    for change in changes:
+        for block, sign in ((change.died, -1), (change.born, 1)):
+            if block is not None:
+                now[block.kind] += sign * block.nbytes
+        times_s.append(change.at_s)
+        rows.append(dict(now))
+    return Live(at_s=tuple(times_s), by_kind={kind: tuple(row.get(kind, 0) for row in rows) for kind in sorted(now)})
+
+
+def _live(
+    resident: Mapping[int, tuple[int, str]],
+    events: Iterable[tuple[int, int, int]],
+    began: Anchor,
+    times: StepTimes,
+    intervals: Sequence[Interval],
+    spans: Sequence[Span],
+    taken: Iterable[Taken],
+) -> Live:
+    """Return the bytes by kind of `events` whose times are those of an allocator, in nanoseconds of `time.time_ns`;
+    `began` is the moment at which its record began."""
+
+    def at_s(time_ns: int) -> float:
+        return (time_ns - began.time_ns) / 1e9 + began.perf_s - times.began_s
+
+    changes = [(at_s(at_ns), address, nbytes) for at_ns, address, nbytes in events]
+    blocks = [(at_s(block.at_ns), block.address, block.label) for block in taken]
+    return live_by_kind(resident, changes, intervals, spans, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,22 +308,6 @@ CLOCKS_APART_S = 1e-4
 processor. Two gathers are further apart."""
 
 
-def _mark_taken(blocks: Iterable[_Block], taken: Iterable[tuple[float, int, str]]) -> None:
-    """Mark the blocks that were taken for an action: of those at the address, the one that was alive, or nearly so."""
-    by_address: dict[int, list[_Block]] = {}
-    for block in blocks:
-        by_address.setdefault(block.address, []).append(block)
-
-    def apart_s(block: _Block, at_s: float) -> float:
-        died_s = at_s if block.died_s is None else block.died_s
-        return max(block.born_s - at_s, at_s - died_s, 0.0)
-
-    for at_s, address, label in taken:
-        nearest = min(by_address.get(address, ()), key=lambda block: apart_s(block, at_s), default=None)
-        if nearest is not None and apart_s(nearest, at_s) <= CLOCKS_APART_S:
-            nearest.taken_for = verb_of(label)
-
-
 class _Running:
     """Which work the thread of the step was doing at a time."""
 
@@ -325,8 +333,9 @@ _DEEPEST = 4
 
 def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) -> str:
     """Return the kind of a block of the step."""
-    interval = _interval_at(intervals, block.born_s)
-    if interval is None or interval.phase is None:
+    place = bisect.bisect_right(intervals, block.born_s, key=lambda interval: interval.start_s) - 1
+    interval = intervals[max(place, 0)] if intervals else None
+    if interval is None or interval.phase is None or place < 0 or block.born_s > interval.end_s:
         return OTHER
     is_gone = block.died_s is not None and block.died_s <= interval.end_s
     if interval.phase is Phase.UPDATE:
@@ -339,27 +348,6 @@ def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) ->
     if interval.phase is Phase.FORWARD:
         return Kind.TEMP if is_gone else Kind.SAVED
     return Kind.GRAD if block.taken_for == Verb.REDUCE or not is_gone else Kind.TEMP
-
-
-def _interval_at(intervals: Sequence[Interval], time_s: float) -> Interval | None:
-    place = bisect.bisect_right(intervals, time_s, key=lambda interval: interval.start_s) - 1
-    return intervals[place] if place >= 0 and time_s <= intervals[place].end_s else None
-
-
-def _summed(before: Iterable[_Block], changes: Iterable[_Change]) -> Live:
-    """Return the sums by kind after each of `changes`, in their order; times may repeat."""
-    now = Counter[str]()
-    for block in before:
-        now[block.kind] += block.nbytes
-    times_s, rows = [0.0], [dict(now)]
-    for change in changes:
-        for block, sign in ((change.died, -1), (change.born, 1)):
-            if block is not None:
-                now[block.kind] += sign * block.nbytes
-        times_s.append(change.at_s)
-        rows.append(dict(now))
-    kinds = sorted(now)
-    return Live(at_s=tuple(times_s), by_kind={kind: tuple(row.get(kind, 0) for row in rows) for kind in kinds})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -390,27 +378,14 @@ class CpuMemory:
         self._profiler.stop()
         self._resident.close()
 
-    def live(
-        self,
-        times: StepTimes,
-        spans: Sequence[Span],
-        taken: Iterable[Taken],
-    ) -> Live:
+    def live(self, times: StepTimes, spans: Sequence[Span], taken: Iterable[Taken]) -> Live:
         """See `StepMemory`."""
         resident = {
             address: (nbytes, self._kinds.get(address, OTHER)) for address, nbytes in self._resident.nbytes_at.items()
         }
         freed = sorted((at_ns, address, 0) for at_ns, address in self._resident.freed)
         merged = heapq.merge(freed, cpu_allocations(self._profiler), key=lambda event: event[0])
-
-        clock = AllocatorClock(self._began, times.began_s)
-        return live_by_kind(
-            resident,
-            [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in merged],
-            times.intervals,
-            spans,
-            [(clock.at_s(block.at_ns), block.address, block.label) for block in taken],
-        )
+        return _live(resident, merged, self._began, times, times.intervals, spans, taken)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -442,30 +417,17 @@ class DeviceMemory:
         """End the recording."""
         self._events = self._blocks.stop()
 
-    def live(
-        self,
-        times: StepTimes,
-        spans: Sequence[Span],
-        taken: Iterable[Taken],
-    ) -> Live | None:
+    def live(self, times: StepTimes, spans: Sequence[Span], taken: Iterable[Taken]) -> Live | None:
         """See `StepMemory`."""
         if self._events is None:
             return None
-
-        clock = AllocatorClock(self._began, times.began_s)
-        live = live_by_kind(
-            self._resident,
-            [(clock.at_s(at_ns), address, nbytes) for at_ns, address, nbytes in self._events],
-            times.asked,
-            [_asked(span) for span in spans],
-            [(clock.at_s(block.at_ns), block.address, block.label) for block in taken],
-        )
+        # Each span at the moment at which the host asked for its work; nobody knows how long the asking took.
+        asked = [
+            span if span.issued_s is None else replace(span, start_s=span.issued_s, end_s=span.issued_s)
+            for span in spans
+        ]
+        live = _live(self._resident, self._events, self._began, times, times.asked, asked, taken)
         return drawn_by_device(live, times, spans)
-
-
-def _asked(span: Span) -> Span:
-    """Return `span` at the moment at which the host asked for its work; nobody knows how long the asking took."""
-    return span if span.issued_s is None else replace(span, start_s=span.issued_s, end_s=span.issued_s)
 
 
 def drawn_by_device(live: Live, times: StepTimes, spans: Iterable[Span]) -> Live:
@@ -482,16 +444,15 @@ def drawn_by_device(live: Live, times: StepTimes, spans: Iterable[Span]) -> Live
         if asked > asked_s[-1]:
             asked_s.append(asked)
             device_s.append(max(device, device_s[-1]))
-    return replace(live, at_s=tuple(_between(asked_s, device_s, at_s) for at_s in live.at_s))
-
-
-def _between(from_s: Sequence[float], to_s: Sequence[float], at_s: float) -> float:
-    """Return the value at `at_s` of the line through the points (`from_s`, `to_s`); the nearest end outside of it."""
-    after = bisect.bisect_right(from_s, at_s)
-    if after in (0, len(from_s)):
-        return to_s[min(after, len(to_s) - 1)]
-    share = (at_s - from_s[after - 1]) / (from_s[after] - from_s[after - 1])
-    return to_s[after - 1] + share * (to_s[after] - to_s[after - 1])
+    drawn_s: list[float] = []
+    for at_s in live.at_s:
+        after = bisect.bisect_right(asked_s, at_s)
+        if after in (0, len(asked_s)):  # outside of the known moments: the nearest
+            drawn_s.append(device_s[min(after, len(device_s) - 1)])
+            continue
+        share = (at_s - asked_s[after - 1]) / (asked_s[after] - asked_s[after - 1])
+        drawn_s.append(device_s[after - 1] + share * (device_s[after] - device_s[after - 1]))
+    return replace(live, at_s=tuple(drawn_s))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -584,8 +545,19 @@ class GpuCounters:
         busy_percent = ask("device_busy_share", lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         if self._most_width is None:  # it does not change
             self._most_width = ask("link_most_width", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(self._handle))
+        # The first version of the call also counts the bytes that the driver reserves for itself.
+        used_bytes = ask(
+            "device_used_bytes",
+            lambda: nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2).used,
+        )
+        # The GPM figures are means since the last reading: none in the first, or if the GPU has none.
+        means: dict[str, float | None] | None = None
+        if self._metrics is None:
+            self._metrics = ask("GPM figures", lambda: _Metrics(nvml, self._handle))
+        else:
+            means = ask("GPM figures", self._metrics.read)
         found: dict[str, float | None] = {
-            "device_used_bytes": ask("device_used_bytes", self._used_bytes),
+            "device_used_bytes": used_bytes,
             "device_busy_share": None if busy_percent is None else busy_percent / 100,
             "device_energy_j": None if energy_mj is None else energy_mj / 1e3,
             "device_clock_reasons": ask(
@@ -596,18 +568,7 @@ class GpuCounters:
             "link_most_width": self._most_width,
         }
         most_per_s = _LANE_BYTES_PER_S.get(int(generation or 0), max(_LANE_BYTES_PER_S.values())) * (width or 16)
-        return found | self._fields(now_s, most_per_s) | self._means()
-
-    def _means(self) -> dict[str, float | None]:
-        """Return the GPM figures since the last reading; None for each in the first, and if the GPU has none."""
-        if self._metrics is None:
-            self._metrics = self._ask("GPM figures", lambda: _Metrics(self._nvml, self._handle))
-            return dict.fromkeys(_METRICS)
-        return self._ask("GPM figures", self._metrics.read) or dict.fromkeys(_METRICS)
-
-    def _used_bytes(self) -> float:
-        # The first version of the call also counts the bytes that the driver reserves for itself.
-        return self._nvml.nvmlDeviceGetMemoryInfo(self._handle, version=self._nvml.nvmlMemory_v2).used
+        return found | self._fields(now_s, most_per_s) | (means or dict.fromkeys(_METRICS))
 
     def _fields(self, now_s: float, most_per_s: float) -> dict[str, float | None]:
         """Return power and the rates of the link, of one call; `most_per_s` is the rate that the link cannot exceed."""
@@ -624,23 +585,18 @@ class GpuCounters:
             if value.nvmlReturn != nvml.NVML_SUCCESS:
                 self._note_missing(name, f"error {value.nvmlReturn}")
             elif name in directions:
-                found[name] = self._rate(name, now_s, _number(value), _WRAP.get(value.valueType), most_per_s)
+                # Bytes per second since the last reading; unknown in the first, and if the counter may have begun
+                # again more than once since.
+                count, wrap = _number(value), _WRAP.get(value.valueType)
+                before, self._linked[name] = self._linked.get(name), (now_s, count)
+                seconds_s = 0.0 if before is None else now_s - before[0]
+                if before is None or seconds_s <= 0 or (wrap is not None and seconds_s * most_per_s >= wrap):
+                    continue
+                moved_bytes = count - before[1] if wrap is None else (count - before[1]) % wrap
+                found[name] = moved_bytes / seconds_s if moved_bytes >= 0 else None
             else:
                 found[name] = _number(value) / 1e3
         return found
-
-    def _rate(self, name: str, now_s: float, count: int, wrap: int | None, most_per_s: float) -> float | None:
-        """Return bytes per second since the last reading; None for the first, and if the counter may have passed
-        `wrap` more than once since."""
-        before, self._linked[name] = self._linked.get(name), (now_s, count)
-        if before is None or now_s <= before[0]:
-            return None
-        seconds_s, moved_bytes = now_s - before[0], count - before[1]
-        if wrap is not None:
-            if seconds_s * most_per_s >= wrap:
-                return None
-            moved_bytes %= wrap
-        return moved_bytes / seconds_s if moved_bytes >= 0 else None
 
     def _ask(self, name: str, question: Callable[[], Any]) -> Any:
         """Return the answer of NVML; None if the GPU or its driver does not support the question."""

@@ -1,5 +1,5 @@
 """Observe the training steps of one model: phases, bytes by lane, and counters of the process, the device and its
-executors, for every step.
+executors, for every step; summarize each step, and record chosen steps in full.
 """
 
 import bisect
@@ -9,10 +9,9 @@ import resource
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
@@ -22,12 +21,27 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from elixir_compile.base.process import GROUPS, MEMBERSHIPS, group_folders, text_of
+from elixir_compile.compat import can_profile
+from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir.kinds import Lane, Phase
-from elixir_compile.runtime.bucket import live_slab_bytes
+from elixir_compile.ir.record import Origin, Record
+from elixir_compile.runtime.bucket import live_slab_bytes, pinned_slab_bytes
 from elixir_compile.runtime.lanes import Lanes
-from elixir_compile.runtime.recording import Phases, ThreadSeconds, observe_phases
-from elixir_compile.tools.measure.memory import GpuCounters, Moment, PhaseChanges, StepTimes, gpu_counters, moment_now
-from elixir_compile.tools.observed import Counters, Interval, name_of
+from elixir_compile.runtime.measure import drop_running_step_bytes
+from elixir_compile.runtime.recording import Ledger, Phases, Recording, StepClock, ThreadSeconds, observe_phases
+from elixir_compile.tools.measure.memory import (
+    CpuMemory,
+    DeviceMemory,
+    GpuCounters,
+    Moment,
+    PhaseChanges,
+    StepMemory,
+    StepTimes,
+    gpu_counters,
+    kinds_of,
+    moment_now,
+)
+from elixir_compile.tools.observed import Counters, FullStep, Interval, StepSummary, name_of, seconds_by_phase
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The executors of an observed model, and what their ledgers have counted since they were asked last.
@@ -104,7 +118,9 @@ class HostCounters:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._group_file = _group_file()
+        names = {1: "memory.usage_in_bytes", 2: "memory.current"}
+        found = (folder / names[version] for folder, version in group_folders(MEMBERSHIPS, GROUPS, "memory"))
+        self._group_file = next((path for path in found if path.is_file()), None)
 
     def read(self) -> dict[str, float | None]:
         """Return the figures now; seconds and counts are those since the process began."""
@@ -118,12 +134,6 @@ class HostCounters:
             "host_slab_bytes": live_slab_bytes(),
             "group_memory_bytes": int(group) if group.isdecimal() else None,
         }
-
-
-def _group_file() -> Path | None:
-    names = {1: "memory.usage_in_bytes", 2: "memory.current"}
-    found = (folder / names[version] for folder, version in group_folders(MEMBERSHIPS, GROUPS, "memory"))
-    return next((path for path in found if path.is_file()), None)
 
 
 class _Samples:
@@ -189,24 +199,23 @@ class CounterThread:
     def difference(self, name: str, start_s: float, end_s: float) -> float | None:
         """Return by how much the counter `name` grew between two times, on a line between its samples; None if it is
         not known at one of them."""
-        first, last = (self._at(name, time_s) for time_s in (start_s, end_s))
-        return None if first is None or last is None else last - first
+        values: list[float] = []
+        for time_s in (start_s, end_s):
+            around = self._samples.around(time_s)
+            if around is None:
+                return None
+            (before_s, before), (after_s, after) = around
+            first, last = before.get(name), after.get(name)
+            if first is None or last is None:
+                return None
+            values.append(first + (last - first) * (time_s - before_s) / (after_s - before_s))
+        return values[1] - values[0]
 
     def mean(self, name: str, start_s: float, end_s: float) -> float | None:
         """Return the mean of the samples of `name` between two times; None if there is none."""
         found = (values.get(name) for _, values in self._samples.between(start_s, end_s))
         known = [value for value in found if value is not None]
         return sum(known) / len(known) if known else None
-
-    def _at(self, name: str, time_s: float) -> float | None:
-        around = self._samples.around(time_s)
-        if around is None:
-            return None
-        (before_s, before), (after_s, later) = around
-        first, last = before.get(name), later.get(name)
-        if first is None or last is None:
-            return None
-        return first + (last - first) * (time_s - before_s) / (after_s - before_s)
 
     def _work(self) -> None:
         host = HostCounters()
@@ -373,7 +382,19 @@ class Observation:
             if phase is Phase.FORWARD:
                 self._drop_failed_update()
                 if self._step is None or self._has_updated:
-                    self._begin_step()
+                    now = self._now()
+                    if self._step is not None:
+                        self._end_step(now)
+                    if self._sink.step_begins(self._next_number, self._executors.alive()):
+                        now = self._now()
+                    changes = PhaseChanges(now, self._open[-1] if self._open else None)
+                    self._step = ObservedStep(number=self._next_number, changes=changes, notes=self._notes)
+                    self._notes, self._has_updated = {}, False
+                    self._next_number += 1
+                    if len(self._pending) > _MOST_PENDING:
+                        self._take_oldest(waits=True)
+                    while self._pending and self._take_oldest(waits=False):
+                        pass
             self._open.append(phase)
             self._change()
 
@@ -404,9 +425,11 @@ class Observation:
 
     def _drop_failed_update(self) -> None:
         """Close updates that an exception has left: torch calls no hook then, but its function is not on the stack."""
-        if Phase.UPDATE in self._open and not _is_running(self._hooked_step):
-            while Phase.UPDATE in self._open:
-                self._close(Phase.UPDATE)
+        frame = inspect.currentframe() if Phase.UPDATE in self._open else None
+        while frame is not None and frame.f_code is not self._hooked_step:
+            frame = frame.f_back
+        while frame is None and Phase.UPDATE in self._open:
+            self._close(Phase.UPDATE)
 
     def _close(self, phase: Phase) -> None:
         for place in reversed(range(len(self._open))):
@@ -433,21 +456,6 @@ class Observation:
         step.slab_bytes = max(step.slab_bytes, live_slab_bytes())
 
     # Steps.
-
-    def _begin_step(self) -> None:
-        now = self._now()
-        if self._step is not None:
-            self._end_step(now)
-        if self._sink.step_begins(self._next_number, self._executors.alive()):
-            now = self._now()
-        changes = PhaseChanges(now, self._open[-1] if self._open else None)
-        self._step = ObservedStep(number=self._next_number, changes=changes, notes=self._notes)
-        self._notes, self._has_updated = {}, False
-        self._next_number += 1
-        if len(self._pending) > _MOST_PENDING:
-            self._take_oldest(waits=True)
-        while self._pending and self._take_oldest(waits=False):
-            pass
 
     def _end_step(self, ended: Moment) -> None:
         step = self._step
@@ -504,11 +512,240 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _is_running(code: CodeType | None) -> bool:
-    """Return whether `code` is on the stack of the calling thread."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+# ----------------------------------------------------------------------------------------------------------------------
+# Record chosen steps in full: spans of the lanes, and on request the device bytes by kind over time.
+#
+# A record is handed over when the next step ends, or at the end of the observation: an update on the host that began in
+# the recorded step may last until then.
+
+
+@dataclass(kw_only=True, eq=False)
+class _Recorded:
+    """A step that is recorded in full."""
+
+    recordings: list[tuple[Ledger, Recording]]
+    counts_before: Counter[str]
+    memory: StepMemory | None
+    counts: Counter[str] = field(default_factory=Counter)
+    summary: StepSummary | None = None
+    times: StepTimes | None = None
+    counters: Counters | None = None
+
+
+class FullSteps:
+    """The records of the steps that `wants` chooses by number."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wants: Callable[[int], bool],
+        take: Callable[[FullStep], None],
+        *,
+        memory_events: bool,
+        optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
+    ) -> None:
+        """`take` is called with each record; `optimizers` returns those that update the model, as far as known."""
+        self._model = weakref.ref(model)
+        self._wants = wants
+        self._take = take
+        self._memory_events = memory_events
+        self._optimizers = optimizers
+        self._running: _Recorded | None = None
+        self._last_profiled = -2
+        """The number of the last step of which memory was recorded."""
+        self._ended: dict[int, _Recorded] = {}
+        """By number, the steps that have ended and were not handed over yet."""
+
+    def begins(self, number: int, executors: Iterable[Phases]) -> bool:
+        """Begin to record step `number` if it is chosen; return whether it is."""
+        if not self._wants(number):
+            return False
+        known = list(executors)
+        memory = self._memory(number, known)
+        counts: Counter[str] = Counter()
+        for each in known:
+            counts.update(each.ledger.counts)
+        if memory is not None:
+            memory.start()
+        clock = StepClock(each.lanes for each in known)
+        recordings = [(each.ledger, each.ledger.start_recording(clock)) for each in known]
+        self._running = _Recorded(recordings=recordings, counts_before=counts, memory=memory)
+        return True
+
+    def _memory(self, number: int, executors: Iterable[Phases]) -> "StepMemory | None":
+        """Return what records the memory of step `number`; None if it is not asked for, or cannot be had now."""
+        model = self._model()
+        devices = [each.lanes.device for each in executors]
+        if not self._memory_events or model is None:
+            return None
+        for device in devices:
+            platform = platform_of(device)
+            if platform.has_own_memory:
+                blocks = platform.record_blocks(device)
+                return None if blocks is None else DeviceMemory(blocks, kinds_of(model, self._optimizers(), device))
+        # torch.profiler tells the blocks of a CPU, and cannot be started while it runs. It was stopped within a forward
+        # if it recorded the step before: a profiler that starts in the same forward gets the ends of ops that the
+        # stopped one has freed, and torch 2.13 then writes to freed memory.
+        if not drop_running_step_bytes() or number <= self._last_profiled + 1 or not can_profile():
+            return None
+        self._last_profiled = number
+        return CpuMemory(kinds_of(model, self._optimizers(), torch.device("cpu")))
+
+    def ends(self, number: int) -> None:
+        """End the record of step `number`, if there is one."""
+        self.hand_over()
+        recorded, self._running = self._running, None
+        if recorded is None:
+            return
+        if recorded.memory is not None:
+            recorded.memory.stop()
+        for ledger, recording in recorded.recordings:
+            recording.end()
+            recorded.counts.update(ledger.counts)
+        recorded.counts.subtract(recorded.counts_before)
+        self._ended[number] = recorded
+
+    def known(self, step: ObservedStep, summary: StepSummary, counters: Callable[[], Counters | None]) -> None:
+        """Keep the summary, the phases and the counters of a step that has ended, if it is recorded in full.
+
+        `counters` is called only for such a step.
+        """
+        recorded = self._ended.get(summary.step)
+        if recorded is not None:
+            recorded.summary, recorded.times, recorded.counters = summary, step.times, counters()
+
+    def drop(self) -> None:
+        """Stop recording a step that has not ended, without a result."""
+        recorded, self._running = self._running, None
+        if recorded is not None:
+            if recorded.memory is not None:
+                recorded.memory.stop()
+            for _, recording in recorded.recordings:
+                recording.stop()
+
+    def hand_over(self) -> None:
+        """Hand over the records of all steps that are known."""
+        for number, recorded in list(self._ended.items()):
+            if recorded.summary is not None and recorded.times is not None:
+                del self._ended[number]
+                summary, times, memory = recorded.summary, recorded.times, recorded.memory
+                spans = [span for _, recording in recorded.recordings for span in recording.spans()]
+                spans.sort(key=lambda span: (span.start_s, span.end_s))
+                taken = [block for _, recording in recorded.recordings for block in recording.taken]
+                live = None if memory is None else memory.live(times, spans, taken)
+                record = Record(
+                    origin=Origin.MEASURED,
+                    step_s=summary.period_s,
+                    device_peak_bytes=live.peak_bytes if live is not None else summary.device_peak_bytes or 0,
+                    host_peak_bytes=summary.host_slab_bytes,
+                    spans=tuple(spans),
+                    counts={verb: number for verb, number in recorded.counts.items() if number > 0},
+                )
+                full = FullStep(
+                    summary=summary, intervals=times.intervals, record=record, live=live, counters=recorded.counters
+                )
+                self._take(full)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Summarize each observed step: its phases and bytes, and the figures of the process and of torch's allocator.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFigures:
+    """Figures of the process at the end of a step; None where they are not known."""
+
+    rss_bytes: int
+    pinned_bytes: int
+    device_peak_bytes: int | None
+    device_reserved_bytes: int | None
+    alloc_retries: int | None
+    """Retries since the process began."""
+
+
+class Summaries:
+    """A sink that turns the steps of an observation into summaries, and the chosen ones into full records."""
+
+    def __init__(
+        self,
+        rank: int,
+        plans: Callable[[], tuple[str, ...]],
+        take: Callable[[StepSummary], None],
+        full_steps: FullSteps,
+        counters: CounterThread | None,
+    ) -> None:
+        """`plans` returns the keys of the plans in force, and `take` is called with each summary."""
+        self._rank = rank
+        self._plans = plans
+        self._take = take
+        self._full_steps = full_steps
+        self._counters = counters
+        self._process = psutil.Process()
+        self.device: torch.device | None = None
+        """The device of the model; None before the first step."""
+        self._at_end: dict[int, tuple[ProcessFigures | None, tuple[str, ...]]] = {}
+        """By the number of an ended step, the figures and the plans at its end, until the step is known."""
+        self._retries: int | None = None
+        """Retries of the allocator at the end of the last step; None before it."""
+
+    def uuid(self) -> str | None:
+        """Return the number of the GPU of the model; None before the first step, and if there is no GPU."""
+        return None if self.device is None else platform_of(self.device).uuid(self.device)
+
+    def step_begins(self, number: int, executors: Collection[Phases]) -> bool:
+        """See `StepSink`."""
+        self.device = next((phases.lanes.device for phases in executors), None)
+        return self._full_steps.begins(number, executors)
+
+    def step_ends(self, step: ObservedStep) -> None:
+        """See `StepSink`."""
+        self._full_steps.ends(step.number)
+        figures, device = None, self.device
+        if device is not None:
+            platform = platform_of(device)
+            has_memory = platform.has_own_memory
+            figures = ProcessFigures(
+                rss_bytes=self._process.memory_info().rss,
+                pinned_bytes=pinned_slab_bytes(),
+                # Peaks are read and never reset: other code of the process reads them too.
+                device_peak_bytes=platform.peak_bytes(device) if has_memory else None,
+                device_reserved_bytes=platform.reserved_bytes(device) if has_memory else None,
+                alloc_retries=platform.alloc_retries(device) if has_memory else None,
+            )
+        self._at_end[step.number] = (figures, self._plans())
+
+    def step_known(self, step: ObservedStep) -> None:
+        """See `StepSink`."""
+        figures, plans = self._at_end.pop(step.number)
+        intervals, counters = step.intervals, self._counters
+        retries = None if figures is None else figures.alloc_retries
+        before, self._retries = self._retries, self._retries if retries is None else retries
+        assert step.ended is not None, "a step that is known has ended"
+        span_s = (step.changes.began.host_s, step.ended.host_s)
+        summary = StepSummary(
+            step=step.number,
+            rank=self._rank,
+            plans=plans,
+            period_s=intervals[-1].end_s if intervals else 0.0,
+            seconds_s=seconds_by_phase(intervals),
+            moved_bytes=step.moved_bytes,
+            host_update_s=step.thread_s.get(Lane.HOST),
+            host_update_elements=step.updated_elements or None,
+            waited_s=step.thread_s.get(Lane.CALLER),
+            device_peak_bytes=None if figures is None else figures.device_peak_bytes,
+            device_reserved_bytes=None if figures is None else figures.device_reserved_bytes,
+            alloc_retries=None if retries is None or before is None else retries - before,
+            host_slab_bytes=step.slab_bytes,
+            host_pinned_bytes=0 if figures is None else figures.pinned_bytes,
+            rss_bytes=None if figures is None else figures.rss_bytes,
+            energy_j=None if counters is None else counters.difference("device_energy_j", *span_s),
+            device_busy_share=None if counters is None else counters.mean("device_busy_share", *span_s),
+            notes=step.notes,
+        )
+        self._full_steps.known(step, summary, lambda: None if counters is None else counters.between(*span_s))
+        self._take(summary)
+
+    def ended(self) -> None:
+        """See `StepSink`."""
+        self._full_steps.drop()
+        self._full_steps.hand_over()
