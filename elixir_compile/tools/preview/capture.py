@@ -230,7 +230,8 @@ def capture_step(
     nothing, and InvalidOption if samples have more tokens than the model has positions.
     """
     model = _built(model)
-    target = _device_of(model) if device is None else torch.device(device)
+    held = (param.device for param in model.parameters() if param.device.type != "meta")
+    target = torch.device(device) if device is not None else next(held, None) or accelerator() or torch.device("cpu")
     param_dtype = None if options is None else options.param_dtype
     own, memory = _stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     managed = ManagedModel([own], target, originals=[model])
@@ -253,7 +254,8 @@ def capture_step(
     require_positions_of_graph(captured)
     # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
     memory.resize_(0)
-    batch = _batch_of((*args, *kwargs.values())) if dynamic else None
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    batch = next((value.shape[0] for value in tensors), None) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
     made = _capture(captured, managed.executor, held_bytes, batch)
@@ -283,13 +285,6 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
     )
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    for param in model.parameters():
-        if param.device.type != "meta":
-            return param.device
-    return accelerator() or torch.device("cpu")
-
-
 def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and keyword arguments with the shapes of `inputs` on `device`; repeated tensors stay equal."""
     if isinstance(inputs, torch.Tensor):
@@ -300,11 +295,6 @@ def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[
     if isinstance(inputs, Sequence) and not isinstance(inputs, str):
         return [_empty(value, device, made, dynamic) for value in inputs], {}
     raise InvalidOption("example_inputs", inputs, "a tuple of tensors, or a dict of keyword arguments")
-
-
-def _batch_of(values: Sequence[Any]) -> int | None:
-    """Return the first dimension of the first tensor among `values` with at least one dimension; None without one."""
-    return next((value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
 
 
 def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dynamic: bool) -> Any:
@@ -357,13 +347,20 @@ def _stand_in(
     if not params:
         raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
     memo: dict[int, Any] = {}
-    memory = torch.UntypedStorage(max(_nbytes(param) for param in params))
+    shaped = [param for param in params if not isinstance(param, nn.parameter.UninitializedParameter)]
+    memory = torch.UntypedStorage(max((param.numel() * param.element_size() for param in shaped), default=0))
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
         _require_no_tensor_axis(name, param)
         is_cast = dtype is not None and gets_master(param, dtype)
-        own = _without_weights(param, memory, dtype if is_cast else None)
+        cast_to = dtype if is_cast and dtype is not None else param.dtype
+        if type(param.data) is torch.Tensor and torch.ops.aten.is_non_overlapping_and_dense(param.data):
+            empty = torch.empty(0, dtype=cast_to, device=memory.device)
+            value = empty.set_(memory, 0, param.shape, param.stride())
+        else:  # with gaps in memory, or of a tensor subclass, it keeps its values: no plan moves it
+            value = param.detach().to(cast_to)
+        own = nn.Parameter(value, requires_grad=param.requires_grad)
         if is_cast or has_master(param):
             add_master(own, None)
         memo[id(param)] = own
@@ -371,7 +368,8 @@ def _stand_in(
         # Tensors that a module keeps as plain attributes are constants of its graph.
         for value in (*module._buffers.values(), *vars(module).values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _buffer_on(value, device)
+                is_there = value.device == device
+                memo[id(value)] = value.detach() if is_there else torch.zeros_like(value, device=device)
     try:
         return copy.deepcopy(model, memo), memory
     except Exception as error:
@@ -390,23 +388,3 @@ def _require_no_tensor_axis(name: str, param: nn.Parameter) -> None:
             "ranks are not there, and read `compilations(model)[-1].plan` after a forward"
         )
         raise UnsupportedModel(name, because)
-
-
-def _nbytes(param: nn.Parameter) -> int:
-    is_uninitialized = isinstance(param, nn.parameter.UninitializedParameter)
-    return 0 if is_uninitialized else param.numel() * param.element_size()
-
-
-def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
-    """Return a parameter with the shape and strides of `param` in `memory`.
-
-    A parameter with gaps in memory, or of a tensor subclass, keeps its values: no plan moves it.
-    """
-    if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
-        return nn.Parameter(param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad)
-    empty = torch.empty(0, dtype=dtype or param.dtype, device=memory.device)
-    return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
-
-
-def _buffer_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.detach() if value.device == device else torch.zeros_like(value, device=device)

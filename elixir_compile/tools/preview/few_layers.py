@@ -121,8 +121,9 @@ class Law:
         done = 0
         for block in self.blocks:
             written += self._moved(done, block.at + min(more, 0) * block.length, more)
+            last = self._moved(block.at - block.length, block.at, more)
             for number in range(1, more + 1):
-                written += self._repeated(block, number, more)
+                written += [_plus(entry, grown, number) for entry, grown in zip(last, block.grown, strict=True)]
             done = block.at
         return written + self._moved(done, len(self.line), more)
 
@@ -148,22 +149,15 @@ class Law:
         for block in self.blocks:
             length, begin = block.length, block.at - block.length
             while begin >= length and kinds[begin - length : begin] == kinds[begin : begin + length]:
-                if block.grown != tuple(self._grown(index, length) for index in range(begin, begin + length)):
+                own = (_minus(self.line[at], self.line[at - length]) for at in range(begin, begin + length))
+                if block.grown != tuple(own):
                     return False
                 begin -= length
         return True
 
-    def _grown(self, index: int, length: int) -> tuple[int, ...]:
-        return _minus(self.line[index], self.line[index - length])
-
     def _moved(self, begin: int, end: int, more: int) -> list[Record]:
         pairs = zip(self.line[begin:end], self.slopes[begin:end], strict=True)
         return [_plus(entry, slopes, more) for entry, slopes in pairs]
-
-    def _repeated(self, block: _Block, number: int, more: int) -> list[Record]:
-        """Return the records of `block`, `number` blocks later, in the line for `more` layers."""
-        moved = self._moved(block.at - block.length, block.at, more)
-        return [_plus(entry, grown, number) for entry, grown in zip(moved, block.grown, strict=True)]
 
 
 def proved(fewest: Line, fewer: Line, more: Line) -> Law | None:
@@ -242,7 +236,17 @@ def _spans(fewer: Line, more: Line) -> list[tuple[int, int]] | None:
                 at, done = at + 1, done + 1
             if at == len(few) and done == len(many):
                 return [(begin, end) for begin, end, _ in found]
-        length = _span_length(few, many, at, done, shortest)
+        # The smallest length of a span that repeats the records before it, and behind which `many` goes on as `few`.
+        longest = min(done, (len(many) - done) - (len(few) - at))
+        length = next(
+            (
+                length
+                for length in range(shortest, longest + 1)
+                if many[done + length : done + length + 1] == few[at : at + 1]
+                and many[done : done + length] == many[done - length : done]
+            ),
+            None,
+        )
         if length is not None:
             found.append((done, done + length, at))
             done, shortest = done + length, 1
@@ -251,19 +255,6 @@ def _spans(fewer: Line, more: Line) -> list[tuple[int, int]] | None:
             shortest = end - done + 1
         else:
             return None
-    return None
-
-
-def _span_length(few: Sequence[int], many: Sequence[int], at: int, done: int, shortest: int) -> int | None:
-    """Return the smallest length of a span of `many` at `done` that repeats the records before it.
-
-    After the span, `many` must go on as `few` does at `at`. None if no length from `shortest` on will do.
-    """
-    longest = min(done, (len(many) - done) - (len(few) - at))
-    for length in range(shortest, longest + 1):
-        goes_on = many[done + length : done + length + 1] == few[at : at + 1]
-        if goes_on and many[done : done + length] == many[done - length : done]:
-            return length
     return None
 
 
@@ -325,14 +316,24 @@ def graph_of_line(line: Line) -> StepGraph:
         else:
             kinds.setdefault(kind, []).append(entry)
     _, name, symbols, batch, batch_size, undivided = kinds["graph"][0].fixed
-    storages = tuple(_storage(entry) for entry in kinds.get("storage", []))
+    storages: list[Storage] = []
+    for entry in kinds.get("storage", []):
+        _, kind, dtype, size, is_of_none, batched, consecutive = entry.fixed
+        storage, of, _ = names_of(entry)
+        storages.append(
+            Storage(
+                id=StorageId(_uncounted(storage)), nbytes=entry.numbers[-1], kind=kind, dtype=dtype,
+                of=None if is_of_none else StorageId(of), size=size, batched=batched, consecutive=consecutive,
+            )
+        )  # fmt: skip
     nbytes = {storage.id: storage.nbytes for storage in storages}
+    aliases = (names_of(entry) for entry in kinds.get("alias", []))
     return StepGraph(
         name=name,
         ops=tuple(_op(*parts, nbytes) for parts in ops),
-        storages=storages,
+        storages=tuple(storages),
         outputs=tuple(_storage_id(entry) for entry in kinds.get("output", [])),
-        aliases=tuple(_alias(entry) for entry in kinds.get("alias", [])),
+        aliases=tuple((_uncounted(value), StorageId(_uncounted(of))) for value, of, _ in aliases),
         symbols=symbols,
         batch=batch,
         batch_size=batch_size,
@@ -347,42 +348,10 @@ def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes
     if moved_bytes is None:
         moved_bytes = sum(nbytes.get(other, 0) for others in touched for other in others)
     return Op(
-        id=OpId(_uncounted(name)),
-        target=target,
-        phase=phase,
-        reads=tuple(touched[0]),
-        writes=tuple(touched[1]),
-        flops=flops,
-        moved_bytes=moved_bytes,
-        module=module,
-        source=source,
-        flops_size=flops_size,
-        kernel=kernel,
-        once=once,
-        mixes=mixes,
-        ring=ring,
-        launches=launches,
-    )
-
-
-def _storage(entry: Record) -> Storage:
-    _, kind, dtype, size, is_of_none, batched, consecutive = entry.fixed
-    name, of, _ = names_of(entry)
-    return Storage(
-        id=StorageId(_uncounted(name)),
-        nbytes=entry.numbers[-1],
-        kind=kind,
-        dtype=dtype,
-        of=None if is_of_none else StorageId(of),
-        size=size,
-        batched=batched,
-        consecutive=consecutive,
-    )
-
-
-def _alias(entry: Record) -> tuple[str, StorageId]:
-    value, name, _ = names_of(entry)
-    return _uncounted(value), StorageId(_uncounted(name))
+        id=OpId(_uncounted(name)), target=target, phase=phase, reads=tuple(touched[0]), writes=tuple(touched[1]),
+        flops=flops, moved_bytes=moved_bytes, module=module, source=source, flops_size=flops_size, kernel=kernel,
+        once=once, mixes=mixes, ring=ring, launches=launches,
+    )  # fmt: skip
 
 
 def _storage_id(entry: Record) -> StorageId:
@@ -417,19 +386,12 @@ def hide_unlike(few: nn.Module, full: nn.Module, *, few_layers: int, layers: int
     """Delete attributes from the modules of `few` that differ from the attributes of `full`.
 
     `few` is a model of `few_layers` layers, `full` the same model with `layers` layers. Raises UnsupportedModel if they
-    differ in more than attributes.
+    differ in more than attributes, or if a layer shares a parameter with another module.
     """
     comparison = _Comparison(few_layers, layers)
     comparison.compare(few, full, "")
     if not comparison.num_stacks:
         raise UnsupportedModel(type(full).__name__, f"it has no stack of {layers} layers")
-    _require_own_parameters(full, layers)
-    for module, name in comparison.unlike.values():
-        delattr(module, name)
-
-
-def _require_own_parameters(full: nn.Module, layers: int) -> None:
-    """Raise UnsupportedModel if a layer shares a parameter with another module."""
     owners: dict[int, str] = {}
     stacks = [path for path, module in full.named_modules() if _is_stack(module, layers)]
     for path, module in full.named_modules(remove_duplicate=False):
@@ -438,6 +400,8 @@ def _require_own_parameters(full: nn.Module, layers: int) -> None:
             known = here if param is None else owners.setdefault(id(param), here)
             if known != here and any(at.startswith(f"{stack}.") for stack in stacks for at in (known, here)):
                 raise UnsupportedModel(here, f"it is the parameter {known} too")
+    for module, name in comparison.unlike.values():
+        delattr(module, name)
 
 
 def _is_stack(module: nn.Module, layers: int) -> TypeGuard[nn.ModuleList | nn.Sequential]:
@@ -462,8 +426,13 @@ class _Comparison:
         """
         if _is_stack(few, self._few_layers) and _is_stack(full, self._layers):
             self.num_stacks += 1
+            last = self._few_layers - 1
             for number, layer in enumerate(full):
-                self.compare(few[self._alike(number)], layer, f"{path}.{number}")
+                # The first layer stands for the first, the last for the last, and the layers between take turns.
+                alike = 0 if number == 0 else last
+                if 0 < number < self._layers - 1 and last >= 2:
+                    alike = 1 + (number - 1) % (last - 1)
+                self.compare(few[alike], layer, f"{path}.{number}")
             return
         tensors = (_forms(few._parameters), _forms(few._buffers)) == (_forms(full._parameters), _forms(full._buffers))
         if type(few) is not type(full) or list(few._modules) != list(full._modules) or not tensors:
@@ -480,24 +449,12 @@ class _Comparison:
                 continue
             if name not in mine:
                 raise UnsupportedModel(path, f"only some layers have {name}")
-            if name not in others or not self._is_known_same(_plain(name, mine[name]), _plain(name, others[name])):
+            try:
+                is_same = name in others and self._is_same(_plain(name, mine[name]), _plain(name, others[name]))
+            except (RuntimeError, TypeError, ValueError):  # for example, arrays compare element by element
+                is_same = False
+            if not is_same:
                 self.unlike[id(few), name] = few, name
-
-    def _alike(self, number: int) -> int:
-        """Return the number of the layer of the small model that stands for layer `number` of the full model.
-
-        The first layer stands for the first, the last for the last, and the layers between take turns.
-        """
-        last = self._few_layers - 1
-        if number == 0 or last < 2:
-            return 0 if number == 0 else last
-        return last if number == self._layers - 1 else 1 + (number - 1) % (last - 1)
-
-    def _is_known_same(self, mine: Any, other: Any) -> bool:
-        try:
-            return self._is_same(mine, other)
-        except (RuntimeError, TypeError, ValueError):  # for example, arrays compare element by element
-            return False
 
     def _is_same(self, mine: Any, other: Any) -> bool:
         if mine is other:
@@ -519,15 +476,12 @@ class _Comparison:
             values = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (mine, other)]
             return mine.__code__ is other.__code__ and self._is_same(*values)
         if hasattr(mine, "to_dict"):
-            return self._is_same_config(mine, other)
+            key = id(mine), id(other)
+            if key not in self._configs:
+                self._configs[key] = True  # during the comparison: configurations may refer to each other
+                self._configs[key] = self._is_same(vars(mine), vars(other))
+            return self._configs[key]
         return bool(mine == other) or (mine, other) == (self._few_layers, self._layers)
-
-    def _is_same_config(self, mine: Any, other: Any) -> bool:
-        key = id(mine), id(other)
-        if key not in self._configs:
-            self._configs[key] = True  # during the comparison: configurations may refer to each other
-            self._configs[key] = self._is_same(vars(mine), vars(other))
-        return self._configs[key]
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -571,12 +525,26 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
         warnings.simplefilter("ignore", DeprecationWarning)  # libraries with threads stop them for a fork
         child = os.fork()
     if child == 0:
-        _answer(work, writing)
+        try:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+            torch.set_num_threads(1)  # a fork does not copy the threads of the parent
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(pickle.dumps(work()))
+        finally:
+            os._exit(0)
     os.close(writing)
 
     def result() -> Value:
-        answer = _read(reading)
-        return pickle.loads(answer) if answer else work()
+        ends_s = time.monotonic() + _PATIENCE_S
+        pieces: list[bytes] = []
+        while select.select([reading], [], [], max(0.0, ends_s - time.monotonic()))[0]:
+            piece = os.read(reading, 1 << 20)
+            if not piece:
+                return pickle.loads(b"".join(pieces)) if pieces else work()
+            pieces.append(piece)
+        return work()  # the child did not end in time
 
     try:
         yield result
@@ -597,31 +565,6 @@ def _may_fork() -> bool:
     if sys.platform != "linux" or not is_alone:
         return False
     return os.getloadavg()[0] <= num_usable_cores() / 2
-
-
-def _answer(work: Callable[[], object], writing: int) -> None:
-    """In the child: do `work`, write its pickled result to the pipe `writing`, and always end the process."""
-    try:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        torch.set_num_threads(1)  # a fork does not copy the threads of the parent
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(pickle.dumps(work()))
-    finally:
-        os._exit(0)
-
-
-def _read(reading: int) -> bytes:
-    """Return the bytes that the child wrote to the pipe `reading`; empty if it failed or did not end in time."""
-    ends_s = time.monotonic() + _PATIENCE_S
-    pieces: list[bytes] = []
-    while select.select([reading], [], [], max(0.0, ends_s - time.monotonic()))[0]:
-        piece = os.read(reading, 1 << 20)
-        if not piece:
-            return b"".join(pieces)
-        pieces.append(piece)
-    return b""
 
 
 log = logging.getLogger("elixir_compile")
@@ -687,17 +630,12 @@ def _derived(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     if any(number < 0 for entry in line for number in entry.numbers):
         raise UnsupportedModel(model.name, "a number in its step falls with the layers")
     made = _capture_of(line, like)
-    _require_parameters(made, full)
-    return made
-
-
-def _require_parameters(made: Capture, full: nn.Module) -> None:
-    """Raise UnsupportedModel unless each trained parameter of `made` has a trained namesake of its size in `full`."""
     params = dict(full.named_parameters())
     for name, captured in made.params.items():
         param = params.get(name)
         if param is None or param.numel() != captured.numel or not param.requires_grad:
             raise UnsupportedModel(made.graph.name, f"it has no parameter {name} of {captured.numel} elements")
+    return made
 
 
 def _line_of(capture: Capture) -> list[Record]:

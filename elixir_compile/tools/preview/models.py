@@ -14,10 +14,9 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ from elixir_compile.base.folders import cache_dir, drop_oldest, read_cached, wri
 from elixir_compile.base.options import Options
 from elixir_compile.base.version import __version__, source_digest
 from elixir_compile.compat.platforms import accelerator_type
-from elixir_compile.ir import Op, Param, StepGraph, Storage, StorageId
-from elixir_compile.ir.graph import LossRegion
+from elixir_compile.ir import Param, StepGraph, StorageId
 from elixir_compile.search.joint.variants import Chunks, possible_chunks
 from elixir_compile.session.backend import with_compiler
 from elixir_compile.tools.preview.capture import Capture, Inputs
@@ -95,13 +93,9 @@ def _gpt2(name: str, hidden: int, layers: int, heads: int, num_parameters: int) 
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }  # fmt: skip
     return ModelShape(
-        name=name,
-        model_type="gpt2",
-        fields=fields,
-        num_parameters=num_parameters,
-        longest="n_positions",
-        layer_fields=("n_layer",),
-    )
+        name=name, model_type="gpt2", fields=fields, num_parameters=num_parameters,
+        longest="n_positions", layer_fields=("n_layer",),
+    )  # fmt: skip
 
 
 def _decoder(name: str, model_type: str, sizes: tuple[int, ...], num_parameters: int, **more: object) -> ModelShape:
@@ -207,78 +201,42 @@ _FEWEST = 4
 """So many batches above one row are worth a law; fewer are captured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Law:
-    """The numbers of captures with `near` and with `far` rows."""
+_GROWN = frozenset({"flops", "moved_bytes", "nbytes", "batch", "base_bytes", "num_tokens", "logits_bytes"})
+"""The fields of a capture, its graph and its loss that grow with the rows; all others are equal for all batches."""
 
-    near_rows: int
-    near: Capture
-    far_rows: int
-    far: Capture
 
-    def at(self, rows: int, options: Options) -> Capture | None:
-        """Return the capture for `rows`; None if the captures differ in more than numbers, or a number is no whole
-        number there."""
-        near, far = self.near, self.far
-        try:
-            chunks = near.chunks or far.chunks
-            if near.chunks is not None and far.chunks is not None:
-                region = self._region(near.chunks.region, far.chunks.region, rows)
-                chunks = possible_chunks(region, options)
-            elif chunks is not None:
-                return None  # the loss of the smaller batch has too few logits
-            made = replace(
-                far,
-                graph=self._graph(near.graph, far.graph, rows),
-                base_bytes=self._number(near.base_bytes, far.base_bytes, rows),
-                chunks=chunks,
-            )
-        except _NotLinearError:
-            return None
-        fixed = {"graph": far.graph, "base_bytes": 0, "chunks": None}
-        return made if replace(near, **fixed) == replace(far, **fixed) else None
+def _at_rows(rows: int, near_rows: int, near: Capture, far_rows: int, far: Capture, options: Options) -> Capture | None:
+    """Return the capture for `rows` on the line from `near`, of `near_rows`, to `far`; None if the captures differ in
+    more than numbers, or a number is no whole number there."""
 
-    def _number(self, near: int, far: int, rows: int) -> int:
-        grown, rest = divmod((far - near) * (rows - self.near_rows), self.far_rows - self.near_rows)
-        if rest or near + grown < 0:
+    def on_line(near: Any, far: Any) -> Any:
+        if near == far:
+            return far
+        if isinstance(near, tuple) and isinstance(far, tuple) and len(near) == len(far):
+            return tuple(map(on_line, near, far))
+        if type(near) is not type(far) or not is_dataclass(far):
             raise _NotLinearError
-        return near + grown
+        changes: dict[str, Any] = {}
+        for name in (entry.name for entry in fields(far)):
+            first, last = getattr(near, name), getattr(far, name)
+            if name in _GROWN:
+                grown, rest = divmod((last - first) * (rows - near_rows), far_rows - near_rows)
+                if rest or first + grown < 0:
+                    raise _NotLinearError
+                changes[name] = first + grown
+            elif first != last:
+                changes[name] = on_line(first, last)
+        return replace(far, **changes)  # pyright: ignore[reportArgumentType]  it is a value, no class
 
-    def _graph(self, near: StepGraph, far: StepGraph, rows: int) -> StepGraph:
-        if len(near.ops) != len(far.ops) or len(near.storages) != len(far.storages):
-            raise _NotLinearError
-        made = replace(
-            far,
-            ops=tuple(self._op(*pair, rows) for pair in zip(near.ops, far.ops, strict=True)),
-            storages=tuple(self._storage(*pair, rows) for pair in zip(near.storages, far.storages, strict=True)),
-            batch=self._number(near.batch, far.batch, rows),
-        )
-        if (near.name, near.outputs, near.aliases, near.symbols) != (far.name, far.outputs, far.aliases, far.symbols):
-            raise _NotLinearError
-        return made
-
-    def _op(self, near: Op, far: Op, rows: int) -> Op:
-        flops = self._number(near.flops, far.flops, rows)
-        moved_bytes = self._number(near.moved_bytes, far.moved_bytes, rows)
-        made = replace(far, flops=flops, moved_bytes=moved_bytes)
-        if replace(near, flops=flops, moved_bytes=moved_bytes) != made:
-            raise _NotLinearError
-        return made
-
-    def _storage(self, near: Storage, far: Storage, rows: int) -> Storage:
-        nbytes = self._number(near.nbytes, far.nbytes, rows)
-        made = replace(far, nbytes=nbytes)
-        if replace(near, nbytes=nbytes) != made:
-            raise _NotLinearError
-        return made
-
-    def _region(self, near: LossRegion, far: LossRegion, rows: int) -> LossRegion:
-        num_tokens = self._number(near.num_tokens, far.num_tokens, rows)
-        logits_bytes = self._number(near.logits_bytes, far.logits_bytes, rows)
-        made = replace(far, num_tokens=num_tokens, logits_bytes=logits_bytes)
-        if replace(near, num_tokens=num_tokens, logits_bytes=logits_bytes) != made:
-            raise _NotLinearError
-        return made
+    chunks = near.chunks or far.chunks
+    try:
+        if near.chunks is not None and far.chunks is not None:
+            chunks = possible_chunks(on_line(near.chunks.region, far.chunks.region), options)
+        elif chunks is not None:
+            return None  # the loss of the smaller batch has too few logits
+        return replace(on_line(replace(near, chunks=None), replace(far, chunks=None)), chunks=chunks)
+    except _NotLinearError:
+        return None
 
 
 class _NotLinearError(Exception):
@@ -296,14 +254,14 @@ class BatchCaptures:
     options: Options
     _made: dict[int, Capture] = field(default_factory=dict)
     _derived: dict[int, Capture] = field(default_factory=dict)
-    _law: _Law | None = None
+    _law: Callable[[int], Capture | None] | None = None
     _is_tried: bool = False
 
     def at(self, rows: int) -> Capture:
         """Return the capture for `rows`, which are made or derived."""
         if rows not in self._made and rows not in self._derived:
             law = self._proved() if rows > 1 else None
-            derived = None if law is None else law.at(rows, self.options)
+            derived = None if law is None else law(rows)
             if derived is None:
                 return self.made(rows)
             self._derived[rows] = derived
@@ -324,7 +282,7 @@ class BatchCaptures:
         self._law, self._derived = None, {}
         return False
 
-    def _proved(self) -> _Law | None:
+    def _proved(self) -> Callable[[int], Capture | None] | None:
         """Return the law of the batches above one row, or None if there is none or they are few."""
         if self._is_tried:
             return self._law
@@ -333,8 +291,12 @@ class BatchCaptures:
         if len(above) < _FEWEST:
             return None
         near_rows, middle_rows, far_rows = above[0], above[len(above) // 2], above[-1]
-        law = _Law(near_rows=near_rows, near=self.made(near_rows), far_rows=far_rows, far=self.made(far_rows))
-        if law.at(middle_rows, self.options) == self.made(middle_rows):
+        near, far, options = self.made(near_rows), self.made(far_rows), self.options
+
+        def law(rows: int) -> Capture | None:
+            return _at_rows(rows, near_rows, near, far_rows, far, options)
+
+        if law(middle_rows) == self.made(middle_rows):
             self._law = law
         else:
             log.info("the step is not linear in the rows of the batch")
@@ -381,7 +343,15 @@ class Configured:
 
         if num_layers is not None:
             try:
-                return replace(self, config=self._of_fewer(num_layers)).model(device=device)
+                fewer = copy.deepcopy(self.config)
+                for name in self._layer_fields():
+                    setattr(fewer, name, num_layers)
+                for name, value in vars(self.config).items():
+                    if isinstance(value, list) and value and len(value) == self.num_layers:
+                        if any(entry != value[0] for entry in value):
+                            raise UnsupportedModel(self.name, f"its layers differ: {name} has several values")
+                        setattr(fewer, name, value[:num_layers])
+                return replace(self, config=fewer).model(device=device)
             except Exception as error:  # from the model's code, which may not expect this number
                 raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
         config = copy.deepcopy(self.config)
@@ -397,21 +367,6 @@ class Configured:
     def _layer_fields(self) -> Mapping[str, int]:
         fields = vars(self.config)
         return {name: fields[name] for name in _LAYERS if type(fields.get(name)) is int}
-
-    def _of_fewer(self, num_layers: int) -> Any:
-        """Return the configuration for `num_layers` layers.
-
-        Raises UnsupportedModel if a list of the configuration has different entries for different layers.
-        """
-        config = copy.deepcopy(self.config)
-        for name in self._layer_fields():
-            setattr(config, name, num_layers)
-        for name, value in vars(self.config).items():
-            if isinstance(value, list) and value and len(value) == self.num_layers:
-                if any(entry != value[0] for entry in value):
-                    raise UnsupportedModel(self.name, f"its layers differ: {name} has several values")
-                setattr(config, name, value[:num_layers])
-        return config
 
 
 def trained(model: nn.Module, *, recompute: bool) -> nn.Module:
@@ -477,7 +432,10 @@ def find_model(name: str, text: TextBatch, *, device: str = "meta") -> tuple[nn.
         return _from_function(name, Path(path), function, text, device)
     if name.lower() in model_names():
         shape = model_named(name)
-        return _hugging_face(name, lambda: _config_of(shape, text), text, shape.head)
+        fields = dict(shape.fields)
+        if shape.longest:
+            fields[shape.longest] = max(int(str(fields[shape.longest])), text.seq)
+        return _hugging_face(name, lambda: _configuration(shape.model_type, fields), text, shape.head)
     return _hugging_face(name, lambda: _config_from(Path(name)), text)
 
 
@@ -543,16 +501,12 @@ def _hugging_face(
         raise UnsupportedModel(name, reason) from error
     config = configure()
     model = Configured(name=name, config=config, class_name=_CLASSES[head], dtype=text.dtype, recompute=text.recompute)
-    return model, _images(config, text) if head is Head.IMAGE_CLASS else _tokens(text)
-
-
-def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
-    """Return images and their classes. The image size is of the configuration; `text.seq` is not used."""
+    if head is not Head.IMAGE_CLASS:
+        return model, _tokens(text)
+    # Images and their classes. The image size is of the configuration; `text.seq` is not used.
     size = (text.batch, config.num_channels, config.image_size, config.image_size)
-    return {
-        "pixel_values": torch.empty(size, dtype=text.dtype, device="meta"),
-        "labels": torch.empty(text.batch, dtype=torch.int64, device="meta"),
-    }
+    images = torch.empty(size, dtype=text.dtype, device="meta")
+    return model, {"pixel_values": images, "labels": torch.empty(text.batch, dtype=torch.int64, device="meta")}
 
 
 def _tokens(text: TextBatch) -> Mapping[str, torch.Tensor]:
@@ -560,13 +514,10 @@ def _tokens(text: TextBatch) -> Mapping[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _config_of(shape: ModelShape, text: TextBatch) -> Any:
+def _configuration(model_type: str, fields: Mapping[str, object]) -> Any:
     import transformers
 
-    fields = dict(shape.fields)
-    if shape.longest:
-        fields[shape.longest] = max(int(str(fields[shape.longest])), text.seq)
-    return transformers.AutoConfig.for_model(shape.model_type, **fields)
+    return transformers.AutoConfig.for_model(model_type, **fields)
 
 
 def _config_file(path: Path) -> Path:
@@ -574,8 +525,6 @@ def _config_file(path: Path) -> Path:
 
 
 def _config_from(path: Path) -> Any:
-    import transformers
-
     file = _config_file(path)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -586,25 +535,13 @@ def _config_from(path: Path) -> Any:
         raise UnknownModel(str(path), model_names(), f"{file} has no field model_type")
     try:
         # `for_model` reads values only; no code in the folder is imported or run.
-        return transformers.AutoConfig.for_model(kind, **fields)
+        return _configuration(kind, fields)
     except ValueError as error:
         reason = f"transformers cannot read its configuration. {str(error).splitlines()[0]}"
         raise UnsupportedModel(str(path), reason) from error
 
 
 def _from_function(name: str, path: Path, function: str, text: TextBatch, device: str) -> tuple[nn.Module, Inputs]:
-    make = getattr(_module_at(name, path), function, None)
-    if not callable(make):
-        raise UnknownModel(name, model_names(), f"{path} has no function {function!r}")
-    with torch.device(device), _blaming(name):
-        made = make()
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, _tokens(text))
-    if not isinstance(model, nn.Module):
-        raise InvalidOption(f"model {name}", type(model).__name__, "a function that returns a torch.nn.Module")
-    return trained(model.to(text.dtype), recompute=text.recompute), inputs
-
-
-def _module_at(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, path
     assert spec.loader is not None, path
@@ -616,7 +553,15 @@ def _module_at(name: str, path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
-    return module
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UnknownModel(name, model_names(), f"{path} has no function {function!r}")
+    with torch.device(device), _blaming(name):
+        made = make()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, _tokens(text))
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"model {name}", type(model).__name__, "a function that returns a torch.nn.Module")
+    return trained(model.to(text.dtype), recompute=text.recompute), inputs
 
 
 @contextlib.contextmanager
@@ -675,6 +620,9 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
+    # The version and the path of transformers, without the import, which takes 0.7 s.
+    found = importlib.util.find_spec("transformers")
+    transformers = None if found is None else (importlib.metadata.version("transformers"), found.origin)
     if description is None or not options.plan_cache or accelerator_type() is not None:
         return None
     options = with_compiler(options)
@@ -683,7 +631,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
         ("source", __version__, source_digest("**/*.py")),
         ("torch", torch.__version__),  # a public name
-        ("libraries", platform.python_version(), _transformers()),
+        ("libraries", platform.python_version(), transformers),
         ("processor", torch.backends.cpu.get_cpu_capability()),
         ("environment", sorted(item for item in os.environ.items() if item[0].startswith(_READ_BY_TORCH))),
     ]
@@ -696,7 +644,13 @@ def cached_capture(key: str) -> Capture | None:
     A file that cannot be read is removed, with a line in the log.
     """
     path = _path(key)
-    cached = read_cached(path, lambda text: from_json(_FORM, _CaptureFile, text), _drop)
+
+    def drop(path: Path, error: Exception) -> None:
+        log.info("the cached capture %s cannot be read and is removed: %s", path, error)
+        with suppress(OSError):  # it stays if the folder is read-only
+            path.unlink(missing_ok=True)
+
+    cached = read_cached(path, lambda text: from_json(_FORM, _CaptureFile, text), drop)
     if cached is None:
         return None
     with suppress(OSError):  # in a read-only folder files do not age
@@ -720,17 +674,5 @@ def store_capture(key: str, capture: Capture) -> None:
         log.info("captures cannot be cached in %s: %s", path.parent, error.strerror)
 
 
-def _drop(path: Path, error: Exception) -> None:
-    log.info("the cached capture %s cannot be read and is removed: %s", path, error)
-    with suppress(OSError):  # it stays if the folder is read-only
-        path.unlink(missing_ok=True)
-
-
 def _path(key: str) -> Path:
     return cache_dir() / "captures" / f"{key}.json"
-
-
-def _transformers() -> tuple[str, str | None] | None:
-    """Return the version and the path of transformers, without the import, which takes 0.7 s."""
-    found = importlib.util.find_spec("transformers")
-    return None if found is None else (importlib.metadata.version("transformers"), found.origin)
