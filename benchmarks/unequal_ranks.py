@@ -24,10 +24,10 @@ from elixir_compile.base.options import parse_options
 from elixir_compile.base.units import format_s
 from elixir_compile.ir.hardware import parse_fleet
 from elixir_compile.search.shares.choose import RULES
+from elixir_compile.tools.plan import SharePlans, budgets_of, found_choice, search_of
 from elixir_compile.tools.preview.capture import Capture
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import TextBatch, find_model
-from elixir_compile.tools.shares import SharePlans, budgets_of, found_choice, search_of
 
 FOUR = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g"
 EIGHT = "2 x l4-24g + 1 x a6000-48g + 1 x p40-24g | 2 x p40-24g + 2 x p100-16g"

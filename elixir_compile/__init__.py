@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from elixir_compile.tools.observe import observe as observe
     from elixir_compile.tools.observed import StepSummary as StepSummary
     from elixir_compile.tools.plan import plan as plan
+    from elixir_compile.tools.plan import plan_stages as plan_stages
+    from elixir_compile.tools.plan import shares as shares
     from elixir_compile.tools.report.diff import diff as diff
     from elixir_compile.tools.report.explain import explain as explain
-    from elixir_compile.tools.shares import shares as shares
-    from elixir_compile.tools.stages import plan_stages as plan_stages
 
 know_former_names()
 
@@ -66,11 +66,11 @@ _HOME: dict[str, str] = {
     "measure_step": "runtime.measure",
     "observe": "tools.observe",
     "plan": "tools.plan",
-    "plan_stages": "tools.stages",
+    "plan_stages": "tools.plan",
     "prepare": "session.prepare",
     "save": "checkpoint.saving",
     "save_plan": "session.saved",
-    "shares": "tools.shares",
+    "shares": "tools.plan",
     "suggested_shares": "session.prepare",
     "weigh": "session.prepare",
 }

@@ -253,7 +253,7 @@ class StepWatch:
         """Whether a forward that trains has run in the measured step."""
         self._has_stopped = False
         """Whether a measurement has ended in this forward: torch 2.13 writes to freed memory if its profiler stops and
-        starts again below one op (see `tools.measure.full_steps`)."""
+        starts again below one op (see `tools.measure.observation`)."""
         self._places: dict[Place, int] = {}
         self._sites: dict[object, str] = {}
         """File and line behind each graph."""

@@ -1,19 +1,31 @@
-"""`elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs."""
+"""`elixir-compile`: the arguments of every command. What a command does is in a module that is imported when it runs,
+so `--version` and `--help` never load torch.
+"""
 
+import functools
 import gc
+import importlib
+import json
 import os
 import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.version import __version__
-from elixir_compile.tools.cli.study_command import study
+
+if TYPE_CHECKING:
+    from elixir_compile.tools.doctor import Diagnosis
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The arguments of `plan` and `verify`, with what `--help` says of them.
+# The arguments of several commands, and those of `plan`, with what `--help` says of them.
 
 
 BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
@@ -77,33 +89,48 @@ PLANNER = Annotated[str | None, typer.Option(help="milp, greedy, or a rule; for 
 OUTPUT = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the plan to this file, and its question beside it.")
 ]
-CHECKED_MODEL = Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {MODEL}")]
-
-AS_TYPED = (
-    "device_memory",
-    "host_memory",
-    "disk_path",
-    "param_dtype",
-    "update",
-    "micro_batches",
-    "activations",
-    "planner",
-    "placement_policy",
-    "shard_param_frac",
-    "offload_optim_frac",
-    "offload_param_frac",
-    "search_timeout",
-)
-"""The arguments of `plan` that are options of the backend as they are typed."""
-
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs.
-#
-# So `--version` and `--help` never load torch.
+# A command is declared by a function without a body: its arguments, their defaults, and its docstring for `--help`.
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
+Declared = TypeVar("Declared", bound=Callable[..., None])
+
+
+# Torch reads all three variables when it is imported. Waiting OpenMP threads spin by default: on a busy machine a step
+# then takes ten times longer (3.4 s in place of 0.3 s on two cores), on a quiet machine it gains nothing. The profiler
+# behind `measure_step` logs its start and stop to stderr.
+_WAITS = {"OMP_WAIT_POLICY": "PASSIVE"}
+_IS_QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def _command(
+    runs: str, environ: Mapping[str, str] = MappingProxyType({}), *, is_frozen: bool = False
+) -> Callable[[Declared], Declared]:
+    """Make a command of a declaration: `runs` is `module:function` below this folder, a function of the same arguments
+    that returns the exit code.
+
+    `environ` are variables that are set before the module is imported, unless they are set already. If the process
+    `is_frozen`, later collections skip the objects that the imports have made.
+    """
+
+    def declare(declared: Declared) -> Declared:
+        @functools.wraps(declared)
+        def run(**typed: Any) -> None:
+            for name, value in environ.items():
+                os.environ.setdefault(name, value)
+            module, _, function = runs.partition(":")
+            with collector_off() if is_frozen else nullcontext():
+                found = getattr(importlib.import_module(f"elixir_compile.tools.cli.{module}"), function)
+                if is_frozen:
+                    gc.freeze()
+            raise typer.Exit(code=found(**typed))
+
+        app.command()(run)
+        return declared
+
+    return declare
 
 
 def _print_version(is_asked: bool) -> None:
@@ -121,7 +148,7 @@ def root(
     """Train models that do not fit."""
 
 
-@app.command()
+@_command("demo:run_demo", _WAITS | _IS_QUIET)
 def demo(
     text: Annotated[
         Path | None, typer.Option(help="Train on this file or folder instead of Python's standard library.")
@@ -132,18 +159,9 @@ def demo(
 
     Exits with 1 if the losses differ or the measured peak exceeds the budget.
     """
-    # Torch reads all three variables when it is imported. Waiting OpenMP threads spin by default: on a busy machine a
-    # step then takes ten times longer (3.4 s in place of 0.3 s on two cores), on a quiet machine it gains nothing. The
-    # profiler behind `measure_step` logs its start and stop to stderr.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from elixir_compile.tools.cli.demo import run_demo
-
-    raise typer.Exit(code=run_demo(text=text, num_steps=steps))
 
 
-@app.command()
+@_command("measure:run_measure", _WAITS)
 def measure(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's JSON and nothing else.")] = False,
@@ -151,42 +169,65 @@ def measure(
     disk_path: Annotated[Path | None, typer.Option(help="Also measure the disk that this folder is on.")] = None,
 ) -> None:
     """Measure this machine: copies, optimizer updates, matrix products, memory. Later plans use the profile."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    from elixir_compile.tools.cli.measure import run_measure
-
-    raise typer.Exit(code=run_measure(output=output, as_json=as_json, seconds=seconds, disk_path=disk_path))
 
 
-@app.command()
+@_command("main:run_doctor", _WAITS)
 def doctor(
     disk_path: Annotated[Path | None, typer.Option(help="Also try the disk that this folder is on.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JSON = False,
 ) -> None:
     """Look for faults of this machine that make training fail or slow. Exits with 1 if a finding is bad."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    from elixir_compile.tools.cli.doctor import run_doctor
-
-    raise typer.Exit(code=run_doctor(disk_path=disk_path, as_json=as_json))
 
 
-@app.command()
+def run_doctor(*, disk_path: Path | None, as_json: bool) -> int:
+    """Print the findings of the checks on this machine and return the exit code: 1 if a finding is bad.
+
+    If `disk_path` is a folder, its disk is tried too. If `as_json`, stdout gets a JSON object and nothing else. The
+    checks are imported here: they need no torch, and other commands need no checks.
+    """
+    from elixir_compile.tools.doctor import Verdict, diagnose, this_system
+
+    found = diagnose(this_system(disk_path))
+    is_bad = any(finding.verdict is Verdict.BAD for finding in found)
+    if as_json:
+        typer.echo(json.dumps({"is_bad": is_bad, "checks": [asdict(finding) for finding in found]}, indent=1))
+    else:
+        for line in diagnosis_lines(found):
+            typer.echo(line)
+    return int(is_bad)
+
+
+def diagnosis_lines(found: "Sequence[Diagnosis]") -> list[str]:
+    """Return a line for each finding, a line below it that repairs or explains it, and the count of the verdicts."""
+    from elixir_compile.tools.doctor import Verdict
+
+    colors = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.BAD: "red", Verdict.UNKNOWN: "cyan"}
+    lines: list[str] = []
+    title_width = max(len(finding.title) for finding in found)
+    for finding in found:
+        verdict = typer.style(f"{finding.verdict:<7}", fg=colors[finding.verdict])
+        lines.append(f"{verdict}  {finding.code}  {finding.title:<{title_width}}  {finding.found}")
+        if finding.fix:
+            lines.append(f"{'':<{title_width + 16}}{finding.fix}")
+    counts = Counter(finding.verdict for finding in found)
+    return [*lines, ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)]
+
+
+@_command("report:run_explain")
 def explain(
     plan: Annotated[Path, typer.Argument(help="A saved plan.")],
     subject: Annotated[
         str, typer.Argument(help="A bucket (b3), region (fwd.2), parameter or module (layers.3); else the whole plan.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JSON = False,
 ) -> None:
     """Print the decisions of a saved plan with their reasons, costs and rejected options.
 
     With the question file that `plan -o` writes beside the plan, also the bytes at the peak and what is recomputed.
     """
-    from elixir_compile.tools.cli.report import run_explain
-
-    raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
 
 
-@app.command()
+@_command("report:run_report")
 def report(
     source: Annotated[
         Path, typer.Argument(help="A saved plan with its question file, or the folder of an observed run or a study.")
@@ -199,7 +240,7 @@ def report(
         Path | None, typer.Option("-o", "--output", help="The file; else beside the plan or in the folder.")
     ] = None,
     figure: Annotated[str | None, typer.Option(help="Write one picture as SVG: memory, lanes, step or curve.")] = None,
-    dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
+    is_dark: Annotated[bool, typer.Option("--dark", help="The picture for a dark ground; pages have both.")] = False,
     curve: Annotated[
         int | None, typer.Option(min=2, max=50, help="Search plans under so many device budgets, and draw their steps.")
     ] = None,
@@ -211,25 +252,39 @@ def report(
     of its steps, its losses, and what was measured. The page needs no network. Its charts need the extra `report` of
     this package.
     """
-    from elixir_compile.tools.cli.report import run_report
-
-    raise typer.Exit(
-        code=run_report(
-            source=source,
-            others=others or (),
-            output=output,
-            figure=figure,
-            is_dark=dark,
-            curve=curve,
-            as_json=as_json,
-        )
-    )
 
 
-app.command()(study)
+@_command("study:run_study")
+def study(
+    model: Annotated[str, typer.Argument(help="gpt2-124m, ...; path.py:function; or a Hugging Face config file.")],
+    placements: Annotated[
+        str | None,
+        typer.Option(help="Rows to run: device,after_backward,across_steps,in_backward,disk,plan,inductor; else all."),
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option(help="Device budgets of the row plan: bytes, or percent of the peak of the row device.")
+    ] = "60%",
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 2,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 256,
+    dtype: Annotated[str, typer.Option(help="Dtype of parameters and compute.")] = "float32",
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps that are timed in each row.")] = 8,
+    hardware: Annotated[
+        str | None, typer.Option(help="Simulate the rows on this machine instead of running them here.")
+    ] = None,
+    disk_path: Annotated[Path | None, typer.Option(help="Folder for the state of the row disk.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for study.json and study.html.")] = Path(
+        "study"
+    ),
+    as_json: JSON = False,
+) -> None:
+    """Train a model under several placements of its state, and show their steps side by side.
+
+    Each row is a process of its own with the same seed and batches: everything on the device, state on the host with
+    its update at three times, state on disk, the plan of a search, and torch.compile alone.
+    """
 
 
-@app.command()
+@_command("report:run_trace")
 def trace(
     folder: Annotated[Path, typer.Argument(help="The folder of an observed run.")],
     output: Annotated[
@@ -240,24 +295,18 @@ def trace(
 
     The folder is that of `elixir_compile.observe(model, folder)`, or of the option `trace`.
     """
-    from elixir_compile.tools.cli.report import run_trace
-
-    raise typer.Exit(code=run_trace(folder=folder, output=output))
 
 
-@app.command()
+@_command("report:run_diff")
 def diff(
     first: Annotated[Path, typer.Argument(help="A saved plan.")],
     second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JSON = False,
 ) -> None:
     """Print the differences of two plans, or each figure of a plan beside a measured step."""
-    from elixir_compile.tools.cli.report import run_diff
-
-    raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
 
 
-@app.command()
+@_command("shares:run_asked", _WAITS, is_frozen=True)
 def plan(
     model: Annotated[str, typer.Argument(help=MODEL)],
     hardware: HARDWARE = None,
@@ -290,25 +339,9 @@ def plan(
     as_json: JSON = False,
 ) -> None:
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
-    typed = locals()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    with collector_off():
-        from elixir_compile.tools.cli.asked import run_asked
-        from elixir_compile.tools.cli.plan import Request
-
-        gc.freeze()  # later collections skip the objects of the imports
-
-    options = {name: typed[name] for name in AS_TYPED} | {"accumulate": accumulate or None}
-    if micro_batches and micro_batches.isdecimal():
-        options["micro_batches"] = int(micro_batches)
-    request = Request(
-        model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
-        options=options,
-    )  # fmt: skip
-    raise typer.Exit(code=run_asked(request, typed))
 
 
-@app.command()
+@_command("plan:run_verify", _WAITS, is_frozen=True)
 def verify(
     plan: Annotated[Path, typer.Argument(help="A saved plan.")],
     model: Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {MODEL}")] = None,
@@ -325,31 +358,15 @@ def verify(
 
     With --model, the step of this model takes the place of the question file.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    with collector_off():
-        from elixir_compile.tools.cli.plan import Request, run_verify
-
-        gc.freeze()
-
-    request = None
-    if model is not None:
-        request = Request(
-            model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
-            options={"param_dtype": param_dtype},
-        )  # fmt: skip
-    raise typer.Exit(code=run_verify(plan, request, as_json=as_json))
 
 
-@app.command()
+@_command("report:run_export")
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A folder that `elixir_compile.save` wrote.")],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     as_json: JSON = False,
 ) -> None:
     """Write the model of a checkpoint as a safetensors file with Hugging Face's keys, a tensor at a time."""
-    from elixir_compile.tools.cli.export import run_export
-
-    raise typer.Exit(code=run_export(checkpoint=checkpoint, out=out, as_json=as_json))
 
 
 def main() -> None:

@@ -3,10 +3,11 @@
 import gc
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -103,12 +104,9 @@ class Request:
                 if key is not None:
                     store_capture(key, capture)
             gc.freeze()  # keeps the collector off torch's leftovers: 5 MB per layer, 1 s per collection
-        return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
-
-
-def _title(model: str) -> str:
-    """Return the name of `model` for a plan: the name of a shape, or the last part of a path without its suffix."""
-    return Path(model.rpartition(":")[0] or model).stem or model
+        # The name of a shape, or the last part of a path without its suffix.
+        title = Path(self.model.rpartition(":")[0] or self.model).stem or self.model
+        return replace(capture, graph=replace(capture.graph, name=title))
 
 
 def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, output: Path | None, as_json: bool) -> int:
@@ -132,7 +130,11 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
     if as_json:
         sys.stdout.write(plan_to_json(made) + "\n")
     else:
-        _show(made, batch if is_largest else None, Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(placement_table(made))
+        for name, value in _figures(made) + ([("largest batch", str(batch))] if is_largest else []):
+            console.print(f"{name:<13} {value}", markup=False)
+        console.print(plan_line(made), markup=False)
     if output is not None:
         notes.print(f"plan: {output}", markup=False)
     return 0
@@ -149,11 +151,11 @@ def _search(
         return question(capture, options, cluster, state_bytes_per_element=state_bytes)
 
     def search(problem: Problem, options: Options) -> Plan:
-        with _status_line(notes, "planning"):
+        with status_line(notes, "planning"):
             return plan_for(problem, options)
 
     def capture_with(chunks: Chunks | None) -> Capture:
-        with _status_line(notes, f"capturing {request.model}"):
+        with status_line(notes, f"capturing {request.model}"):
             return request.capture(dynamic=is_largest, chunks=chunks)
 
     if not is_largest:
@@ -164,7 +166,7 @@ def _search(
     def problem_at(size: int) -> Problem:
         return ask(capture.at_batch(size), options)[0]
 
-    with _status_line(notes, "looking for the largest batch"):
+    with status_line(notes, "looking for the largest batch"):
         # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
     problem, own = ask(capture.at_batch(batch), options)
@@ -172,25 +174,17 @@ def _search(
 
 
 @contextmanager
-def _status_line(notes: Console, what: str) -> Iterator[None]:
-    """Show `what ...` on a terminal during the block.
+def status_line(notes: Console, what: str = "") -> Iterator[Callable[[str], None]]:
+    """Show `what ...` on a terminal during the block, or the line with which the function that is yielded was called
+    last; the line disappears with the block.
 
-    The line does not move: a drawing thread would take time from the process that captures at the same time.
+    It does not move: a drawing thread would take time from the process that captures at the same time.
     """
     if not notes.is_terminal:
-        yield
+        yield lambda line: None
         return
-    with Live(f"{what} ...", console=notes, transient=True, auto_refresh=False):
-        yield
-
-
-def _show(plan: Plan, largest_batch: int | None, console: Console) -> None:
-    console.print(placement_table(plan))
-    for name, value in _figures(plan):
-        console.print(f"{name:<13} {value}", markup=False)
-    if largest_batch is not None:
-        console.print(f"{'largest batch':<13} {largest_batch}")
-    console.print(plan_line(plan), markup=False)
+    with Live(f"{what} ..." if what else "", console=notes, transient=True, auto_refresh=False) as live:
+        yield lambda line: live.update(f"{line} ...", refresh=True)
 
 
 def placement_table(plan: Plan) -> Table:
@@ -237,19 +231,24 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     return figures
 
 
-def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
+def run_verify(plan: Path, *, model: str | None, param_dtype: str | None, as_json: bool, **asked: Any) -> int:
     """Check the file `plan`, print the result, and return the exit code: 0 if all checks pass, else 1.
 
-    With a `request` the model is captured again and the plan is checked for its step; if the request names a machine,
-    the machine is compared too. Without one, the plan is checked for the step in the question file beside it; if there
-    is no such file, only the file of the plan is checked.
+    With a `model`, it is captured again with what else is `asked`, and the plan is checked for its step; if this names
+    a machine, the machine is compared too. Without one, the plan is checked for the step in the question file beside
+    it; if there is no such file, only the file of the plan is checked.
     """
     checked = "file"
     try:
         made = load_plan(plan)
-        _require_consistent(made)
-        if request is not None:
-            _require_legal(made, request)
+        expected = made.prediction
+        if expected.device_peak_bytes > made.budget_bytes:
+            peak, budget = format_bytes(expected.device_peak_bytes), format_bytes(made.budget_bytes)
+            raise InvalidPlan(f"plan {made.name} expects a peak of {peak}, over its budget of {budget}.")
+        if plan_from_json(plan_to_json(made)) != made:
+            raise InvalidPlan(f"plan {made.name} does not read back from its own JSON.")
+        if model is not None:
+            _require_legal(made, Request(model=model, options={"param_dtype": param_dtype}, **asked))
             checked = "file and graph"
         elif load_answered(plan)[1] is not None:
             checked = "file, question and graph"
@@ -264,15 +263,6 @@ def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
     if checked == "file":
         typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
     return 0
-
-
-def _require_consistent(plan: Plan) -> None:
-    made = plan.prediction
-    if made.device_peak_bytes > plan.budget_bytes:
-        peak, budget = format_bytes(made.device_peak_bytes), format_bytes(plan.budget_bytes)
-        raise InvalidPlan(f"plan {plan.name} expects a peak of {peak}, over its budget of {budget}.")
-    if plan_from_json(plan_to_json(plan)) != plan:
-        raise InvalidPlan(f"plan {plan.name} does not read back from its own JSON.")
 
 
 def _require_legal(plan: Plan, request: Request) -> None:

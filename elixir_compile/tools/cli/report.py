@@ -13,15 +13,17 @@ import typer
 
 from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasiblePlan, QuestionFileError, TraceFileError
 from elixir_compile.base.folders import write_whole
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Plan, Record
+from elixir_compile.ir.graph import MOST_BYTES
+from elixir_compile.search import plan as plan_of_problem
 from elixir_compile.search.question import Question
+from elixir_compile.session.cache import plan_for
 from elixir_compile.session.saved import load_answered, load_plan, load_plan_or_record, question_path
 from elixir_compile.step import plan_at
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.observed import (
-    FullStep,
     Study,
-    Trace,
     meta_path,
     plan_path,
     read_full_step,
@@ -33,10 +35,10 @@ from elixir_compile.tools.observed import (
 from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.diff import diff_text, difference
 from elixir_compile.tools.report.explain import answer, answer_text
+from elixir_compile.tools.report.figures import CurvePoint
 from elixir_compile.tools.report.page import PlanSheet, drawn_memory, page, page_data, plan_sheet, run_page, study_page
 from elixir_compile.tools.report.runs import ObservedRun, observed_run, run_data, trace_events
 from elixir_compile.tools.report.tables import waiting_regions
-from elixir_compile.tools.tune import budget_curve
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `elixir-compile explain` and `diff`: print the decisions of a saved plan with reasons, or its differences to another.
@@ -135,6 +137,63 @@ def read_run(folder: Path) -> FoundRun:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Ask the question of a plan again under other device budgets: the curve of step time over memory.
+#
+#   budgets   from the smallest with a plan to that of everything on the device, and the plan's own budget between them
+#   step_s    a plan for less memory fits more memory too, so the curve never rises with the budget
+#   bound_s   what no plan within a budget beats, no plan within a smaller budget beats either
+
+
+def budget_curve(
+    question: Question, num_points: int, report: Callable[[str], None] = lambda line: None
+) -> tuple[CurvePoint, ...]:
+    """Return the step under `num_points` budgets, in rising order, and under the question's own budget if it is between
+    them.
+
+    Each point is a search of its own, unless its plan is in the plan cache. Budgets for which the host has too little
+    memory have no point. `report` is called with a line before each search. Raises NoFeasiblePlan if no budget has a
+    plan.
+    """
+    try:
+        least = _plan_within(question, 0).prediction.device_peak_bytes
+    except NoFeasiblePlan as error:  # the smallest budget with a plan, unless the host has too little memory for less
+        least = error.needed_bytes if error.memory == "device" else question.problem.budget_bytes
+    everything = plan_of_problem(replace(question.problem, budget_bytes=MOST_BYTES), "keep_all")
+    most = everything.prediction.device_peak_bytes
+    budgets = {least + (most - least) * number // (num_points - 1) for number in range(num_points)}
+    own = question.problem.budget_bytes
+    budgets |= {own} if least < own < most else set()
+    found: list[tuple[int, Plan]] = []
+    for number, budget_bytes in enumerate(sorted(budgets), start=1):
+        report(f"budget {number} of {len(budgets)}")
+        try:
+            found.append((budget_bytes, _plan_within(question, budget_bytes)))
+        except NoFeasiblePlan:
+            if number == len(budgets) and not found:
+                raise
+    steps = [made.prediction.step_s for _, made in found]
+    points: list[CurvePoint] = []
+    for at, (budget_bytes, made) in enumerate(found):
+        proved = [larger.bound_s for _, larger in found[at:] if larger.bound_s is not None]
+        point = CurvePoint(
+            budget_bytes=budget_bytes,
+            step_s=min(steps[: at + 1]),
+            planned_s=made.prediction.step_s,
+            bound_s=max(proved, default=None),
+            is_own=budget_bytes == own,
+        )
+        points.append(point)
+    return tuple(points)
+
+
+def _plan_within(question: Question, budget_bytes: int) -> Plan:
+    problem = question.problem
+    # Every memory is given, so plans of other runs come from the cache only if their budgets are equal.
+    options = replace(question.options, device_memory=budget_bytes, host_memory=problem.host_budget_bytes)
+    return plan_for(replace(problem, budget_bytes=budget_bytes), options)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # `elixir-compile report`: a plan, an observed run or a study as one page of HTML, or a figure as a picture.
 
 
@@ -157,7 +216,7 @@ class _Shown:
 def run_report(
     *,
     source: Path,
-    others: Sequence[Path],
+    others: Sequence[Path] | None,
     output: Path | None,
     figure: str | None,
     is_dark: bool,
@@ -173,7 +232,7 @@ def run_report(
     If `as_json`, stdout gets the data of the page and no file is written.
     """
     try:
-        shown = _shown(source, others, curve, figure)
+        shown = _shown(source, others or (), curve, figure)
         text = "" if as_json else shown.text() if figure is None else _figure(shown.sheet, figure, is_dark=is_dark)
     except ElixirError as error:
         return fail(error, as_json=as_json)
@@ -203,45 +262,30 @@ def _shown(source: Path, others: Sequence[Path], curve: int | None, figure: str 
     if isinstance(found, Study):
         if others:
             raise InvalidOption("others", str(others[0]), "nothing beside the folder of a study")
-        return _study_shown(found, source)
-    return _run_shown(found, source, others, curve)
+        return _Shown(
+            title=f"study of {found.model}",
+            path=source / "study.html",
+            text=lambda: study_page(found),
+            data=lambda: json.loads(study_to_json(found)),
+        )
+    runs: list[ObservedRun] = []
+    for path in others:
+        other = read_folder(path) if path.is_dir() else None
+        if not isinstance(other, FoundRun):
+            raise InvalidOption("others", str(path), "folders of other observed runs beside that of an observed run")
+        runs.append(other.run)
+    path, run = source / "report.html", found.run
+    if found.plan is None or found.question is None:
+        title = f"{run.meta.model}, observed"
+        return _Shown(title=title, path=path, text=lambda: run_page(run, runs), data=lambda: run_data(run))
+    full = run.row.full
+    sheet = _sheet_of(found.plan, found.question, None if full is None else full.record)
+    return _plan_shown(replace(_with_curve(sheet, found.question, curve), run=run, other_runs=tuple(runs)), path)
 
 
 def _plan_shown(sheet: PlanSheet, path: Path) -> _Shown:
     title = f"{sheet.plan.name} on {sheet.plan.cluster}"
     return _Shown(title=title, path=path, text=lambda: page(sheet), data=lambda: page_data(sheet), sheet=sheet)
-
-
-def _study_shown(study: Study, folder: Path) -> _Shown:
-    return _Shown(
-        title=f"study of {study.model}",
-        path=folder / "study.html",
-        text=lambda: study_page(study),
-        data=lambda: json.loads(study_to_json(study)),
-    )
-
-
-def _run_shown(found: FoundRun, folder: Path, others: Sequence[Path], curve: int | None) -> _Shown:
-    """Return the page of an observed run, with its plan if the folder has it with its question."""
-    compared = tuple(_other_run(path) for path in others)
-    path = folder / "report.html"
-    if found.plan is None or found.question is None:
-        return _Shown(
-            title=f"{found.run.meta.model}, observed",
-            path=path,
-            text=lambda: run_page(found.run, compared),
-            data=lambda: run_data(found.run),
-        )
-    full = found.run.row.full
-    sheet = _sheet_of(found.plan, found.question, None if full is None else full.record)
-    return _plan_shown(replace(_with_curve(sheet, found.question, curve), run=found.run, other_runs=compared), path)
-
-
-def _other_run(path: Path) -> ObservedRun:
-    found = read_folder(path) if path.is_dir() else None
-    if not isinstance(found, FoundRun):
-        raise InvalidOption("others", str(path), "folders of other observed runs beside that of an observed run")
-    return found.run
 
 
 def _sheet(plan: Path, others: Sequence[Path]) -> tuple[PlanSheet, Question]:
@@ -316,8 +360,24 @@ def run_trace(*, folder: Path, output: Path | None) -> int:
         if not steps:
             expected = "files of full steps, as `observe(model, folder, full=(8, 9, 10))` writes them"
             raise TraceFileError(str(folder), expected, "none")
-        planned, waiting = _planned(folder, steps)
-        events = trace_events(steps, _begins_s(trace), planned, waiting)
+        begins_s: dict[tuple[int, int], float] = {}  # since the first step of the rank began
+        for rank, summaries in trace.steps.items():
+            at_s = 0.0
+            for summary in summaries:
+                begins_s[rank, summary.step] = at_s
+                at_s += summary.period_s
+        # The simulated step of the plan of the last step, unless there are several plans or no question.
+        planned: Record | None = None
+        waiting: Mapping[str, Sequence[str]] = {}
+        keys = steps[-1].summary.plans
+        if len(keys) == 1 and plan_path(folder, keys[0]).exists():
+            plan, question = load_answered(plan_path(folder, keys[0]))
+            waiting = waiting_regions(plan)
+            if question is not None:
+                problem = question.problem
+                graph = problem.graph
+                planned = simulate(graph, plan_at(graph, plan), problem.cluster, problem.measured)
+        events = trace_events(steps, begins_s, planned, waiting)
     except ElixirError as error:
         return fail(error, as_json=False)
     path = output or folder / "trace.json.gz"
@@ -333,27 +393,19 @@ def run_trace(*, folder: Path, output: Path | None) -> int:
     return 0
 
 
-def _begins_s(trace: Trace) -> dict[tuple[int, int], float]:
-    """Return when each step begins, in seconds since the first step of its rank began."""
-    found: dict[tuple[int, int], float] = {}
-    for rank, summaries in trace.steps.items():
-        at_s = 0.0
-        for summary in summaries:
-            found[rank, summary.step] = at_s
-            at_s += summary.period_s
-    return found
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile export`: the model of a checkpoint as a safetensors file.
 
 
-def _planned(folder: Path, steps: list[FullStep]) -> tuple[Record | None, Mapping[str, Sequence[str]]]:
-    """Return the simulated step of the plan of the last of `steps`, None if there are several plans or no question, and
-    the regions that wait for each copy, by its label."""
-    keys = steps[-1].summary.plans
-    path = plan_path(folder, keys[0]) if len(keys) == 1 else None
-    if path is None or not path.exists():
-        return None, {}
-    plan, question = load_answered(path)
-    if question is None:
-        return None, waiting_regions(plan)
-    problem = question.problem
-    planned = simulate(problem.graph, plan_at(problem.graph, plan), problem.cluster, problem.measured)
-    return planned, waiting_regions(plan)
+def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:
+    """Write the file `out`, print its content, and return the exit code: 1 if a file cannot be read or written."""
+    from elixir_compile.checkpoint.loading import export  # it loads torch's checkpoints, which other commands need not
+
+    try:
+        made = export(checkpoint, out)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    tied = "".join(f"\n{name} is tied to {untied} and not in the file" for name, untied in made.tied.items())
+    text = f"{made.num_tensors} tensors, {format_bytes(made.nbytes)}, in {out}{tied}"
+    typer.echo(json.dumps(asdict(made), indent=1) if as_json else text)
+    return 0

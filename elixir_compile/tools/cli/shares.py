@@ -1,38 +1,47 @@
-"""`elixir-compile plan` for ranks that do unequal work: the shares of a fleet whose ranks differ, or the stages of a
-pipeline.
+"""`elixir-compile plan`: what its arguments ask for; and for ranks that do unequal work, the shares of a fleet whose
+ranks differ or the stages of a pipeline.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from elixir_compile.base.errors import ElixirError, InvalidOption
+from elixir_compile.base.options import Options
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Plan
 from elixir_compile.ir.hardware import Fleet
 from elixir_compile.ir.pipeline import (
     SPLIT_BACKWARD,
     PipelinePlan,
-    ScheduleOutlook,
     TorchSchedule,
     layers_text,
     parse_schedule,
-    pipeline_order,
     pipeline_to_json,
 )
 from elixir_compile.ir.plan import spans_text
 from elixir_compile.ir.share import Share, Shares, shares_to_json
-from elixir_compile.search.shares.choose import RULES, Choice, RankOutlook, ShareSearch
+from elixir_compile.search.shares.choose import RULES, Choice, ShareSearch
 from elixir_compile.session.machine import named_fleet
 from elixir_compile.session.saved import save_plan
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.tools.cli.plan import Request, run_plan
 from elixir_compile.tools.cli.report import fail
-from elixir_compile.tools.shares import SharePlans, budgets_of, found_choice, search_of
-from elixir_compile.tools.stages import fleet_of_ranks, stage_search
+from elixir_compile.tools.cli.tune import TuneRequest, run_tune
+from elixir_compile.tools.plan import (
+    SharePlans,
+    budgets_of,
+    fleet_of_ranks,
+    found_choice,
+    found_stages,
+    require_divides,
+    search_of,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `elixir-compile plan MODEL --batch 64 --hardware "2 x l4-24g + 1 x p40-24g"`: the shares of ranks that differ.
@@ -74,13 +83,24 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
         assert fleet is not None
         if request.ranks not in (1, fleet.num_ranks):
             raise InvalidOption("ranks", request.ranks, f"{fleet.num_ranks}, as {fleet.name} has devices")
-        request, rule = _without_rule(request)
+        planner = request.options.get("planner")
+        rule = str(planner) if planner in RULES else None
+        if rule is not None:
+            request = replace(request, options={**request.options, "planner": None})
         options = request.parsed_options()
         capture = request.capture()
         budgets = budgets_of(fleet, capture, options)
         search = search_of(capture, fleet, budgets, request.batch, options)
         plans = SharePlans(capture, fleet, budgets, options)
-        choice, shares = _chosen(search, plans, rule)
+        choice = None if rule is None else search.of_rule(rule)
+        if rule is None:
+            # Those that `elixir_compile.shares` finds without a limit of time.
+            found = found_choice(search, plans)
+            choice, shares = found.choice, found.shares
+        elif choice is None:
+            raise search.no_room()
+        else:
+            shares = choice.shares
     except ElixirError as error:
         return fail(error, as_json=as_json)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -102,26 +122,6 @@ def run_shares(request: Request, *, output: Path | None, as_json: bool) -> int:
     for name, value in rows:
         console.print(f"{name:<13} {value}", markup=False)
     return 0
-
-
-def _without_rule(request: Request) -> tuple[Request, str | None]:
-    """Return `request` without a rule for shares as its planner, and this rule if there is one."""
-    planner = request.options.get("planner")
-    if planner not in RULES:
-        return request, None
-    return replace(request, options={**request.options, "planner": None}), str(planner)
-
-
-def _chosen(search: ShareSearch, plans: SharePlans, rule: str | None) -> tuple[Choice, tuple[Share, ...]]:
-    """Return the choice of `rule` and its shares, or if it is None, those that `elixir_compile.shares` finds without a
-    limit of time. Raises NoFeasibleShares if nothing fits."""
-    if rule is None:
-        found = found_choice(search, plans)
-        return found.choice, found.shares
-    choice = search.of_rule(rule)
-    if choice is None:
-        raise search.no_room()
-    return choice, choice.shares
 
 
 def _written(output: Path, shares: tuple[Share, ...], plans: SharePlans) -> list[Path]:
@@ -151,7 +151,8 @@ def shares_table(choice: Choice, fleet: Fleet, model: str, plans: tuple[Plan, ..
     for ranks in fleet.classes([(share.num_rows, share.state) for share in choice.shares]):
         share, outlook = choice.shares[ranks[0]], choice.ranks[ranks[0]]
         plan = next((plan for plan in plans or () if plan.rank == ranks[0]), None)
-        figures = (share.micro_batches, outlook.peak_bytes, outlook.host_bytes, _busy(outlook, choice))
+        busy = outlook.busy_s / choice.step_s if choice.step_s else 1.0
+        figures = (share.micro_batches, outlook.peak_bytes, outlook.host_bytes, busy)
         if plan is not None:
             line = next(line for line in plan.classes if line.ranks == ranks)
             figures = (micro_batches_of(plan), line.device_peak_bytes, line.host_peak_bytes, line.busy_share)
@@ -195,10 +196,6 @@ def _rows_text(choice: Choice) -> str:
     return "/".join(map(str, rows)) if len(rows) <= 16 else f"{min(rows)} to {max(rows)}"
 
 
-def _busy(outlook: RankOutlook, choice: Choice) -> float:
-    return outlook.busy_s / choice.step_s if choice.step_s else 1.0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # `elixir-compile plan MODEL --stages 4 --schedule looped-bfs --micro-batches 16`: the stages of a pipeline.
 
@@ -232,10 +229,7 @@ class StagesRequest:
     def rows(self, micro_batches: int) -> int:
         """Return the rows of a step. Raises InvalidOption unless `micro_batches` divide them."""
         rows = _ROWS * micro_batches if self.batch is None else self.batch
-        if micro_batches < 1 or rows % micro_batches:
-            fitting = max((number for number in range(1, micro_batches) if rows % number == 0), default=1)
-            expected = f"a number that divides the batch of {rows} rows, such as {fitting}"
-            raise InvalidOption("micro_batches", micro_batches, expected)
+        require_divides(micro_batches, rows)
         return rows
 
     def of_torch(self) -> TorchSchedule:
@@ -257,7 +251,16 @@ def run_stages(asked: StagesRequest, *, output: Path | None, as_json: bool) -> i
     If `as_json`, stdout gets the JSON of the stages and nothing else.
     """
     try:
-        made = _made(asked)
+        schedule, micro_batches = asked.of_torch(), asked.micro_batches()
+        rows = asked.rows(micro_batches)
+        # A micro-batch of a pipeline is a forward of its own: the options of the search for a plan have none.
+        rest = replace(asked.plan, options={**asked.plan.options, "micro_batches": None})
+        options = rest.parsed_options()
+        fleet = fleet_of_ranks(asked.plan.hardware, asked.stages, schedule, asked.ranks)
+        made = found_stages(
+            lambda: replace(rest, batch=rows // micro_batches).capture(),
+            schedule, asked.stages, fleet, options, micro_batches, asked.state_bytes,
+        )  # fmt: skip
     except ElixirError as error:
         return fail(error, as_json=as_json)
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -279,22 +282,6 @@ def run_stages(asked: StagesRequest, *, output: Path | None, as_json: bool) -> i
     for name, value in stage_lines(made):
         console.print(f"{name:<17} {value}", markup=False)
     return 0
-
-
-def _made(asked: StagesRequest) -> PipelinePlan:
-    schedule, micro_batches = asked.of_torch(), asked.micro_batches()
-    rows = asked.rows(micro_batches)
-    # A micro-batch of a pipeline is a forward of its own: the options of the search for a plan have none.
-    rest = replace(asked.plan, options={**asked.plan.options, "micro_batches": None})
-    options = rest.parsed_options()
-    fleet = fleet_of_ranks(asked.plan.hardware, asked.stages, schedule, asked.ranks)
-    pipeline_order(
-        schedule, asked.stages, fleet.num_ranks, micro_batches
-    )  # raises for numbers that torch refuses, before the capture
-    capture = replace(rest, batch=rows // micro_batches).capture()
-    search = stage_search(capture, fleet, options, rows, micro_batches, asked.state_bytes)
-    made = search.best(schedule, asked.stages)
-    return replace(made, compared=search.compared(asked.stages))
 
 
 def stages_table(made: PipelinePlan) -> Table:
@@ -343,19 +330,70 @@ def stage_lines(made: PipelinePlan) -> list[tuple[str, str]]:
     lines = [("step", f"{format_s(made.step_s)}, simulated"), ("split points", ", ".join(made.split_points) or "none")]
     copies = [(stage.stage, name) for stage in made.stages for name in stage.copies]
     lines += [("copy", f"stage {stage} has a copy of {name}: add up its gradients") for stage, name in copies]
-    lines += [(str(other.schedule), _outlook_text(other, made)) for other in made.compared]
+    for other in made.compared:
+        text = f"{other.num_stages} stages"
+        if other.because:
+            text += f": {other.because}"
+        else:
+            times = other.step_s / made.step_s if made.step_s else 1.0
+            same = other.schedule is made.schedule and other.num_stages == len(made.stages)
+            beside = "these stages" if same else f"{times:.2f} times as long"
+            sizes = f"peak {format_bytes(other.peak_bytes)}, sent {format_bytes(other.sent_bytes)}"
+            text += f": {format_s(other.step_s)}, {beside}, bubble {other.bubble:.1%}, {sizes}"
+        lines.append((str(other.schedule), text))
     lines.append(("not compared", ", ".join(SPLIT_BACKWARD) + ": compiled stages have one backward"))
     return lines
 
 
-def _outlook_text(other: ScheduleOutlook, made: PipelinePlan) -> str:
-    stages = f"{other.num_stages} stages"
-    if other.because:
-        return f"{stages}: {other.because}"
-    times = other.step_s / made.step_s if made.step_s else 1.0
-    same = other.schedule is made.schedule and other.num_stages == len(made.stages)
-    beside = "these stages" if same else f"{times:.2f} times as long"
-    return (
-        f"{stages}: {format_s(other.step_s)}, {beside}, bubble {other.bubble:.1%}, peak "
-        f"{format_bytes(other.peak_bytes)}, sent {format_bytes(other.sent_bytes)}"
+# ----------------------------------------------------------------------------------------------------------------------
+# `elixir-compile plan`: a plan, the shares of ranks, stages, or the fastest setting, as its arguments ask.
+
+
+def run_asked(**typed: Any) -> int:
+    """Answer a command line with the arguments `typed`, and return the exit code."""
+    states, output, as_json = tuple(typed["state_bytes"] or ()), typed["output"], typed["as_json"]
+    # The options of the backend as they are typed, in the order of the arguments.
+    options = {name: value for name, value in typed.items() if name in Options.__dataclass_fields__}
+    options["accumulate"] = options.pop("accumulate") or None
+    del options["hardware"]
+    micro_batches = typed["micro_batches"]
+    if micro_batches and micro_batches.isdecimal():
+        options["micro_batches"] = int(micro_batches)
+    names = ("model", "seq", "dtype", "recompute", "hardware", "ranks")
+    request = Request(batch=typed["batch"] or 8, options=options, **{name: typed[name] for name in names})
+    wrong = wrong_beside_plan(typed, states)
+    if wrong is not None:
+        return fail(wrong, as_json=as_json)
+    if typed["tune"]:
+        tuned = TuneRequest(plan=request, batch=typed["batch"], tokens=typed["tokens_per_step"], states=states)
+        return run_tune(tuned, output=output, as_json=as_json)
+    state_bytes = next(iter(states), None)
+    if typed["stages"] is None:
+        is_largest = typed["largest_batch"]
+        return plan_or_share(request, state_bytes=state_bytes, is_largest=is_largest, output=output, as_json=as_json)
+    asked = StagesRequest(
+        plan=request,
+        stages=typed["stages"],
+        schedule=typed["schedule"],
+        batch=typed["batch"],
+        ranks=typed["ranks"] if typed["ranks"] > 1 else None,
+        state_bytes=state_bytes,
     )
+    return run_stages(asked, output=output, as_json=as_json)
+
+
+def wrong_beside_plan(typed: Mapping[str, Any], states: tuple[int, ...]) -> InvalidOption | None:
+    """Return the error if an argument of `plan` needs another, or cannot be given with it; else None."""
+    is_tuned, is_largest, stages = typed["tune"], typed["largest_batch"], typed["stages"]
+    tokens, schedule = typed["tokens_per_step"], typed["schedule"]
+    if is_tuned and is_largest:
+        return InvalidOption("largest_batch", True, "no --largest-batch beside --tune, which finds the fastest batch")
+    if tokens is not None and not is_tuned:
+        return InvalidOption("tokens_per_step", tokens, "--tune beside it; without, --batch and --seq count")
+    if len(states) > 1 and not is_tuned:
+        return InvalidOption("state_bytes", states, "a single number; several need --tune")
+    if schedule is not None and stages is None:
+        return InvalidOption("schedule", schedule, "--stages beside it, such as --stages 4")
+    if stages is not None and (is_tuned or is_largest):
+        return InvalidOption("stages", stages, "no --tune and no --largest-batch beside --stages")
+    return None

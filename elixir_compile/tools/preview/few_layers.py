@@ -121,9 +121,8 @@ class Law:
         done = 0
         for block in self.blocks:
             written += self._moved(done, block.at + min(more, 0) * block.length, more)
-            last = self._moved(block.at - block.length, block.at, more)
             for number in range(1, more + 1):
-                written += [_plus(entry, grown, number) for entry, grown in zip(last, block.grown, strict=True)]
+                written += self._repeated(block, number, more)
             done = block.at
         return written + self._moved(done, len(self.line), more)
 
@@ -158,6 +157,11 @@ class Law:
     def _moved(self, begin: int, end: int, more: int) -> list[Record]:
         pairs = zip(self.line[begin:end], self.slopes[begin:end], strict=True)
         return [_plus(entry, slopes, more) for entry, slopes in pairs]
+
+    def _repeated(self, block: _Block, number: int, more: int) -> list[Record]:
+        """Return the records of `block`, `number` blocks later, in the line for `more` layers."""
+        moved = self._moved(block.at - block.length, block.at, more)
+        return [_plus(entry, grown, number) for entry, grown in zip(moved, block.grown, strict=True)]
 
 
 def proved(fewest: Line, fewer: Line, more: Line) -> Law | None:

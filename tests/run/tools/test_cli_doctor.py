@@ -31,8 +31,7 @@ from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.session.machine import machine_path, store_machine
 from elixir_compile.tools.cli.demo import LOSS_RTOL, Run, batches, find_faults, read_text
-from elixir_compile.tools.cli.doctor import diagnosis_lines
-from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.cli.main import app, diagnosis_lines
 from elixir_compile.tools.doctor import CHECKS, Diagnosis, Verdict, diagnose, this_system, trials
 from elixir_compile.tools.doctor.facts import Gpu
 from elixir_compile.tools.measure import machine as links
@@ -84,7 +83,7 @@ def test_without_torch_the_message_comes_at_once() -> None:
 import sys, time
 sys.modules["torch"] = None  # an import of torch raises ImportError
 began_s = time.process_time()
-from elixir_compile.tools.cli.doctor import run_doctor
+from elixir_compile.tools.cli.main import run_doctor
 code = run_doctor(disk_path=None, as_json=False)
 print(time.process_time() - began_s, file=sys.stderr)
 sys.exit(code)
@@ -100,12 +99,12 @@ sys.exit(code)
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_bad_finding_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elixir_compile.tools.cli.doctor.this_system", lambda disk_path: None)
+    monkeypatch.setattr("elixir_compile.tools.doctor.this_system", lambda disk_path: None)
     found = Diagnosis(code="D09", title="huge pages", verdict=Verdict.NOTE, found="[never]", fix="echo")
-    monkeypatch.setattr("elixir_compile.tools.cli.doctor.diagnose", lambda system: (found,))
+    monkeypatch.setattr("elixir_compile.tools.doctor.diagnose", lambda system: (found,))
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
     fault = Diagnosis(code="D09", title="huge pages", verdict=Verdict.BAD, found="[never]", fix="echo")
-    monkeypatch.setattr("elixir_compile.tools.cli.doctor.diagnose", lambda system: (found, fault))
+    monkeypatch.setattr("elixir_compile.tools.doctor.diagnose", lambda system: (found, fault))
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert done.stdout.splitlines()[-1] == "0 ok, 1 note, 1 bad, 0 unknown"

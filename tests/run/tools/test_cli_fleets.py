@@ -24,10 +24,10 @@ from elixir_compile.ir.share import shares_from_json
 from elixir_compile.session.saved import load_answered
 from elixir_compile.step import verify
 from elixir_compile.tools.cli.main import app
+from elixir_compile.tools.plan import fleet_of_ranks, of_micro_batch, stage_search
 from elixir_compile.tools.preview.capture import Capture
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import find_described
-from elixir_compile.tools.stages import fleet_of_ranks, of_micro_batch, stage_search
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `elixir-compile plan --hardware FLEET`: rows, bytes and busy shares of ranks that differ, beside those of rules.

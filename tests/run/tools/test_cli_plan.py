@@ -29,9 +29,8 @@ from elixir_compile.session.saved import load_question, question_path
 from elixir_compile.step import verify
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.cli.plan import Request
-from elixir_compile.tools.cli.tune import TuneRequest, command_of, loop_of
+from elixir_compile.tools.cli.tune import States, TuneRequest, command_of, loop_of
 from elixir_compile.tools.preview.models import TextBatch, load_model
-from elixir_compile.tools.tune import States
 from tests.pure.problems import chain_of, disk_staging, problem_of, tight_problem
 
 # ----------------------------------------------------------------------------------------------------------------------

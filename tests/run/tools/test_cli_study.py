@@ -12,9 +12,8 @@ from typer.testing import CliRunner, Result
 
 from elixir_compile.ir.kinds import Phase
 from elixir_compile.tools.cli import study as cli_study
-from elixir_compile.tools.cli import study_worker
 from elixir_compile.tools.cli.main import app
-from elixir_compile.tools.cli.study_worker import PLACEMENTS, Case
+from elixir_compile.tools.cli.study import PLACEMENTS, Case
 from elixir_compile.tools.observed import Study, StudyRow, study_from_json, study_to_json
 from elixir_compile.tools.report import figures as charts
 from elixir_compile.tools.report.findings import WHOLE, phase_figures
@@ -189,15 +188,15 @@ class Net(nn.Module):
 """
 NAP_S = 0.02
 NUM_TIMED = 2
-NUM_STEPS = study_worker.SETTLING + NUM_TIMED
+NUM_STEPS = cli_study.SETTLING + NUM_TIMED
 
 
 def row_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> StudyRow:
     """Return the row `name` of a small model; a row of Inductor runs eagerly, which compiles nothing."""
     (tmp_path / "net.py").write_text(TINY_MODEL)
     placement = replace(PLACEMENTS[name], **changes)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setitem(study_worker.PLACEMENTS, name, placement)  # pyright: ignore[reportArgumentType]
-    case = study_worker.Case(
+    monkeypatch.setitem(cli_study.PLACEMENTS, name, placement)  # pyright: ignore[reportArgumentType]
+    case = cli_study.Case(
         name=name,
         placement=name,
         model=f"{tmp_path / 'net.py'}:Net",
@@ -206,7 +205,7 @@ def row_of(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes
         dtype="float32",
         num_timed=NUM_TIMED,
     )
-    return study_worker.run_case(case)
+    return cli_study.run_case(case)
 
 
 @pytest.mark.parametrize("clips", [True, False])

@@ -32,10 +32,10 @@ from elixir_compile.session.saved import load_question
 from elixir_compile.step import verify
 from elixir_compile.tools.cli import plan as plan_command
 from elixir_compile.tools.cli.plan import Request
+from elixir_compile.tools.cli.report import budget_curve
 from elixir_compile.tools.preview import models as capture_cache
 from elixir_compile.tools.preview.capture import Capture, capture_step
 from elixir_compile.tools.preview.models import BatchCaptures, TextBatch, cached_capture, capture_key, store_capture
-from elixir_compile.tools.tune import budget_curve
 from tests.pure.problems import needed_bytes, tight_problem
 from tests.run.models import Stack, Tied, hf_batches, seeded, small_gpt2, tokens, vectors
 from tests.run.training import by_elixir, by_elixir_unprepared
@@ -297,7 +297,7 @@ def test_an_unknown_name_raises_before_the_capture(arguments: Mapping[str, Any],
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `tools.tune`: more memory never makes a step longer, and no bound is above the plan that it bounds.
+# `budget_curve`: more memory never makes a step longer, and no bound is above the plan that it bounds.
 
 
 PROBLEM = tight_problem()
