@@ -222,7 +222,8 @@ class Study:
         self._kept.append(summary)
         if self._writer is not None:
             if self._sink is not None and self._sink.device is not None:
-                self._writer.begin(self._sink.device, _num_ranks())
+                num_ranks = torch.distributed.get_world_size() if _has_ranks() else 1
+                self._writer.begin(self._sink.device, num_ranks)
             self._writer.summary(summary)
 
     def _take_full(self, full: FullStep) -> None:
@@ -305,10 +306,6 @@ def _chooser(full: 'Literal["auto"] | Collection[int]', full_every: int) -> Call
 
 def _rank() -> int:
     return torch.distributed.get_rank() if _has_ranks() else 0
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if _has_ranks() else 1
 
 
 def _has_ranks() -> bool:

@@ -153,9 +153,8 @@ class StepSummary:
             found[f"{lane}_bytes_per_s"] = nbytes / self.period_s if self.period_s else None
         found |= {name: getattr(self, name) for name in _PLAIN_FIGURES}
         found["host_update_elements_per_s"] = self.host_update_elements_per_s
-        return {
-            f"elixir/{name}": float(value) for name, value in found.items() if value is not None and _is_finite(value)
-        }
+        known = {name: float(value) for name, value in found.items() if value is not None}
+        return {f"elixir/{name}": value for name, value in known.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +204,9 @@ class FullStep:
 
 
 _PLAIN_FIGURES = (
-    "host_update_s",
-    "host_update_elements",
-    "waited_s",
-    "device_peak_bytes",
-    "device_reserved_bytes",
-    "alloc_retries",
-    "host_slab_bytes",
-    "host_pinned_bytes",
-    "rss_bytes",
-    "energy_j",
-    "device_busy_share",
-)
-
-
-def _is_finite(value: float) -> bool:
-    return math.isfinite(value)
+    "host_update_s", "host_update_elements", "waited_s", "device_peak_bytes", "device_reserved_bytes", "alloc_retries",
+    "host_slab_bytes", "host_pinned_bytes", "rss_bytes", "energy_j", "device_busy_share",
+)  # fmt: skip
 
 
 def summary_to_json(summary: StepSummary) -> str:

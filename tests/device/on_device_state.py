@@ -154,7 +154,7 @@ def test_the_demo_keeps_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SHAPE", demo.Shape(num_layers=3, width=64, num_heads=2, context=32))
     real, eager = torch.compile, {"inner": "aot_eager", "plan_cache": False}
     monkeypatch.setattr(torch, "compile", lambda *model, options, **more: real(*model, options=options | eager, **more))
-    assert demo.run_demo(text=None, num_steps=4) == 0
+    assert demo.run_demo(text=None, steps=4) == 0
 
 
 def test_updates_on_the_host_start_all_their_copies_before_the_first_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,18 +108,15 @@ class ByteGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
-        self.apply(_initialise)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, text: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         x = self.embed(text) + self.place(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), following.flatten())
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
 
 
 SHAPE = Shape()
@@ -143,7 +140,7 @@ class Run:
     record: Record
 
 
-def run_demo(*, text: Path | None, num_steps: int) -> int:
+def run_demo(*, text: Path | None, steps: int) -> int:
     """Train twice, print both runs, and return the exit code: 1 if the losses differ or the peak exceeds the budget.
 
     `text` is a file or folder to train on; None stands for the sources of Python's standard library.
@@ -153,15 +150,15 @@ def run_demo(*, text: Path | None, num_steps: int) -> int:
     corpus = read_text(text)
     num_params = sum(parameter.numel() for parameter in ByteGPT(SHAPE).parameters())
     console.print(
-        f"byte-level GPT of {num_params / 1e6:.1f} M parameters on {device}, {num_steps} steps per run, "
+        f"byte-level GPT of {num_params / 1e6:.1f} M parameters on {device}, {steps} steps per run, "
         f"{len(corpus) / 1e6:.1f} MB of text"
     )
-    free = _train(corpus, num_steps=num_steps, device=device, budget_bytes=None, console=console)
+    free = _train(corpus, num_steps=steps, device=device, budget_bytes=None, console=console)
     torch.compiler.reset()  # the second run must find neither compiled code nor tensors of the first run
     gc.collect()
     fixed_bytes = library_bytes(torch.device(device))  # workspaces of libraries stay at every budget
     budget_bytes = fixed_bytes + (free.record.device_peak_bytes - fixed_bytes) // 2
-    tight = _train(corpus, num_steps=num_steps, device=device, budget_bytes=budget_bytes, console=console)
+    tight = _train(corpus, num_steps=steps, device=device, budget_bytes=budget_bytes, console=console)
     console.print(_curves(free, tight))
     console.print(_figures(free, tight, budget_bytes))
     faults = find_faults(free, tight, budget_bytes)
@@ -210,20 +207,6 @@ def _train(corpus: bytes, *, num_steps: int, device: str, budget_bytes: int | No
         losses.append(loss.item())
 
     title = "no budget" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
-    records = _measured_steps(step, num_steps=num_steps, title=title, console=console)
-    plan = elixir.compilations(model)[-1].plan
-    assert plan is not None  # the first step made it
-    record = replace(
-        records[-1],
-        device_peak_bytes=max(measured.device_peak_bytes for measured in records),
-        host_peak_bytes=max(measured.host_peak_bytes for measured in records),
-    )
-    console.print(plan_line(plan))
-    console.print(measured_line(record, plan))
-    return Run(losses=tuple(losses), plan=plan, record=record)
-
-
-def _measured_steps(step: Callable[[], None], *, num_steps: int, title: str, console: Console) -> list[Record]:
     measured = {index % num_steps for index in MEASURED_STEPS}
     records: list[Record] = []
     columns = (TextColumn(title.ljust(18)), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -235,7 +218,16 @@ def _measured_steps(step: Callable[[], None], *, num_steps: int, title: str, con
             else:
                 step()
             progress.advance(task)
-    return records
+    plan = elixir.compilations(model)[-1].plan
+    assert plan is not None  # the first step made it
+    record = replace(
+        records[-1],
+        device_peak_bytes=max(each.device_peak_bytes for each in records),
+        host_peak_bytes=max(each.host_peak_bytes for each in records),
+    )
+    console.print(plan_line(plan))
+    console.print(measured_line(record, plan))
+    return Run(losses=tuple(losses), plan=plan, record=record)
 
 
 def _largest_gap(free: Run, tight: Run) -> float:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import distributed
 from elixir_compile.base.errors import DiskFailed, DiskFull
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.compat.platforms import accelerator, accelerator_type, platform_of
-from elixir_compile.ir.hardware import Cluster, Fleet, Link, cluster_to_json, fleet_to_json
+from elixir_compile.ir.hardware import Cluster, cluster_to_json, fleet_to_json
 from elixir_compile.session.machine import forget_own_machine, store_machine
 from elixir_compile.tools.measure.machine import measure_fleet, with_disk
 
@@ -28,12 +28,23 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
     the ranks differ, it writes a fleet, and each rank keeps its own machine for later plans; no disk is measured then.
     """
     notes = Console(stderr=True)
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with _ranks() as (device, is_first):
-        with _progress_bar(notes, is_shown=is_first) as progress:
-            fleet = measure_fleet(device, progress=progress, seconds=seconds)
+        with Progress(*columns, console=notes, disable=not is_first) as bar:
+            task = bar.add_task("measuring", total=1.0)
+            fleet = measure_fleet(
+                device,
+                progress=lambda title, over: bar.update(task, description=title, completed=over),
+                seconds=seconds,
+            )
         cluster = fleet.as_cluster()
         if cluster is None:
-            return _store_fleet(fleet, device, output, as_json, notes)
+            own = fleet.seen_by(distributed.get_rank())
+            _keep(lambda: store_machine(own, device, is_own=True), "", notes)
+            if distributed.get_rank():
+                return 0
+            tables = {f"ranks {', '.join(map(str, ranks))}": fleet.seen_by(ranks[0]) for ranks in fleet.classes()}
+            return _show(fleet_to_json(fleet), tables, f"the ranks differ: {fleet.name}", output, as_json, notes)
         if not is_first:
             forget_own_machine(device)
             return 0
@@ -43,58 +54,44 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
             except (DiskFailed, DiskFull) as error:
                 notes.print(f"the disk was not measured: {error}", soft_wrap=True, highlight=False)
                 return 1
-        return _print_and_store(cluster, device, output, as_json, notes)
-
-
-def _store_fleet(fleet: Fleet, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
-    """Keep the machine of this rank; on the first rank, print the machine of each class and write `fleet`. Return the
-    exit code."""
-    rank = distributed.get_rank()
-    exit_code = 0
-    try:
-        store_machine(fleet.seen_by(rank), device, is_own=True)
-    except OSError as error:
-        notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
-    if rank:
+        exit_code = _show(cluster_to_json(cluster), {"": cluster}, "", output, as_json, notes)
+        _keep(lambda: store_machine(cluster, device), "used by later plans: ", notes)
         return exit_code
-    text = fleet_to_json(fleet)
+
+
+def _show(
+    text: str, machines: Mapping[str, Cluster], fleet: str, output: Path | None, as_json: bool, notes: Console
+) -> int:
+    """Print the tables of `machines` under their titles, or their JSON `text`, and write the text to `output`. `fleet`
+    is the title of ranks that differ. Return the exit code."""
     if as_json:
         sys.stdout.write(text + "\n")
     else:
         console = Console()
-        console.print(f"the ranks differ: {fleet.name}", highlight=False)
-        for ranks in fleet.classes():
-            console.print(f"ranks {', '.join(map(str, ranks))}", highlight=False)
-            console.print(machine_table(fleet.seen_by(ranks[0])))
+        if fleet:
+            console.print(fleet, highlight=False)
+        for title, cluster in machines.items():
+            if title:
+                console.print(title, highlight=False)
+            console.print(machine_table(cluster))
     if output is not None:
         try:
             output.write_text(text, encoding="utf-8")
-            notes.print(f"fleet: {output}", soft_wrap=True, highlight=False)
+            notes.print(f"{'fleet' if fleet else 'profile'}: {output}", soft_wrap=True, highlight=False)
         except OSError as error:
             notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
-            exit_code = 1
-    return exit_code
+            return 1
+    return 0
 
 
-def _print_and_store(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
-    text = cluster_to_json(cluster)
-    if as_json:
-        sys.stdout.write(text + "\n")
-    else:
-        Console().print(machine_table(cluster))
-    exit_code = 0
-    if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-            notes.print(f"profile: {output}", soft_wrap=True, highlight=False)
-        except OSError as error:
-            notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
-            exit_code = 1
+def _keep(store: Callable[[], Path], said: str, notes: Console) -> None:
+    """Keep a machine for later plans, and print `said` with its file, if it is not empty."""
     try:
-        notes.print(f"used by later plans: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
+        path = store()
+        if said:
+            notes.print(f"{said}{path}", soft_wrap=True, highlight=False)
     except OSError as error:  # a read-only home folder must not lose the measurement
         notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
-    return exit_code
 
 
 @contextmanager
@@ -116,14 +113,6 @@ def _ranks() -> Iterator[tuple[torch.device, bool]]:
         yield device, distributed.get_rank() == 0
     finally:
         distributed.destroy_process_group()
-
-
-@contextmanager
-def _progress_bar(notes: Console, *, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
-    columns = (TextColumn("{task.description:<16}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, disable=not is_shown) as bar:
-        task = bar.add_task("measuring", total=1.0)
-        yield lambda title, over: bar.update(task, description=title, completed=over)
 
 
 def machine_table(cluster: Cluster) -> Table:
@@ -159,14 +148,10 @@ def machine_table(cluster: Cluster) -> Table:
     )
     for name, link in links:
         if link is not None:
-            _add_link(table, name, link)
+            table.add_row(name, f"{_count(link.bytes_per_s)}B/s, {format_s(link.latency_s)} latency")
+        if link is not None and link.busy_bytes_per_s is not None:
+            table.add_row("  while the other direction copies", f"{_count(link.busy_bytes_per_s)}B/s")
     return table
-
-
-def _add_link(table: Table, name: str, link: Link) -> None:
-    table.add_row(name, f"{_count(link.bytes_per_s)}B/s, {format_s(link.latency_s)} latency")
-    if link.busy_bytes_per_s is not None:
-        table.add_row("  while the other direction copies", f"{_count(link.busy_bytes_per_s)}B/s")
 
 
 def _count(rate: float) -> str:

@@ -62,8 +62,9 @@ class MemorySchedules:
         """
         chosen = parse_options({"plan_cache": False, **options})
         inputs = (batch,) if isinstance(batch, torch.Tensor) else batch
-        if run and not _has_weights(model):
-            raise UnsupportedModel(_name_of(model), "`run=True` trains it, which needs a module with weights")
+        if run and (not isinstance(model, nn.Module) or any(param.is_meta for param in model.parameters())):
+            name = model if isinstance(model, str) else type(model).__name__
+            raise UnsupportedModel(name, "`run=True` trains it, which needs a module with weights")
         plan, problem = plan_and_problem(
             model,
             inputs,
@@ -85,14 +86,6 @@ class MemorySchedules:
         assert isinstance(model, nn.Module)
         given = {**options, "hardware": hardware or chosen.hardware}
         return replace(made, measured=_measured(model, inputs, plan, given, dynamic=dynamic))
-
-
-def _has_weights(model: object) -> bool:
-    return isinstance(model, nn.Module) and not any(param.is_meta for param in model.parameters())
-
-
-def _name_of(model: object) -> str:
-    return model if isinstance(model, str) else type(model).__name__
 
 
 def _measured(model: nn.Module, inputs: Inputs, plan: Plan, options: Mapping[str, object], *, dynamic: bool) -> Record:

@@ -136,8 +136,20 @@ def difference(expected: Golden, found: Golden, tolerance: float = 0.0) -> str:
         lines.append(f"it was planned for {expected.machine}, and now for {found.machine}")
     keys = dict.fromkeys((*expected.figures, *found.figures))
     pairs = {key: (expected.figures.get(key, 0), found.figures.get(key, 0)) for key in keys}
-    changed = {key: pair for key, pair in pairs.items() if _is_changed(key, *pair, tolerance)}
-    lines += _growth(key_pair for key_pair in changed.items() if key_pair[0][0] == "at the peak")
+    changed = {
+        key: (before, now)
+        for key, (before, now) in pairs.items()
+        if abs(now - before) > (0.0 if key[0] == "actions" else tolerance * before)
+    }
+    by_layer: dict[str, Counter[str]] = {}
+    for (section, layer, kind), pair in changed.items():
+        if section == "at the peak":
+            by_layer.setdefault(layer, Counter())[kind] += _by(pair)
+    for layer, kinds in sorted(by_layer.items(), key=lambda item: -abs(item[1].total())):
+        total = kinds.total()
+        parts = ", ".join(f"{kind} {_signed(nbytes)}" for kind, nbytes in kinds.items())
+        verb = "grew" if total > 0 else "shrank" if total < 0 else "changed"
+        lines.append(f"{layer} {verb} by {format_bytes(abs(total))} at the peak ({parts})")
     if changed:
         by_size = sorted(changed.items(), key=lambda item: (_SECTIONS.index(item[0][0]), -abs(_by(item[1]))))
         lines += ["", table_text(("", "golden", "now", "change"), [_row(*item) for item in by_size[:_MOST_ROWS]])]
@@ -145,28 +157,8 @@ def difference(expected: Golden, found: Golden, tolerance: float = 0.0) -> str:
     return "\n".join(lines)
 
 
-def _is_changed(key: Key, before: int, now: int, tolerance: float) -> bool:
-    return abs(now - before) > (0.0 if key[0] == "actions" else tolerance * before)
-
-
 def _by(pair: tuple[int, int]) -> int:
     return pair[1] - pair[0]
-
-
-def _growth(changed: Iterable[tuple[Key, tuple[int, int]]]) -> list[str]:
-    """Return a sentence for each layer whose bytes at the peak changed, the largest change first."""
-    by_layer: dict[str, Counter[str]] = {}
-    for (_, layer, kind), pair in changed:
-        by_layer.setdefault(layer, Counter())[kind] += _by(pair)
-    sums = sorted(
-        ((sum(kinds.values()), layer, kinds) for layer, kinds in by_layer.items()), key=lambda one: -abs(one[0])
-    )
-    lines = []
-    for total, layer, kinds in sums:
-        parts = ", ".join(f"{kind} {_signed(nbytes)}" for kind, nbytes in kinds.items())
-        verb = "grew" if total > 0 else "shrank" if total < 0 else "changed"
-        lines.append(f"{layer} {verb} by {format_bytes(abs(total))} at the peak ({parts})")
-    return lines
 
 
 def _row(key: Key, pair: tuple[int, int]) -> tuple[str, str, str, str]:
