@@ -1,1 +1,1 @@
-"""What reads plans, problems, records and captures: command line, report, observation, doctor, study, testing."""
+"""The readers of plans, problems, records and captures: command line, report, observation, doctor, study, testing."""

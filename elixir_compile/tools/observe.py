@@ -1,4 +1,4 @@
-"""Observe a model in training, `with elixir.observe(model, "run/trace") as study:`, and write what is seen to a folder
+"""Observe a model in training, `with elixir.observe(model, "run/trace") as study:`, and write its figures to a folder
 while it runs.
 """
 
@@ -55,7 +55,7 @@ class TraceWriter:
         self._has_meta = False
 
     def begin(self, device: torch.device, num_ranks: int) -> None:
-        """Write what is observed, once: the device is known when the first step is."""
+        """Write the facts about the observation, once: the device is known when the first step is."""
         if self._rank == 0 and not self._has_meta:
             self._has_meta = True
             versions = {
@@ -115,7 +115,7 @@ _observed: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 class Study:
-    """What is known of an observed run so far; made by `observe`. As text, a table of phases and bytes."""
+    """The figures of an observed run so far; made by `observe`. As text, a table of phases and bytes."""
 
     def __init__(
         self,

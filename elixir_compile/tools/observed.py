@@ -1,5 +1,5 @@
-"""What an observed run or a study leaves, as values with their JSON: phases, summaries and counters of steps, the rows
-of a study, and the names of files.
+"""The figures that an observed run or a study leaves, as values with their JSON: phases, summaries and counters of
+steps, the rows of a study, and the names of files.
 """
 
 import gzip
@@ -21,7 +21,7 @@ from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an observed run leaves: the phases of a step, a summary of every step, counters of the machine, and their JSON.
+# An observed run leaves the phases of a step, a summary of every step, counters of the machine, and their JSON.
 #
 #   period   |<---- forward ---->|<------ backward ------>|caller|<- update ->| caller |
 #            the first training forward of the step                   the first training forward of the next step
@@ -81,7 +81,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """The seconds, bytes and memory of a step of an observed run. What is not known is None.
+    """The seconds, bytes and memory of a step of an observed run. Figures that are not known are None.
 
     It has more than 15 fields, because it is one row of a table.
     """
@@ -370,7 +370,7 @@ def _text(path: Path) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a study leaves: rows of the same training under other placements, and their JSON.
+# A study leaves rows of the same training under other placements, and their JSON.
 #
 #   row       period   losses        timed steps     a step in full     memory
 #   device    1.31 s   10.9, 10.8,   8 summaries     spans, phases      bytes by kind over a step
@@ -383,7 +383,7 @@ _STUDY = Form(what="study", version=STUDY_FORMAT, error=TraceFileError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRow:
-    """One placement under one budget: what was measured or simulated, or why it was not run."""
+    """One placement under one budget: its measured or simulated figures, or why it was not run."""
 
     name: str
     """The placement, as `across_steps`, and the budget if it is not the first: `plan 60%`."""

@@ -118,7 +118,7 @@ def plan_and_problem(
     state_bytes_per_element: int | None = None,
     dynamic: bool = False,
 ) -> tuple[Plan, Problem]:
-    """Return what `plan` returns for the same arguments, and the problem that it solves.
+    """Return the plan that `plan` returns for the same arguments, and the problem that it solves.
 
     Raises the errors of `plan`.
     """
@@ -260,7 +260,7 @@ class SharePlans:
         return self._found[shares]
 
     def questions(self, shares: tuple[Share, ...]) -> tuple[Question, ...]:
-        """Return what the plans of `shares` answer, in their order."""
+        """Return the questions that the plans of `shares` answer, in their order."""
         return tuple(question_of(*self._asked(shares, ranks[0])) for ranks in self._members(shares))
 
     def _members(self, shares: tuple[Share, ...]) -> tuple[tuple[int, ...], ...]:

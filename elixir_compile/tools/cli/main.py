@@ -1,5 +1,5 @@
-"""`elixir-compile`: the arguments of every command. What a command does is in a module that is imported when it runs,
-so `--version` and `--help` never load torch.
+"""`elixir-compile`: the arguments of every command. A command is run by a module that is imported when it runs, so
+`--version` and `--help` never load torch.
 """
 
 import functools
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elixir_compile.tools.doctor import Diagnosis
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The arguments of several commands, and those of `plan`, with what `--help` says of them.
+# The arguments of `plan`, some of which other commands take too, with their texts in `--help`.
 
 
 BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]

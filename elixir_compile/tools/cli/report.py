@@ -93,7 +93,7 @@ def run_diff(*, first: Path, second: Path, as_json: bool) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `elixir-compile report` shows of a folder: the folder of an observed run, or that of a study.
+# The contents of a folder that `elixir-compile report` shows: of an observed run, or of a study.
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ FIGURES = ("memory", "lanes", "step", "curve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """What a page shows: a plan, an observed run without a plan, or a study."""
+    """A page to show: of a plan, of an observed run without a plan, or of a study."""
 
     title: str
     path: Path
@@ -210,7 +210,7 @@ class _Shown:
     text: Callable[[], str]
     data: Callable[[], Any]
     sheet: PlanSheet | None = None
-    """What figures are drawn of; None if no plan is shown."""
+    """The contents from which figures are drawn; None if no plan is shown."""
 
 
 def run_report(
@@ -289,7 +289,7 @@ def _plan_shown(sheet: PlanSheet, path: Path) -> _Shown:
 
 
 def _sheet(plan: Path, others: Sequence[Path]) -> tuple[PlanSheet, Question]:
-    """Return what the page of a plan shows, and the question of the plan."""
+    """Return the contents of the page of a plan, and the question of the plan."""
     record: Record | None = None
     second: PlanSheet | None = None
     for path in others:

@@ -166,7 +166,7 @@ _ROW = Form(what="row of a study", version=1, error=TraceFileError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one process trains."""
+    """The training of one process."""
 
     name: str
     placement: str
@@ -370,7 +370,7 @@ class StudyRequest:
     disk_path: Path | None
 
     def request(self) -> Request:
-        """Return what captures the model, for rows that are simulated."""
+        """Return the request that captures the model, for rows that are simulated."""
         return Request(
             model=self.model,
             batch=self.batch,

@@ -44,7 +44,7 @@ from elixir_compile.tools.measure.memory import (
 from elixir_compile.tools.observed import Counters, FullStep, Interval, StepSummary, name_of, seconds_by_phase
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The executors of an observed model, and what their ledgers have counted since they were asked last.
+# The executors of an observed model, and the counts of their ledgers since they were asked last.
 
 
 class KnownExecutors:
@@ -573,7 +573,7 @@ class FullSteps:
         return True
 
     def _memory(self, number: int, executors: Iterable[Phases]) -> "StepMemory | None":
-        """Return what records the memory of step `number`; None if it is not asked for, or cannot be had now."""
+        """Return the recorder of the memory of step `number`; None if it is not asked for, or cannot be had now."""
         model = self._model()
         devices = [each.lanes.device for each in executors]
         if not self._memory_events or model is None:

@@ -130,7 +130,7 @@ def _too_long(num_tokens: int, limit: int, table: str) -> InvalidOption:
 # No weights are allocated, nothing is compiled or run, and the model stays as it is. A capture takes seconds and a
 # problem much less, so a capture serves many machines and budgets.
 #
-# What is traced is a stand-in of the model: its modules and the shapes of its parameters, but not its weights. Every
+# A stand-in of the model is traced: its modules and the shapes of its parameters, but not its weights. Every
 # parameter of the stand-in is a view of one allocation, as large as the largest parameter. Nobody reads or writes this
 # memory, so the operating system gives it addresses and no pages.
 

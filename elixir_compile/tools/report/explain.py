@@ -425,7 +425,7 @@ def _plan_text(found: PlanAnswer) -> str:
 
 
 def _class_text(line: RankClass, rank: int) -> str:
-    """Return what the plan of a class of ranks comes to, as a line of the plan of `rank`."""
+    """Return the figures of a class of ranks, as a line of the plan of `rank`."""
     who = f"{spans_text(line.ranks)}, this plan" if rank in line.ranks else spans_text(line.ranks)
     parts = [] if line.num_rows is None else [_count_text(line.num_rows, "row")]
     parts += [f"{line.micro_batches} micro-batches"] if line.micro_batches > 1 else []

@@ -33,7 +33,7 @@ Stretch = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What passed one direction of the link between host and device in a phase."""
+    """The copies in one direction of the link between host and device in a phase."""
 
     nbytes: int
     busy_s: float
@@ -71,7 +71,7 @@ class PhaseFigures:
     """The most bytes on the device in the phase; None if memory was not recorded."""
     least_bytes: int | None
     unused_bytes: int | None
-    """What the phase leaves of the budget at its own peak; None without a budget."""
+    """The rest of the budget at the peak of the phase; None without a budget."""
     up: Traffic
     down: Traffic
     compute_s: float

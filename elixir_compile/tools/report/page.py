@@ -159,7 +159,7 @@ PAGE_FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSheet:
-    """What a page shows of a plan."""
+    """The contents of the page of a plan."""
 
     plan: Plan
     cluster: Cluster
@@ -171,7 +171,7 @@ class PlanSheet:
     bars: tuple[Bar, ...]
     layers: tuple[LayerRow, ...]
     largest: tuple[tuple[str, Kind, int], ...]
-    """What holds the most bytes at the peak: name, kind, bytes."""
+    """The buckets and storages with the most bytes at the peak: name, kind, bytes."""
     second: "PlanSheet | None" = None
     """A second plan, shown on the same axes."""
     curve: tuple[CurvePoint, ...] = ()
@@ -209,7 +209,7 @@ class PlanSheet:
 def plan_sheet(
     plan: Plan, graph: StepGraph, cluster: Cluster, priced: Measured, measured: Record | None = None
 ) -> PlanSheet:
-    """Return what a page shows of `plan`, which is legal for `graph`.
+    """Return the contents of the page of `plan`, which is legal for `graph`.
 
     `priced` are measured seconds of ops, by which the plan was made. `measured` is the record of a step under the plan.
     """
@@ -605,7 +605,7 @@ def _full_step(
     """Yield the phases, the findings and the charts of the step of `row` that was recorded in full.
 
     `seen` is None if the machine is not known. The chart of memory has the caption `over`, and reaches up to
-    `most_bytes`, by default its own peak. The lanes are those of `lanes_of`; None leaves them out.
+    `most_bytes`, by default its own peak. `lanes_of` names the step of the lanes; None leaves them out.
     """
     if seen is None:
         yield '<p class="note">Rates of the links and findings need the plan with its question in the folder.</p>'

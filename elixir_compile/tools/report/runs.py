@@ -94,7 +94,7 @@ Points = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRun:
-    """What the folder of an observed run holds, as far as a page shows it."""
+    """The contents of the folder of an observed run that a page shows."""
 
     name: str
     """The name of the folder."""
@@ -197,7 +197,7 @@ def run_data(run: ObservedRun) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Write a study as text: the rows side by side, the phases of each, and what was found.
+# Write a study as text: the rows side by side, the phases of each, and the findings.
 
 
 NONE = ""

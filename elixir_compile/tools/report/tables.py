@@ -435,7 +435,7 @@ def layer_of_op(module: str) -> str:
 
 
 def split(total: int, shares: Mapping[str, int]) -> Mapping[str, int]:
-    """Return `total` cut in proportion to `shares`; what rounding leaves goes to the first."""
+    """Return `total` cut in proportion to `shares`; the rest by rounding goes to the first."""
     whole = sum(shares.values())
     parts = {layer: total * share // whole if whole else 0 for layer, share in shares.items()}
     first = next(iter(shares), OTHER)
@@ -444,7 +444,7 @@ def split(total: int, shares: Mapping[str, int]) -> Mapping[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Compare what a simulated and a measured step do on each lane: how often, how many bytes, for how many seconds.
+# Compare the work of a simulated and a measured step on each lane: how often, how many bytes, for how many seconds.
 #
 # lane  verb       planned  measured     bytes  measured  seconds  measured
 # h2d   gather          12        12   1.2 GiB   1.2 GiB   52 ms     61 ms
@@ -452,7 +452,7 @@ def split(total: int, shares: Mapping[str, int]) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkRow:
-    """All actions of one verb on one lane."""
+    """The work of a verb on a lane."""
 
     lane: Lane
     verb: str

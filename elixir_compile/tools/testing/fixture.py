@@ -1,4 +1,4 @@
-"""What the fixture `memory_schedule` returns: a function from a model and a batch to the memory of a training step."""
+"""The result of the fixture `memory_schedule`: a function from a model and a batch to the memory of a training step."""
 
 import copy
 import tempfile

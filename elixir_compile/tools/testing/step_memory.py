@@ -19,7 +19,7 @@ from elixir_compile.tools.report.diff import TOLERANCE, RunDiff, diff_text, run_
 from elixir_compile.tools.report.tables import LayerRow, Survey, layer_bytes, layer_rows, table_text, timeline_text
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Goldens: the memory of a training step as a small text file, and what has changed since it was written.
+# Goldens: the memory of a training step as a small text file, and the changes since it was written.
 #
 # # Memory of a training step in bytes. `pytest --elixir-update` writes this file.
 # machine 1 x a100-40g
@@ -403,7 +403,7 @@ def is_named(path: str, pattern: str) -> bool:
 
 
 def _refuse(rows: Sequence[LayerRow], expected: str) -> NoReturn:
-    """Raise AssertionError with what was `expected`, the table of `rows`, and the planner's reasons."""
+    """Raise AssertionError with the text `expected`, the table of `rows`, and the planner's reasons."""
     __tracebackhide__ = True
     raise AssertionError(f"expected {expected}; these layers are not so:\n{_layers_text(rows)}{_whys(rows)}")
 
