@@ -179,16 +179,6 @@ class Case:
     disk_path: str = ""
 
 
-def case_to_json(case: Case) -> str:
-    """Return `case` as JSON."""
-    return to_json(_CASE, case)
-
-
-def row_from_json(text: str) -> StudyRow:
-    """Return the row that a process has written. Raises TraceFileError if the text is none."""
-    return from_json(_ROW, StudyRow, text)
-
-
 def run_case(case: Case) -> StudyRow:
     """Train `case`, and return its row; a row that does not fit has the reason and no figures."""
     placement = PLACEMENTS[case.placement]
@@ -356,30 +346,16 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRequest:
-    """The arguments of a command line, as typed."""
+class StudyRequest(Request):
+    """The arguments of `elixir-compile study`, as typed. As a request it captures the model for rows that are
+    simulated."""
 
-    model: str
     placements: str | None
     budgets: str
-    batch: int
-    seq: int
-    dtype: str
     steps: int
-    hardware: str | None
     disk_path: Path | None
-
-    def request(self) -> Request:
-        """Return the request that captures the model, for rows that are simulated."""
-        return Request(
-            model=self.model,
-            batch=self.batch,
-            seq=self.seq,
-            dtype=self.dtype,
-            recompute=False,
-            hardware=self.hardware,
-            ranks=1,
-        )
+    recompute: bool = False
+    ranks: int = 1
 
 
 def run_study(*, output: Path, as_json: bool, **typed: Any) -> int:
@@ -476,11 +452,11 @@ def _apart(case: Case) -> StudyRow:
     """Return the row of `case`, trained in a new process; if the process fails, a row with its last line."""
     with tempfile.TemporaryDirectory(prefix="elixir-study-") as folder:
         case_path, row_path = Path(folder, "case.json"), Path(folder, "row.json")
-        case_path.write_text(case_to_json(case), encoding="utf-8")
+        case_path.write_text(to_json(_CASE, case), encoding="utf-8")
         command = [sys.executable, "-m", "elixir_compile.tools.cli.study", str(case_path), str(row_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if row_path.is_file():
-            return row_from_json(row_path.read_text(encoding="utf-8"))
+            return from_json(_ROW, StudyRow, row_path.read_text(encoding="utf-8"))
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         what = PLACEMENTS[case.placement].what
         reason = f"its process ended with {done.returncode}: {last}"
@@ -492,10 +468,9 @@ def _planned_rows(
 ) -> Iterator[StudyRow]:
     """Yield the rows as simulated on a machine that is not here. A percentage is of the peak of the row `device`."""
     say(f"capturing {asked.model} ...")
-    request = asked.request()
-    cluster = request.cluster()
+    cluster = asked.cluster()
     assert cluster is not None
-    capture = request.capture()
+    capture = asked.capture()
     peaks: dict[str, int | None] = {}
     for name, placement, budget in _cases(placements, budgets):
         whole_bytes = peaks.get("device") or cluster.device.memory_bytes - cluster.device.reserve_bytes
