@@ -56,23 +56,20 @@ def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) 
     The first run is not counted. The others stop after `at_most_s`, but there are at least `MIN_REPEATS` and at most
     `MAX_REPEATS`.
     """
-
-    def run_on_device() -> None:
-        run()
-        # Not the whole device: a function that runs beside `run` has its own stream.
-        platform_of(device).synchronize_compute(device)
-
-    _timed_s(run_on_device)
+    # Not the whole device: a function that runs beside `run` has its own stream.
+    wait = partial(platform_of(device).synchronize_compute, device)
+    _timed_s(run, wait)
     ends_s = time.perf_counter() + at_most_s
     seconds: list[float] = []
     while len(seconds) < MIN_REPEATS or (len(seconds) < MAX_REPEATS and time.perf_counter() < ends_s):
-        seconds.append(_timed_s(run_on_device))
+        seconds.append(_timed_s(run, wait))
     return statistics.median(seconds)
 
 
-def _timed_s(run: Callable[[], object]) -> float:
+def _timed_s(run: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     began_s = time.perf_counter()
     run()
+    wait()
     return time.perf_counter() - began_s
 
 
@@ -230,13 +227,9 @@ def measure_collectives(device: torch.device, group: "distributed.ProcessGroup |
         shard = torch.ones(shard_bytes // torch.float32.itemsize, device=device)
         whole = torch.ones(num_ranks * shard.numel(), device=device)
         sent_bytes = (num_ranks - 1) * shard_bytes
+        wait = partial(platform_of(device).synchronize, device)
         for run in (partial(all_gather, whole, shard), partial(reduce_scatter, shard, whole)):
-
-            def complete(run: Callable[[], object] = run) -> None:
-                run()
-                platform_of(device).synchronize(device)
-
-            seconds = [_timed_s(complete) for _ in range(1 + _REPEATS)]
+            seconds = [_timed_s(run, wait) for _ in range(1 + _REPEATS)]
             points.append((sent_bytes, statistics.median(seconds[1:])))
     latency_s, bytes_per_s = fitted_line(points)
     return latency_s / (num_ranks - 1), bytes_per_s

@@ -334,9 +334,9 @@ _DEEPEST = 4
 def _kind_of(block: _Block, intervals: Sequence[Interval], running: _Running) -> str:
     """Return the kind of a block of the step."""
     place = bisect.bisect_right(intervals, block.born_s, key=lambda interval: interval.start_s) - 1
-    interval = intervals[max(place, 0)] if intervals else None
-    if interval is None or interval.phase is None or place < 0 or block.born_s > interval.end_s:
+    if place < 0 or block.born_s > intervals[place].end_s or intervals[place].phase is None:
         return OTHER
+    interval = intervals[place]
     is_gone = block.died_s is not None and block.died_s <= interval.end_s
     if interval.phase is Phase.UPDATE:
         return Kind.TEMP if is_gone else Kind.MOMENT
