@@ -541,15 +541,15 @@ def plan_stages(
             raise InvalidOption(name, number, "a number of 1 or more")
     fleet = fleet_of_ranks(hardware or chosen.hardware, stages, order, ranks)
 
-    def captured() -> Capture:
+    def captured() -> tuple[Capture, int]:
         whole = capture_model(find_described(model, example_inputs), example_inputs, options=chosen)
-        return replace(whole, graph=of_micro_batch(whole.graph, micro_batches))
+        return replace(whole, graph=of_micro_batch(whole.graph, micro_batches)), whole.graph.batch
 
     return found_stages(captured, order, stages, fleet, chosen, micro_batches, state_bytes_per_element)
 
 
 def found_stages(
-    captured: Callable[[], Capture],
+    captured: Callable[[], tuple[Capture, int]],
     schedule: TorchSchedule,
     stages: int,
     fleet: Fleet,
@@ -557,12 +557,11 @@ def found_stages(
     micro_batches: int,
     state_bytes_per_element: int | None = None,
 ) -> PipelinePlan:
-    """Return the best stages on `fleet` beside those under every other schedule; `captured` returns the step of one
-    micro-batch. Raises the errors of `plan_stages`."""
+    """Return the best stages on `fleet` beside those under every other schedule. `captured` returns the step of one
+    micro-batch, and the rows of all. Raises the errors of `plan_stages`."""
     # Raises for numbers that torch refuses, before the capture.
     pipeline_order(schedule, stages, fleet.num_ranks, micro_batches)
-    capture = captured()
-    rows = capture.graph.batch * micro_batches
+    capture, rows = captured()
     search = stage_search(capture, fleet, options, rows, micro_batches, state_bytes_per_element)
     made = search.best(schedule, stages)
     return replace(made, compared=search.compared(stages))

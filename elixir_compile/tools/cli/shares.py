@@ -258,7 +258,7 @@ def run_stages(asked: StagesRequest, *, output: Path | None, as_json: bool) -> i
         options = rest.parsed_options()
         fleet = fleet_of_ranks(asked.plan.hardware, asked.stages, schedule, asked.ranks)
         made = found_stages(
-            lambda: replace(rest, batch=rows // micro_batches).capture(),
+            lambda: (replace(rest, batch=rows // micro_batches).capture(), rows),
             schedule, asked.stages, fleet, options, micro_batches, asked.state_bytes,
         )  # fmt: skip
     except ElixirError as error:

@@ -620,9 +620,6 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
-    # The version and the path of transformers, without the import, which takes 0.7 s.
-    found = importlib.util.find_spec("transformers")
-    transformers = None if found is None else (importlib.metadata.version("transformers"), found.origin)
     if description is None or not options.plan_cache or accelerator_type() is not None:
         return None
     options = with_compiler(options)
@@ -631,7 +628,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
         ("source", __version__, source_digest("**/*.py")),
         ("torch", torch.__version__),  # a public name
-        ("libraries", platform.python_version(), transformers),
+        ("libraries", platform.python_version(), _transformers()),
         ("processor", torch.backends.cpu.get_cpu_capability()),
         ("environment", sorted(item for item in os.environ.items() if item[0].startswith(_READ_BY_TORCH))),
     ]
@@ -676,3 +673,9 @@ def store_capture(key: str, capture: Capture) -> None:
 
 def _path(key: str) -> Path:
     return cache_dir() / "captures" / f"{key}.json"
+
+
+def _transformers() -> tuple[str, str | None] | None:
+    """Return the version and the path of transformers, without the import, which takes 0.7 s."""
+    found = importlib.util.find_spec("transformers")
+    return None if found is None else (importlib.metadata.version("transformers"), found.origin)
