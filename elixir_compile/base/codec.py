@@ -187,8 +187,14 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
         return {key: _decode(args[1], item, f"{path}.{key}") for key, item in data.items()}
     if origin in _UNIONS and types.NoneType in args:
         return None if data is None else _decode(args[0], data, path)
-    if origin in _UNIONS:
-        return _decode_kind(args, data, path)
+    if origin in _UNIONS:  # of classes, by the kind that the object states
+        by_kind = {cls.kind: cls for cls in args}
+        _expect(isinstance(data, dict), path, "an object with a kind", data)
+        _expect("kind" in data, _join(path, "kind"), "a value", "nothing: the field is missing")
+        kind = data["kind"]
+        is_known = isinstance(kind, str) and kind in by_kind
+        _expect(is_known, _join(path, "kind"), "one of " + ", ".join(by_kind), kind)
+        return _decode_fields(by_kind[kind], {name: item for name, item in data.items() if name != "kind"}, path)
     return _decode_scalar(hint, data, path)
 
 
@@ -208,17 +214,6 @@ def _decode_fields(cls: type, data: Any, path: str) -> Any:
         raise _Wrong(path or "the whole text", "values that agree", str(error)) from error
 
 
-def _decode_kind(classes: tuple[Any, ...], data: Any, path: str) -> Any:
-    """Return the value in `data` of the class in `classes` whose `kind` it states."""
-    by_kind = {cls.kind: cls for cls in classes}
-    _expect(isinstance(data, dict), path, "an object with a kind", data)
-    _expect("kind" in data, _join(path, "kind"), "a value", "nothing: the field is missing")
-    kind = data["kind"]
-    is_known = isinstance(kind, str) and kind in by_kind
-    _expect(is_known, _join(path, "kind"), "one of " + ", ".join(by_kind), kind)
-    return _decode_fields(by_kind[kind], {name: item for name, item in data.items() if name != "kind"}, path)
-
-
 def _decode_items(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
     _expect(isinstance(data, list), path, "a list", data)
     hints = (args[0],) * len(data) if args[-1] is Ellipsis else args
@@ -234,20 +229,17 @@ def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
         return hint(data)
     if hint is float:
         # A whole number is a valid number of seconds, but True is not.
-        _expect(type(data) in (int, float) and _is_finite(data), path, "a finite number", data)
+        try:
+            is_finite = type(data) in (int, float) and math.isfinite(data)
+        except OverflowError:  # a whole number beyond 1.8e308
+            is_finite = False
+        _expect(is_finite, path, "a finite number", data)
         return float(data)
     names = {int: "a whole number", str: "a text", bool: "true or false"}
     _expect(type(data) is hint, path, names[hint], data)
     if hint is int:
         _expect(abs(data) <= _MAX_INTEGER, path, f"a whole number of at most {_MAX_INTEGER}", data)
     return data
-
-
-def _is_finite(number: int | float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number beyond 1.8e308
-        return False
 
 
 def _plain(hint: Any) -> Any:

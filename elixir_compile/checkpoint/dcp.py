@@ -72,7 +72,17 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
             if not is_first:
                 del sources[key]
             continue
-        if _writes(like, num_shared):
+        # Ranks that have copies of the same part take turns.
+        mesh = like.device_mesh
+        coordinate = mesh.get_coordinate()
+        is_writer = False
+        if coordinate is not None and not like.numel():
+            is_writer = not any(coordinate)
+        elif coordinate is not None:  # else this rank is not in the mesh
+            axes = zip(like.placements, coordinate, mesh.shape, strict=True)
+            is_turn = all(place == num_shared % size for placement, place, size in axes if placement.is_replicate())
+            is_writer = is_turn and own_part(like).numel() > 0
+        if is_writer:
             (chunk,) = like.__create_chunk_list__()
             places[key] = Place(offsets=tuple(chunk.offsets), shape=tuple(like.shape))
             own = own_part(like)
@@ -81,22 +91,6 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
             del sources[key]
         num_shared += 1
     return places
-
-
-def _writes(like: DTensor, number: int) -> bool:
-    """Return whether this rank writes its part of `like`, the DTensor with index `number`.
-
-    Ranks that have copies of the same part take turns by `number`.
-    """
-    mesh = like.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
-        return False
-    if not like.numel():
-        return not any(coordinate)
-    axes = zip(like.placements, coordinate, mesh.shape, strict=True)
-    is_turn = all(place == number % size for placement, place, size in axes if placement.is_replicate())
-    return is_turn and own_part(like).numel() > 0
 
 
 _METADATA_FILE = ".metadata"

@@ -37,14 +37,33 @@ def new_folder(path: Path) -> Iterator[Path]:
     with _only_save_in(path.parent):
         _require_replaceable(path)
     remove_left_over(path)
-    folder, lock = _locked_folder(path)
+    while True:
+        folder = _beside(path, "saving")
+        folder.mkdir()
+        # Until this folder is locked, another save may remove it as left over; then try again.
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if folder.exists():
+            break
+        os.close(lock)
     try:
         try:
             yield folder
             sync_folder(folder)
             with _only_save_in(path.parent):
                 _require_replaceable(path)
-                _replace(path, folder)
+                previous = previous_of(path)
+                if path.exists():
+                    if previous.exists():  # left by a save that was killed during the replacement
+                        os.rename(previous, _beside(path, "old"))
+                    os.rename(path, previous)
+                os.rename(folder, path)
+                sync_folder(path.parent)
+                if previous.exists():
+                    os.rename(previous, _beside(path, "old"))
         finally:
             # After the rename there is no folder of this name.
             shutil.rmtree(folder, ignore_errors=True)
@@ -125,33 +144,6 @@ def _only_save_in(parent: Path) -> Iterator[None]:
 def _require_replaceable(path: Path) -> None:
     if path.exists() and not (path.is_dir() and ((path / MANIFEST_FILE).is_file() or not any(path.iterdir()))):
         raise NotACheckpoint(str(path), "it holds something else, which is not overwritten")
-
-
-def _locked_folder(path: Path) -> tuple[Path, int]:
-    while True:
-        folder = _beside(path, "saving")
-        folder.mkdir()
-        # Until this folder is locked, another save may remove it as left over; then try again.
-        try:
-            lock = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)
-
-
-def _replace(path: Path, folder: Path) -> None:
-    previous = previous_of(path)
-    if path.exists():
-        if previous.exists():  # left by a save that was killed during the replacement
-            os.rename(previous, _beside(path, "old"))
-        os.rename(path, previous)
-    os.rename(folder, path)
-    sync_folder(path.parent)
-    if previous.exists():
-        os.rename(previous, _beside(path, "old"))
 
 
 _NUM_TRIES = 25

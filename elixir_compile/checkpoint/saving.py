@@ -348,7 +348,11 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
                     rank=group.rank,
                 )
 
-        _, written = group.run_on_all("tensors written", write, _written_text)
+        def text_of(written: tuple[str, Mapping[str, FileRecord]]) -> str:
+            tensors, records = written
+            return json.dumps({"tensors": tensors, "files": {name: asdict(own) for name, own in records.items()}})
+
+        _, written = group.run_on_all("tensors written", write, text_of)
 
         def finish() -> str:
             with _disk_failures(state.target):
@@ -359,15 +363,10 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
         group.run_on_first("the manifest", finish)
 
 
-def _written_text(written: tuple[str, Mapping[str, FileRecord]]) -> str:
-    tensors, records = written
-    return json.dumps({"tensors": tensors, "files": {name: asdict(record) for name, record in records.items()}})
-
-
 def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequence[Any]) -> None:
     """Write the files that a checkpoint has once: the index of the tensors, `state.json` and, last, the manifest.
 
-    `written` holds the result of each rank's `_written_text`, in order.
+    `written` holds the result of each rank's `text_of` in `_write`, in order.
     """
     tensors = folder / TENSORS_FOLDER
     records = {

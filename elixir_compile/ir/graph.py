@@ -202,7 +202,18 @@ class StepGraph:
             raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected 1 or more.")
         if self.batch_size and dict(self.symbols).get(self.batch_size) != self.batch:
             raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected {self.batch_size}.")
-        _check_phases(self)
+        order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
+        previous = 0
+        for phase, ops in itertools.groupby(self.ops, key=operator.attrgetter("phase")):
+            current = order.index(phase)
+            if current < previous:
+                raise InvalidPlan(f"op {next(ops).id} of the {phase} comes after the {order[previous]} began.")
+            previous = current
+        updates = [op.id for op in self.ops if op.phase is Phase.UPDATE]
+        if updates not in ([], [UPDATE_OP]):
+            raise InvalidPlan(
+                f"graph {self.name} has the update ops {updates}; expected at most one, named `{UPDATE_OP}`."
+            )
         total_bytes = sum(storage.nbytes for storage in self.storages)
         if total_bytes > MOST_BYTES:
             raise InvalidPlan(f"graph {self.name} has storages of {total_bytes} bytes; expected at most {MOST_BYTES}.")
@@ -281,21 +292,6 @@ def _check_sizes(graph: StepGraph) -> None:
             raise InvalidPlan(
                 f"graph {graph.name} says that {text} is {number} at {values}; it is {sizes.evaluate(text, values)}."
             )
-
-
-def _check_phases(graph: StepGraph) -> None:
-    order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
-    previous = 0
-    for phase, ops in itertools.groupby(graph.ops, key=operator.attrgetter("phase")):
-        current = order.index(phase)
-        if current < previous:
-            raise InvalidPlan(f"op {next(ops).id} of the {phase} comes after the {order[previous]} began.")
-        previous = current
-    updates = [op.id for op in graph.ops if op.phase is Phase.UPDATE]
-    if updates not in ([], [UPDATE_OP]):
-        raise InvalidPlan(
-            f"graph {graph.name} has the update ops {updates}; expected at most one, named `{UPDATE_OP}`."
-        )
 
 
 @functools.cache

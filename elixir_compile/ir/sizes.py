@@ -247,17 +247,13 @@ def _number(node: ast.expr, values: Mapping[str, int]) -> _Number:
         case ast.UnaryOp(operand=operand):
             return -_number(operand, values)
         case ast.BinOp(left=left, op=op, right=right):
-            return _small(_OPERATORS[type(op)](_number(left, values), _number(right, values)))
+            number = _OPERATORS[type(op)](_number(left, values), _number(right, values))
+            if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
+                raise OverflowError(f"a number of more than {_MAX_BITS} bits")
+            return number
         case ast.Call(func=ast.Name(id=name), args=args):
             return _FUNCTIONS[name](*(_number(arg, values) for arg in args))
     raise TypeError(ast.unparse(node))
-
-
-def _small(number: _Number) -> _Number:
-    """Return `number`. Raises OverflowError if it has more than `_MAX_BITS` bits."""
-    if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
-        raise OverflowError(f"a number of more than {_MAX_BITS} bits")
-    return number
 
 
 class _Expansion:

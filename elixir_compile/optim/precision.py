@@ -242,23 +242,17 @@ def _encode_blocks(values: torch.Tensor, bits: torch.Tensor | None, is_root: boo
     scale = torch.where(is_kept, scale, torch.where(decoded < _LEAST[is_root], 0.0, torch.nan))
     kept = _per_element(is_kept, values.numel()).view(values.shape)
     value = torch.where(kept, values * _per_element(inverse, values.numel()).view(values.shape), 0.0)
-    codes = _codes(value, bits, is_root)
+    if bits is None:
+        codes = value.round().to(torch.int32) & 0xFF
+    else:
+        # Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there. The largest root is
+        # 255 within 2^-16, a tie that goes to even: its noise has an even last bit, so it gets the code 255, always.
+        above = (bits | (0x43800000 if is_root else 0x43C00000)).view(torch.float32)
+        codes = ((value + above).view(torch.int32) >> 15) & 0xFF
+        codes = codes if is_root else codes ^ 0x80
     if is_root:
         codes = codes.maximum(magnitudes.clamp(max=1))
     return codes.masked_fill_(~kept, 0).to(torch.uint8).view(torch.uint8 if is_root else torch.int8), scale
-
-
-def _codes(values: torch.Tensor, bits: torch.Tensor | None, is_root: bool) -> torch.Tensor:
-    """Return `values` from -127 to 127, or from 0 to 255, as codes of 8 bits, as int32.
-
-    Numbers from 256 to 512 have 15 bits behind the point: 15 bits of noise are added there. The largest root is 255
-    within 2^-16, a tie that goes to even: its noise has an even last bit, so it gets the code 255, always.
-    """
-    if bits is None:
-        return values.round().to(torch.int32) & 0xFF
-    above = (bits | (0x43800000 if is_root else 0x43C00000)).view(torch.float32)
-    codes = ((values + above).view(torch.int32) >> 15) & 0xFF
-    return codes if is_root else codes ^ 0x80
 
 
 def _per_element(of_blocks: torch.Tensor, numel: int) -> torch.Tensor:

@@ -150,26 +150,20 @@ class Updater:
                 with executor.ledger.waits(label(Verb.WAIT, Kept.UPDATES)):
                     executor.lanes.host_waits(landed)
             elif landed is not None:
+                # Readers of what updates write on the host wait until it is there; copies use `memory` until then.
                 for update, memory in zip(own, on_host, strict=True):
-                    self._land_later(update, landed, memory)
-
-    def _land_later(self, update: "BucketUpdate", landed: Event, memory: Sequence[torch.Tensor]) -> None:
-        """Make readers of what `update` writes on the host wait until it is there, after `landed`.
-
-        `memory` is what copies of the update use on the host until then.
-        """
-        bucket = update.bucket
-        away = [*zip(update.params, update.grads, strict=True)] if bucket.is_on_host else []
-        for param, _ in away:
-            if param.grad is not None:
-                watch(param.grad)
-        guard = GradientGuard([param for param, _ in away], [grad for _, grad in away])
-        memory = [*memory, *(grad for _, grad in away)]  # the guard sees writes to gradients that are alive
-        landing = LandingUpdate(landed, guard.check, self.line, update.label, update.executor.lanes, memory)
-        self.line.add(landing)
-        if bucket.is_on_host:
-            bucket.queued.add(landing, update.params)
-        self._landing[bucket] = landing
+                    bucket = update.bucket
+                    params, grads = (update.params, update.grads) if bucket.is_on_host else ([], [])
+                    for param in params:
+                        if param.grad is not None:
+                            watch(param.grad)
+                    guard = GradientGuard(params, grads)
+                    memory = [*memory, *grads]  # the guard sees writes to gradients that are alive
+                    landing = LandingUpdate(landed, guard.check, self.line, update.label, executor.lanes, memory)
+                    self.line.add(landing)
+                    if bucket.is_on_host:
+                        bucket.queued.add(landing, params)
+                    self._landing[bucket] = landing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -500,29 +500,26 @@ def _torch_expressions() -> Mapping[str, str]:
         for expression in formula.expressions
     ]
     tried = {f"way_{index}": choice for index, choice in enumerate(choices) if choice[2] != BY_MKL or _mkl_root()}
-    text = (
-        function_text(key, _form_of(name, formula), {name: expression})
-        for key, (name, formula, expression) in tried.items()
-    )
-    passes = _loaded("".join(text), list(tried))
+    text = ""
     for key, (name, formula, expression) in tried.items():
-        if name not in expressions and all(_is_torchs(passes[key], formula, numbers) for numbers in formula.numbers):
+        count = formula.num_tensors
+        operands: list[Operand] = [("v", index) for index in range(count)]
+        operands += [("s", index) for index in range(len(formula.numbers[0]))]
+        form = Form(num_inputs=count, ops=((name, tuple(operands)),), outputs=((0, count),))
+        text += function_text(key, form, {name: expression})
+    passes = _loaded(text, list(tried))
+
+    def is_torchs(run: Pass, formula: Formula, numbers: Sequence[float]) -> bool:
+        assert formula.eager is not None
+        tensors = samples(formula.num_tensors, _COMPARED)
+        wanted = formula.eager(*tensors, *numbers)
+        run([tensor.data_ptr() for tensor in tensors], numbers, _COMPARED)
+        return is_same(tensors[0], wanted)
+
+    for key, (name, formula, expression) in tried.items():
+        if name not in expressions and all(is_torchs(passes[key], formula, numbers) for numbers in formula.numbers):
             expressions[name] = expression
     return expressions
-
-
-def _form_of(name: str, formula: Formula) -> Form:
-    operands: list[Operand] = [("v", index) for index in range(formula.num_tensors)]
-    operands += [("s", index) for index in range(len(formula.numbers[0]))]
-    return Form(num_inputs=formula.num_tensors, ops=((name, tuple(operands)),), outputs=((0, formula.num_tensors),))
-
-
-def _is_torchs(run: Pass, formula: Formula, numbers: Sequence[float]) -> bool:
-    assert formula.eager is not None
-    tensors = samples(formula.num_tensors, _COMPARED)
-    wanted = formula.eager(*tensors, *numbers)
-    run([tensor.data_ptr() for tensor in tensors], numbers, _COMPARED)
-    return is_same(tensors[0], wanted)
 
 
 @cache

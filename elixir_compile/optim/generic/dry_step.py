@@ -219,23 +219,18 @@ def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
     whole = _train(make, *_samples(_SHAPE, dtype))
     statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
     because = whole.counted or _difference(_SHAPE, whole, _train_parts(make, _SHAPE, dtype), statistics)
+    for shape in () if because else _OTHER_SHAPES:
+        try:
+            other = _train(make, *_samples(shape, dtype))
+        except Exception:  # no parameter of such a shape can be trained, in parts or not
+            continue
+        because = because or _difference(shape, other, _train_parts(make, shape, dtype), statistics)
     return StateSchema(
         dtypes={name: value.dtype for name, value in statistics.items()},
         is_stateless=not whole.state,
         counts_steps=_counts_steps(make, dtype),
-        because=because or _difference_of_shapes(make, dtype, statistics),
+        because=because,
     )
-
-
-def _difference_of_shapes(make: "_Transient | _Built", dtype: torch.dtype, statistics: Container[str]) -> str:
-    for shape in _OTHER_SHAPES:
-        try:
-            whole = _train(make, *_samples(shape, dtype))
-        except Exception:  # no parameter of such a shape can be trained, in parts or not
-            continue
-        if because := _difference(shape, whole, _train_parts(make, shape, dtype), statistics):
-            return because
-    return ""
 
 
 def _samples(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
