@@ -13,7 +13,6 @@ Shares decide what ranks train; where a rank keeps its part, on the device, the 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidOption, InvalidPlan, PlanFileError
@@ -97,11 +96,6 @@ def equal_shares(num_ranks: int, batch: int) -> tuple[Share, ...]:
 def batch_of(shares: Sequence[Share]) -> int:
     """Return the rows of all ranks together."""
     return sum(share.num_rows for share in shares)
-
-
-def first_rows(shares: Sequence[Share]) -> tuple[int, ...]:
-    """Return, for each rank, the index of its first row in the batch of all ranks."""
-    return tuple(accumulate((share.num_rows for share in shares[:-1]), initial=0))
 
 
 def have_equal_parts(shares: Sequence[Share]) -> bool:

@@ -21,7 +21,6 @@ from elixir_compile.ir.share import (
     batch_of,
     check_shares,
     equal_shares,
-    first_rows,
     have_equal_parts,
     largest_remainder,
     shares_from_json,
@@ -81,9 +80,8 @@ SHARES = tuple(
 )
 
 
-def test_rows_of_ranks_follow_each_other() -> None:
+def test_shares_add_up_to_the_batch() -> None:
     assert batch_of(SHARES) == 8
-    assert first_rows(SHARES) == (0, 5, 7)
     assert not have_equal_parts(SHARES)
     assert shares_from_json(shares_to_json(SHARES)) == SHARES
 
