@@ -78,8 +78,6 @@ class FlatStep:
     exp_avg_sq: torch.Tensor
     max_exp_avg_sq: torch.Tensor | None = None
     grad: torch.Tensor
-    total: torch.Tensor | None = None
-    """The fp32 sum of the gradients of earlier micro-batches."""
     param: torch.Tensor | None
     rule: Rule
     form: MomentForm = MomentForm.FLOAT32
@@ -110,8 +108,7 @@ class FlatStep:
             check_tensor("low" if self.is_split else "master", self.weights, (torch.int16, *floats), self.weights)
         for name, dtype in zip(("exp_avg", "exp_avg_sq"), self.form.dtypes, strict=True):
             check_tensor(name, getattr(self, name), (dtype,), self.weights)
-        for name in ("max_exp_avg_sq", "total"):
-            check_tensor(name, getattr(self, name), floats, self.weights)
+        check_tensor("max_exp_avg_sq", self.max_exp_avg_sq, floats, self.weights)
         if self.max_exp_avg_sq is not None and not self.is_plain:
             raise ValueError(f"max_exp_avg_sq: AMSGrad needs moments in float32 and a master, not {self.form.value}")
         num_scales = moment_forms.num_scales(self.weights.numel())
@@ -162,8 +159,6 @@ def take_step(flat: FlatStep) -> None:
     whole = Moments(flat.exp_avg.view(-1), flat.exp_avg_sq.view(-1), flat.exp_avg_scale, flat.exp_avg_sq_scale)
     for block in _blocks(flat.weights.numel()):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
-        if flat.total is not None:
-            grad.add_(_of(flat.total, block))
         if flat.rule.grad_factor != 1.0:
             grad.mul_(flat.rule.grad_factor)
         weights = _of(flat.weights, block)

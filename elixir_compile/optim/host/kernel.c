@@ -38,7 +38,6 @@ typedef enum { BF16, FP16, FP32 } Kind;
 
 typedef struct {
     const void *values;
-    const float *total;         /* added to the values unless it is NULL */
     int kind;
 } Gradient;
 
@@ -48,9 +47,7 @@ typedef struct {
 
        tile            64    128    256   (a single loop)
        mixed         0.92   0.99   1.00       0.98
-       split         0.77   0.93   1.00       0.90
-
-   Tiles of 384 and more were slower with a total. */
+       split         0.77   0.93   1.00       0.90 */
 enum { TILE = 256 };
 
 /* -- numbers ------------------------------------------------------------------------------------------------------- */
@@ -154,10 +151,6 @@ INLINE void store_fence(void) {
 #endif
 }
 
-static void add(float *restrict to, const float *restrict from, size_t n) {
-    for (size_t i = 0; i < n; ++i) to[i] += from[i];
-}
-
 /* -- the update ---------------------------------------------------------------------------------------------------- */
 
 /* The weight after a step, as in torch's fused AdamW; `root` is the root of the second moment. Decay and step are added
@@ -216,13 +209,11 @@ static void updated(void *weights, uint16_t *high, const float *slope, Moments a
     if (form == SPLIT && keeps_root) update(weights, high, slope, here, n, *k, SPLIT, 0, 1);
 }
 
-/* Return the gradient from `start` on in fp32 with `total` added: a pointer to `tile`, or to the gradient itself. */
+/* Return the gradient from `start` on in fp32: a pointer to `tile`, or to the gradient itself. */
 static const float *widened(float *tile, Gradient grad, size_t start, size_t n) {
-    if (grad.kind == FP32 && !grad.total) return (const float *)grad.values + start;
+    if (grad.kind == FP32) return (const float *)grad.values + start;
     if (grad.kind == BF16) widen_bf16(tile, (const uint16_t *)grad.values + start, n);
     if (grad.kind == FP16) widen_fp16(tile, (const uint16_t *)grad.values + start, n);
-    if (grad.kind == FP32) memcpy(tile, (const float *)grad.values + start, n * sizeof *tile);
-    if (grad.total) add(tile, grad.total + start, n);
     return tile;
 }
 

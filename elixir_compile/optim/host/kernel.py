@@ -198,9 +198,9 @@ class Weights(ctypes.Structure):
 
 
 class Gradient(ctypes.Structure):
-    """The address of a gradient, the address of a total to add to it or None, and the dtype as in `KINDS`."""
+    """The address of a gradient, and its dtype as in `KINDS`."""
 
-    _fields_ = (("values", ctypes.c_void_p), ("total", ctypes.c_void_p), ("kind", ctypes.c_int))
+    _fields_ = (("values", ctypes.c_void_p), ("kind", ctypes.c_int))
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -224,7 +224,7 @@ def run_exact(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficients,
 
     def part(start: int, stop: int) -> None:
         moments = Moments(*(_at(moment, start) for moment in (given.exp_avg, given.exp_avg_sq, given.max_exp_avg_sq)))
-        gradient = _gradient(given.grad, given.total, start)
+        gradient = _gradient(given.grad, start)
         weights, high = _at(given.weights, start), _at(given.param, start)
         size_and_scalars = (stop - start, ctypes.byref(coefficients))
         if given.is_split:
@@ -254,7 +254,7 @@ def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficient
         )
         values = None if is_alone else _at(given.weights, start)
         weights = Weights(values, _at(given.weights if is_alone else given.param, start), weight_form)
-        gradient = _gradient(given.grad, given.total, start)
+        gradient = _gradient(given.grad, start)
         library.reduced_adamw(weights, moments, gradient, stop - start, ctypes.byref(coefficients))
 
     threads.run(numel, part)
@@ -266,7 +266,7 @@ def sum_of_squares(library: ctypes.CDLL, grad: torch.Tensor, threads: HostThread
 
     def part(start: int, stop: int) -> None:
         block_sums = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
-        library.sums_of_squares(block_sums, _gradient(grad, None, start), stop - start, GRAIN)
+        library.sums_of_squares(block_sums, _gradient(grad, start), stop - start, GRAIN)
 
     threads.run(grad.numel(), part)
     return math.fsum(sums)
@@ -277,5 +277,5 @@ def _at(tensor: torch.Tensor | None, start: int) -> int | None:
     return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
 
 
-def _gradient(grad: torch.Tensor, total: torch.Tensor | None, start: int) -> Gradient:
-    return Gradient(_at(grad, start), _at(total, start), KINDS[grad.dtype])
+def _gradient(grad: torch.Tensor, start: int) -> Gradient:
+    return Gradient(_at(grad, start), KINDS[grad.dtype])

@@ -40,7 +40,7 @@ from elixir_compile.optim.precision import MomentForm
 from elixir_compile.runtime.bucket import ALIGN_BYTES, aligned_bytes, flat, is_slab_memory
 
 _BESIDE_THE_RULE = (
-    *("max_exp_avg_sq", "total"),
+    "max_exp_avg_sq",
     *("form", "exp_avg_scale", "exp_avg_sq_scale", "seed"),
 )
 """The extras of a step that are fields of `FlatStep`; the others are scalars of its rule."""
@@ -84,7 +84,6 @@ class Extras(Scalars):
     """Optional tensors and threads of a step."""
 
     max_exp_avg_sq: NotRequired[torch.Tensor | None]
-    total: NotRequired[torch.Tensor | None]
     threads: NotRequired[HostThreads | None]
     form: NotRequired[MomentForm]
     exp_avg_scale: NotRequired[torch.Tensor | None]
@@ -104,12 +103,11 @@ def mixed_adamw(
     """Run step number `step` of AdamW in place, 1 for the first; write the rounded master to `param` unless it is None.
 
     `master` and the moments are fp32, `grad` is bf16, fp16 or fp32, `param` is bf16 or fp16. The gradient of the step
-    is `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. With `max_exp_avg_sq` the step is
-    AMSGrad. `threads` defaults to the threads of this process. Raises ValueError if a tensor has a wrong dtype, device,
-    layout or size.
+    is `grad * grad_scale`. With `max_exp_avg_sq` the step is AMSGrad. `threads` defaults to the threads of this process.
+    Raises ValueError if a tensor has a wrong dtype, device, layout or size.
 
     With `form`, the moments are stored in fewer bytes, rounded with noise from `seed` and `step` (see
-    `optim/narrow_state.py`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
+    `optim.precision`). Forms with scales need `exp_avg_scale` and `exp_avg_sq_scale`.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 

@@ -72,7 +72,7 @@ void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, co
     size_t done = 0;
 #ifdef HAS_LANES
     if (moments.form != FLOAT32 && (weights.form == SPLIT_MASTER || weights.form == BF16_ALONE)) {
-        const int is_split = weights.form == SPLIT_MASTER, is_direct = grad.kind == BF16 && !grad.total;
+        const int is_split = weights.form == SPLIT_MASTER, is_direct = grad.kind == BF16;
         Group all = {weights.param, is_split ? weights.values : NULL, is_direct ? grad.values : NULL, tiles.slope};
         for (size_t length; done + BLOCK <= n; done += length) {
             length = is_direct ? n / BLOCK * BLOCK : n - done < TILE ? BLOCK : TILE;

@@ -155,11 +155,10 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     for num_threads in (1, 2, 3):
         torch.manual_seed(0)
         threads = HostThreads(num_threads)
-        tensors = [weights_of(numel), torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)]
+        tensors = [weights_of(numel), torch.zeros(numel), torch.zeros(numel)]
         param = torch.full((numel,), NAN, dtype=torch.float16)
         for step, grad in enumerate(gradients(numel, dtype, 3), start=1):
-            mixed_adamw(*tensors[:3], grad, param, step, total=tensors[3], threads=threads, **SCALARS)
-            tensors[3].add_(grad)
+            mixed_adamw(*tensors, grad, param, step, threads=threads, **SCALARS)
         results.append([*tensors, param, torch.tensor(sum_of_squares(grad, threads), dtype=torch.float64)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
@@ -186,23 +185,6 @@ def test_options_of_adamw_match_fp64(is_split: bool, amsgrad: bool) -> None:
     if amsgrad:
         torch.testing.assert_close(most.double(), reference.most, rtol=1e-5, atol=0)
         assert not torch.equal(most, exp_avg_sq)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_total_of_earlier_micro_batches_is_added(dtype: torch.dtype) -> None:
-    numel = 1003
-    first, last = gradients(numel, dtype, 2)
-    total = first.float()
-    kept = total.clone()
-    results = []
-    for grad, extra in ((last, {"total": total}), (total + last.float(), {})):
-        torch.manual_seed(0)
-        master, moments = weights_of(numel), torch.zeros(2, numel)
-        mixed_adamw(master, moments[0], moments[1], grad, None, 1, grad_scale=0.5, **extra, **SCALARS)
-        results.append((master, moments))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert torch.equal(total, kept)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,13 +222,12 @@ def test_the_fallback_matches_the_kernel(dtype: torch.dtype, amsgrad: bool) -> N
     high, low = split_of(master)
     moments, twins = [torch.zeros(3, numel) for _ in range(2)]
     param = torch.full((numel,), NAN, dtype=torch.float16)
-    total = torch.randn(numel) * 0.01
     for step, grad in enumerate(gradients(numel, dtype, 20), start=1):
-        extras = {"total": total, "grad_scale": 0.5, "maximize": True, **SCALARS}
+        extras = {"grad_scale": 0.5, "maximize": True, **SCALARS}
         mixed_most, split_most = (moments[2], twins[2]) if amsgrad else (None, None)
         mixed_adamw(master, moments[0], moments[1], grad, param, step, max_exp_avg_sq=mixed_most, **extras)
         split_adamw(low, twins[0], twins[1], grad, high, step, max_exp_avg_sq=split_most, **extras)
-        reference.update((total.double() + grad) * -0.5, step, amsgrad=amsgrad)
+        reference.update(grad.double() * -0.5, step, amsgrad=amsgrad)
     assert (master - reference.master).abs().max() < 3e-7
     assert torch.equal(param, master.half())
     assert torch.equal(flat_step.joined(high, low), master)
@@ -311,7 +292,6 @@ def _tensors() -> dict[str, torch.Tensor | None]:
         ("grad", torch.zeros(16)[::2], r"grad has strides \(2,\): needs to be contiguous"),
         ("param", torch.zeros(8), "param has dtype torch.float32: needs torch.bfloat16 or torch.float16"),
         ("max_exp_avg_sq", torch.zeros(9), "max_exp_avg_sq has 9 elements"),
-        ("total", torch.zeros(8).bfloat16(), "total has dtype torch.bfloat16: needs torch.float32"),
         ("step", 0, "step 0: the first step is 1"),
         ("beta2", 1.0, "beta2 1.0: needs 0 or more and less than 1"),
     ],
