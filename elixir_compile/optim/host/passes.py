@@ -103,7 +103,7 @@ def mixed_adamw(
     """Run step number `step` of AdamW in place, 1 for the first; write the rounded master to `param` unless it is None.
 
     `master` and the moments are fp32, `grad` is bf16, fp16 or fp32, `param` is bf16 or fp16. The gradient of the step
-    is `grad * grad_scale`. With `max_exp_avg_sq` the step is AMSGrad. `threads` defaults to the threads of this process.
+    is `grad * grad_scale`. With `max_exp_avg_sq` the step is AMSGrad. By default, `threads` are those of this process.
     Raises ValueError if a tensor has a wrong dtype, device, layout or size.
 
     With `form`, the moments are stored in fewer bytes, rounded with noise from `seed` and `step` (see
