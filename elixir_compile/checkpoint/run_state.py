@@ -292,17 +292,22 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
         name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources)
         for name, state in _states(optimizer, [name for own in names for name in own])
     }
-    moments: Counter[str] = Counter()  # by form, the number of parameters; empty if all are exact
-    if isinstance(optimizer, Hybrid):
-        found = optimizer.states_of([param for param, state in optimizer.state.items() if state])
-        moments.update(state.state_dtype or MomentForm.FLOAT32.value for state in found)
     return {
         "kind": type(optimizer).__qualname__,
         "hyperparameters": _hyperparameter_names(optimizer),
         "groups": groups,
-        "moments": dict(moments) if moments.keys() - {MomentForm.FLOAT32.value} else {},
+        "moments": _moments(optimizer),
         "states": states,
     }
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the number of parameters with state by the form of their moments; empty if all moments are exact."""
+    if not isinstance(optimizer, Hybrid):
+        return {}
+    states = optimizer.states_of([param for param, state in optimizer.state.items() if state])
+    forms = Counter(state.state_dtype or MomentForm.FLOAT32.value for state in states)
+    return dict(forms) if forms.keys() - {MomentForm.FLOAT32.value} else {}
 
 
 def optimizer_differences(

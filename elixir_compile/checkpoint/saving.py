@@ -378,12 +378,7 @@ def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequen
     files = {f"{TENSORS_FOLDER}/{name}": record for name, record in records.items()}
     plain = {**state.plain, "random": {str(rank): random for rank, random in enumerate(randoms)}}
     files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(plain, allow_nan=False))
-    versions = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),  # public, despite the underscores
-        "elixir_compile": __version__,
-    }
-    write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=versions, files=files))
+    write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=_versions(), files=files))
 
 
 @contextmanager
@@ -394,3 +389,11 @@ def _disk_failures(target: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise DiskFailed(str(target), "save", error.strerror or str(error), error.errno or 0) from error
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # public, despite the underscores
+        "elixir_compile": __version__,
+    }

@@ -384,14 +384,7 @@ class Stream:
         if any(update.must_reorder_gradients for update in updates):
             self._lanes.host_waits(arrived)  # the host reads them here
         rows = [[[*update.rows(part)] for part in update.parts] for update in updates]
-        each = [row for of_parts in rows for members in of_parts for row in members]
-        most_bytes = max((sum(row.nbytes(row.numel) for members in of for row in members) for of in rows), default=0)
-        least_bytes = max((row.nbytes(min(CUT_NUMEL, row.numel)) for row in each), default=0)
-        num_rooms, room_bytes = streamed_rooms(most_bytes)
-        room_bytes = max(room_bytes, least_bytes)
-        memory = self._lanes.empty(num_rooms * room_bytes)
-        self._rooms = [memory[at * room_bytes : (at + 1) * room_bytes] for at in range(num_rooms)]
-        self._left = [self._lanes.mark_compute()] * num_rooms
+        self._allocate(rows)
         if updates:
             self._ledger.takes(label(Verb.GATHER, StateRef(updates[0].bucket)), self._rooms[:1])
         with self._lanes.h2d.beside_compute(arrived):  # all copies of the lane from now on are behind it
@@ -414,6 +407,16 @@ class Stream:
             [tensor for members in of_parts for row in members for tensor in row.passing] for of_parts in rows
         )
         return Passed(landed, on_host)
+
+    def _allocate(self, rows: Sequence[Sequence[Sequence[MemoryRow]]]) -> None:
+        each = [row for of_parts in rows for members in of_parts for row in members]
+        most_bytes = max((sum(row.nbytes(row.numel) for members in of for row in members) for of in rows), default=0)
+        least_bytes = max((row.nbytes(min(CUT_NUMEL, row.numel)) for row in each), default=0)
+        num_rooms, room_bytes = streamed_rooms(most_bytes)
+        room_bytes = max(room_bytes, least_bytes)
+        memory = self._lanes.empty(num_rooms * room_bytes)
+        self._rooms = [memory[at * room_bytes : (at + 1) * room_bytes] for at in range(num_rooms)]
+        self._left = [self._lanes.mark_compute()] * num_rooms
 
     def _pass(self, segments: Sequence[Segment[MemoryRow]], streamed: Streamed, part: GroupSlice, piece: int) -> None:
         """Issue the copies in, the update and the copies out of the piece number `piece` of the bucket."""
@@ -438,7 +441,10 @@ class Stream:
                 leaving.append((home, flat(segment.statistics[made])))
         with lanes.d2h.behind_compute():
             self._copy(lanes.d2h, Lane.D2H, label(Verb.OFFLOAD, state), leaving, piece)
-        self._left[at] = lanes.d2h.mark()
+        self._mark_left(at)
+
+    def _mark_left(self, at: int) -> None:
+        self._left[at] = self._lanes.d2h.mark()
 
     def _copy(self, lane: CopyLane, on: Lane, name: str, pairs: _Pairs, piece: int) -> None:
         nbytes = sum(target.nbytes for target, _ in pairs)

@@ -96,6 +96,12 @@ def build_command() -> list[str]:
 
 
 def _key(command: Sequence[str], source: str) -> str:
+    facts = (source.encode(), shlex.join(command).encode(), _run([command[0], "--version"]).encode(), _cpu())
+    return hashlib.sha256(b"\0".join(hashlib.sha256(fact).digest() for fact in facts)).hexdigest()[:32]
+
+
+def _cpu() -> bytes:
+    """Return a text that differs between processors that need different machine code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -103,9 +109,7 @@ def _key(command: Sequence[str], source: str) -> str:
     names = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
     # The cores of a machine may differ only in the order of these lines.
     found = sorted({line for line in lines if line.startswith(names)})
-    cpu = "\n".join([platform.machine(), platform.processor(), *found])
-    facts = (source.encode(), shlex.join(command).encode(), _run([command[0], "--version"]).encode(), cpu.encode())
-    return hashlib.sha256(b"\0".join(hashlib.sha256(fact).digest() for fact in facts)).hexdigest()[:32]
+    return "\n".join([platform.machine(), platform.processor(), *found]).encode()
 
 
 def _holds(folder: OwnFolder, name: str) -> bool:
