@@ -105,10 +105,7 @@ class _Tried:
 
 
 class AllocatorGaps:
-    """Compares what the allocator holds with the budget of a model before each of its steps.
-
-    It has more than 10 attributes: the figures at the begin of the last step, and what was done about them.
-    """
+    """Compares what the allocator holds with the budget of a model before each of its steps."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -177,7 +174,8 @@ class AllocatorGaps:
         if not self.is_watching:
             return None
         self._num_steps += 1
-        was_short = self._was_short()
+        before, self._retries = self._retries, self._platform.alloc_retries(self._executor.device) or 0
+        was_short = self._num_steps > 1 and self._retries > before
         if given_bytes is None and self._num_steps > STEPS_SKIPPED + STEPS_TIMED:
             self._peak_of_tensors()
             return None
@@ -186,13 +184,16 @@ class AllocatorGaps:
             self.begin(planned, frees=given_bytes is not None and bool(self._tried))
             return None
         self._num_since += 1
-        excess_bytes = max(self._excess_bytes(given_bytes, foreign), int(was_short))
-        if not excess_bytes:
+        excess_bytes = 0
+        if given_bytes is not None:
+            excess_bytes = self._platform.reserved_bytes(self._executor.device) - given_bytes - SEGMENT_BYTES
+            excess_bytes = max(0, excess_bytes - foreign()) if excess_bytes > 0 else 0
+        if not (excess_bytes or was_short):
             if self._num_since == _NUM_KEPT:
                 self._tried[-1].note(0)
                 self._peak_of_tensors()
             return None
-        held = self._exceeded(excess_bytes, given_bytes, foreign(), was_short=was_short)
+        held = self._exceeded(max(excess_bytes, int(was_short)), given_bytes, foreign(), was_short=was_short)
         if held is None or not why_fixed:
             return held
         self._is_over = True
@@ -200,8 +201,9 @@ class AllocatorGaps:
         return None
 
     def _exceeded(self, excess_bytes: int, given_bytes: int | None, foreign: int, *, was_short: bool) -> Held | None:
-        """Return what the allocator held in a step that took `excess_bytes` too many, beside `foreign` bytes of tensors
-        in no plan; None if the cache was freed instead, or if there are no more gaps than plans leave room for."""
+        """Return what the allocator held in a step that took `excess_bytes` too many, without `foreign` bytes of
+        tensors in no plan; None if the cache was freed instead, or if there are no more gaps than plans leave room
+        for."""
         is_first = not (was_short or self._one_bytes)
         # What is short of memory needs whole segments that can be given back.
         self._one_bytes = 0 if was_short or given_bytes is None else given_bytes + foreign
@@ -210,24 +212,6 @@ class AllocatorGaps:
             self._free()
             return None
         self._tried[-1].note(excess_bytes)
-        return self._held(given_bytes, foreign, was_short=was_short)
-
-    def _was_short(self) -> bool:
-        """Return whether the allocator had to free its cache for room since this was asked last."""
-        before, self._retries = self._retries, self._platform.alloc_retries(self._executor.device) or 0
-        return self._num_steps > 1 and self._retries > before
-
-    def _excess_bytes(self, budget_bytes: int | None, foreign: Callable[[], int]) -> int:
-        """Return the bytes that the allocator holds beyond the budget, begun segments, and the `foreign` bytes."""
-        if budget_bytes is None:
-            return 0
-        held_bytes = self._platform.reserved_bytes(self._executor.device)
-        excess_bytes = held_bytes - budget_bytes - SEGMENT_BYTES
-        return max(0, excess_bytes - foreign()) if excess_bytes > 0 else 0
-
-    def _held(self, given_bytes: int | None, foreign: int, *, was_short: bool) -> Held | None:
-        """Return what the allocator holds, without `foreign` bytes of tensors in no plan; None if there are no more
-        gaps than plans leave room for."""
         plans = [plan for _, plan in self._tried[-1].planned]
         measured_bytes = self._peak_of_tensors()
         own_bytes = max(plan.prediction.device_peak_bytes for plan in plans) - self.nbytes
@@ -270,10 +254,13 @@ class AllocatorGaps:
         def gaps() -> Variants[int, Sequence[Planned] | NoFeasiblePlan]:
             gap_bytes = held.gap_bytes
             for _ in range(MOST_ASKED):
-                if gap_bytes <= before_bytes or any(
-                    abs(gap_bytes - own.gap_bytes) < _ALIKE_BYTES for own in self._tried
-                ):
-                    gap_bytes = self._between(held.budget_bytes)
+                tried = sorted({own.gap_bytes for own in self._tried})
+                if gap_bytes <= before_bytes or any(abs(gap_bytes - own) < _ALIKE_BYTES for own in tried):
+                    # Other plans than those tried have other gaps, be they more or less: the middle of the widest
+                    # distance, if there is a wide one.
+                    apart_bytes, least_bytes = max(((b - a, a) for a, b in itertools.pairwise(tried)), default=(0, 0))
+                    is_wide = apart_bytes > held.budget_bytes // _ASKED_DIVISOR
+                    gap_bytes = least_bytes + apart_bytes // 2 if is_wide else 0
                 found = (yield gap_bytes) if gap_bytes else ()
                 if not isinstance(found, NoFeasiblePlan):
                     return
@@ -290,13 +277,6 @@ class AllocatorGaps:
             needed = f": it needs {format_bytes(found.needed_bytes)} of {found.memory} memory"
         self.nbytes = before_bytes
         return None, f"No plan leaves {format_bytes(held.gap_bytes)} for gaps{needed}"
-
-    def _between(self, budget_bytes: int) -> int:
-        """Return the middle of the widest distance between gaps that plans left room for, 0 if there is no wide one:
-        other plans than those tried have other gaps, be they more or less."""
-        gaps = sorted({tried.gap_bytes for tried in self._tried})
-        apart_bytes, least_bytes = max(((b - a, a) for a, b in itertools.pairwise(gaps)), default=(0, 0))
-        return least_bytes + apart_bytes // 2 if apart_bytes > budget_bytes // _ASKED_DIVISOR else 0
 
     def _warn(self, held: Held, what: str) -> None:
         log.warning(

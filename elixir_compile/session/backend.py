@@ -135,8 +135,16 @@ def compile_unmanaged(
         with lock:
             if is_first:  # no earlier: Dynamo compares devices and classes again when the backend returns
                 is_first = False
-                _move_to_device(map(slot_by_key, keys))
-                _capture_again(gathered)
+                with torch.no_grad():
+                    for slot in map(slot_by_key, keys):  # to the compute device, into memory of its own
+                        rehome(slot.param, on_device(slot.own.detach(), slot.device))
+                # Modules read plainly what other graphs gather, so that the guards of these graphs fail.
+                wanted = {id(slot.param) for slot in gathered}
+                for root in find_roots([slot.param for slot in gathered]) if gathered else ():
+                    for module in root.modules():
+                        names = [name for name, param in module._parameters.items() if id(param) in wanted]
+                        if names and is_swapped(module):
+                            read_plainly(module, names)
                 gathered.clear()
         return compiled(*values)
 
@@ -156,23 +164,6 @@ def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], model: ManagedMod
         fake_parameter(gm, value, model.executor.device) if isinstance(value, torch.nn.Parameter) else value
         for value in passed.example_inputs
     ]
-
-
-@torch.no_grad()
-def _move_to_device(slots: Iterable[Slot]) -> None:
-    """Move the parameters of `slots` to the compute device, into memory of their own."""
-    for slot in slots:
-        rehome(slot.param, on_device(slot.own.detach(), slot.device))
-
-
-def _capture_again(slots: Sequence[Slot]) -> None:
-    """Let every module read the parameters of `slots` plainly, so that the guards of graphs that gather them fail."""
-    wanted = {id(slot.param) for slot in slots}
-    for root in find_roots([slot.param for slot in slots]) if slots else ():
-        for module in root.modules():
-            names = [name for name, param in module._parameters.items() if id(param) in wanted]
-            if names and is_swapped(module):
-                read_plainly(module, names)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,9 +223,18 @@ class FrontEnd:
         is_inference: bool = False,
         **options: Any,
     ) -> Callable[[list[Any]], Any]:
-        """Return the function to run the forward or the backward graph `gm`."""
-        if not is_backward:
-            self._check_inputs(gm.graph)
+        """Return the function to run the forward or the backward graph `gm`.
+
+        Raises UnsupportedModel if a parameter cannot be read as a gather.
+        """
+        for position in (
+            sorted(compat.inputs_that_must_be_real(gm.graph) & self._keys.keys()) if not is_backward else ()
+        ):
+            # Compiled code would read or write a parameter whose input is only a handle.
+            because = (
+                "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"
+            )
+            raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
         if not self._is_captured and reads_parameters(gm.graph, self._keys):
             show_in_inference(gm, self._keys)
             self._capture(gm, None, len(outputs_of(gm.graph)))
@@ -243,14 +243,6 @@ class FrontEnd:
             return run if is_backward else compat.boxed(partial(self._run_forward, run, added_sizes(gm.graph)))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
-
-    def _check_inputs(self, forward: fx.Graph) -> None:
-        """Raise UnsupportedModel if the compiled code would read or write a parameter whose input is only a handle."""
-        for position in sorted(compat.inputs_that_must_be_real(forward) & self._keys.keys()):
-            because = (
-                "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"
-            )
-            raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
 
     def _run_forward(self, run: Callable[[list[Any]], Any], added: Sequence[tuple[int, int]], args: list[Any]) -> Any:
         args += sizes_in(args, added)
@@ -311,7 +303,13 @@ watch_plain_optimizers(elixir, Hybrid)
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     if compat.is_cut_by_ddp(gm):
         _capture_whole()
-    _log_graph_break(gm)
+    found = compat.graph_break_of(gm)
+    if found is not None:
+        log.info(
+            "graph break at %s:%d: the code behind it runs op by op up to the next graph; under the option "
+            "`device_memory` its memory is measured in the first steps. %s",
+            *found,
+        )
     inline_regions(gm)
     functional = read_functionally(gm)
     if functional is not None:
@@ -376,7 +374,15 @@ def _compile_graph(
         slot_for = model.executor.slot_for
         stop_managing(model, ((slot, reason) for param, reason in unmanaged if (slot := slot_for(param)) is not None))
     if model is None or not any(model.executor.slot_for(param) for param in params):
-        _warn_nothing_to_place(inputs, options)
+        message = (
+            "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
+            f"it runs as with backend={options.inner!r}, without a memory budget."
+        )
+        takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+        if takes_activations or not torch.is_grad_enabled():  # a part of a model after a graph break, such as a loss
+            log.debug("%s", message)
+        else:
+            warnings.warn(message, ElixirWarning, stacklevel=3)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, model)
 
@@ -405,42 +411,33 @@ def _compile_gathers(
 ) -> Callable[..., Any]:
     """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     model.use(options)
-    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.peers is not None)
+    is_shared, is_training = model.executor.peers is not None, torch.is_grad_enabled()
+    chunks = possible_chunks(find_loss(gm), options, is_shared=is_shared)
+    decided = None
+    if chunks is not None:  # by the plan of the user, or by an earlier graph
+        others = model.compilations if is_shared else ()
+        alike = (other.loss_chunks for other in others if other.is_inference is not is_training)
+        decided = decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 
     def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
-        return _compile_attempt(gm, inputs, options, model, attempt)
+        own = gm if attempt.is_last else compat.copy_of(gm)
+        if attempt.cut is not None:
+            chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
+        compiled = _compile_as(own, inputs, options, model, attempt)
+        if attempt.instead_of is not None:
+            for other in model.graphs:
+                # The chunked step replaces an earlier capture of the step with its unchunked loss.
+                other.is_superseded |= other.is_planned and other.active.plan is attempt.instead_of
+        return compiled
 
     return with_chosen_loss(
         chunks,
         compile_with,
-        decided=None if chunks is None else _decided_chunks(options, model),
-        is_training=torch.is_grad_enabled(),
+        decided=decided,
+        is_training=is_training,
         is_whole_first=options.micro_batches == "fit",
         may_put_off=options.device_memory is not None,
     )
-
-
-def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
-    """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
-    is_inference = not torch.is_grad_enabled()
-    others = model.compilations if model.executor.peers is not None else ()
-    alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
-    return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
-
-
-def _compile_attempt(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel, attempt: LossAttempt
-) -> Callable[..., Any]:
-    """Compile the graph with the loss of `attempt`; `gm` is changed only if no other attempt follows."""
-    own = gm if attempt.is_last else compat.copy_of(gm)
-    if attempt.cut is not None:
-        chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
-    compiled = _compile_as(own, inputs, options, model, attempt)
-    if attempt.instead_of is not None:
-        for other in model.graphs:
-            # The chunked step replaces an earlier capture of the step with its unchunked loss.
-            other.is_superseded |= other.is_planned and other.active.plan is attempt.instead_of
-    return compiled
 
 
 def _compile_as(
@@ -521,28 +518,6 @@ def _compile_rewired(
         return compiled(*values)
 
     return run
-
-
-def _log_graph_break(gm: fx.GraphModule) -> None:
-    found = compat.graph_break_of(gm)
-    if found is not None:
-        log.info(
-            "graph break at %s:%d: the code behind it runs op by op up to the next graph; under the option "
-            "`device_memory` its memory is measured in the first steps. %s",
-            *found,
-        )
-
-
-def _warn_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
-    message = (
-        "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
-        f"it runs as with backend={options.inner!r}, without a memory budget."
-    )
-    takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-    if takes_activations or not torch.is_grad_enabled():  # a part of a model after a graph break, such as a loss
-        log.debug("%s", message)
-    else:
-        warnings.warn(message, ElixirWarning, stacklevel=4)
 
 
 def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.base.version import __version__, source_digest
 from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall
 from elixir_compile.graph.rewrite.own_memory import in_own_memory
-from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir import PLAN_FORMAT, Op, Plan, Tier, plan_from_json, plan_to_json
 from elixir_compile.ir.hardware import hardware_fingerprint
 from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.search import Problem
@@ -78,24 +78,26 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
     if not options.plan_cache:
         return None
     path = _path(problem, options)
-    found = read_cached(path, lambda text: _usable(plan_from_json(text), problem, options), _drop)
+
+    def usable(text: str) -> Plan | None:
+        cached = plan_from_json(text)
+        if not _holds(cached, problem, options):
+            return None
+        found = replace(cached, name=problem.name, budget_bytes=problem.budget_bytes)
+        if problem.budget_bytes > cached.budget_bytes and not _has_all_on_device(cached):
+            found = replace(found, bound_s=None, binding=(), gib_bound_s=None)  # the bound was proved for less memory
+        verify(problem.graph, found)
+        return found
+
+    def drop(path: Path, error: Exception) -> None:
+        warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=4)
+        with suppress(OSError):  # it stays if the folder is read-only
+            path.unlink(missing_ok=True)
+
+    found = read_cached(path, usable, drop)
     if found is not None:
         with suppress(OSError):  # in a read-only folder plans do not age
             os.utime(path)
-    return found
-
-
-def _usable(cached: Plan, problem: Problem, options: Options) -> Plan | None:
-    """Return the plan `cached` for `problem`, verified; None if it does not fit, or is likely not the best any more.
-
-    Raises an ElixirError if it is no legal plan for the graph.
-    """
-    if not _holds(cached, problem, options):
-        return None
-    found = replace(cached, name=problem.name, budget_bytes=problem.budget_bytes)
-    if problem.budget_bytes > cached.budget_bytes and not _has_all_on_device(cached):
-        found = replace(found, bound_s=None, binding=(), gib_bound_s=None)  # the bound was proved for less memory
-    verify(problem.graph, found)
     return found
 
 
@@ -104,8 +106,13 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
 
     Warns ElixirWarning if the folder cannot be written.
     """
-    if not options.plan_cache or (options.host_memory is None and _is_shaped_by_host(made, problem)):
+    if not options.plan_cache:
         return
+    if options.host_memory is None:
+        # Under another host budget there would likely be another plan: state is on disk, or memory is nearly full.
+        is_full = made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
+        if is_full or any(placement.optim is Tier.DISK for placement in made.placements):
+            return
     path = _path(problem, options)
     try:
         write_cached(path, plan_to_json(made))
@@ -119,34 +126,34 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
         )
 
 
-def _is_shaped_by_host(made: Plan, problem: Problem) -> bool:
-    """Return whether another host budget would likely give another plan: state is on disk, or memory is nearly full."""
-    is_full = made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
-    return is_full or any(placement.optim is Tier.DISK for placement in made.placements)
-
-
 def plan_key(problem: Problem, options: Options) -> str:
     """Return 32 hex digits that differ if anything differs on which the plan depends."""
+    # All of the graph but its name and the source lines of the user's code. Its fingerprint is not enough: it lacks the
+    # costs, on which plans depend, and the ids of ops, named by regions.
+    op_fields = [field.name for field in fields(Op) if field.name != "source"]
+    digest, graph = hashlib.sha256(), problem.graph
+    for op in graph.ops:
+        digest.update(repr([getattr(op, name) for name in op_fields]).encode())
+    for field in fields(graph):
+        if field.name not in ("name", "ops"):
+            digest.update(repr((field.name, _canonical(getattr(graph, field.name)))).encode())
     asked = [
         (field.name, _canonical(getattr(problem, field.name)))
         for field in fields(problem)
         if field.name not in ("name", "graph", "cluster", "budget_bytes", "host_budget_bytes")
     ]
+    # How the search chooses the number of micro-batches; the problem has a number that is given.
+    choice = options.micro_batches if isinstance(options.micro_batches, str) else ""
     parts = [
         ("version", __version__, PLAN_FORMAT, source_digest(*_PLANNING)),
-        ("graph", _graph_digest(problem.graph)),
+        ("graph", digest.hexdigest()),
         ("machine", hardware_fingerprint(problem.cluster)),
         ("device", "free" if options.device_memory is None else problem.budget_bytes),
         ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
-        ("options", options.planner, options.search_timeout, _choice_of_micro_batches(options)),
+        ("options", options.planner, options.search_timeout, choice),
         *asked,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def _choice_of_micro_batches(options: Options) -> str:
-    """Return how the search chooses the number of micro-batches; empty if the problem has the number."""
-    return options.micro_batches if isinstance(options.micro_batches, str) else ""
 
 
 def remember_accumulation(problem: Problem, options: Options) -> None:
@@ -189,21 +196,6 @@ def _canonical(value: object) -> object:
     return sorted(value.items()) if isinstance(value, dict) else value
 
 
-def _graph_digest(graph: StepGraph) -> str:
-    """Return the digest of all of `graph` except its name and the source lines of the user's code.
-
-    The fingerprint is not enough: it leaves out the costs, on which plans depend, and the ids of ops, named by regions.
-    """
-    op_fields = [field.name for field in fields(Op) if field.name != "source"]
-    digest = hashlib.sha256()
-    for op in graph.ops:
-        digest.update(repr([getattr(op, name) for name in op_fields]).encode())
-    for field in fields(graph):
-        if field.name not in ("name", "ops"):
-            digest.update(repr((field.name, _canonical(getattr(graph, field.name)))).encode())
-    return digest.hexdigest()
-
-
 def _holds(cached: Plan, problem: Problem, options: Options) -> bool:
     """Return whether the plan `cached`, found under other free memory, fits and is likely still the best."""
     expected = cached.prediction
@@ -221,12 +213,6 @@ def _has_all_on_device(cached: Plan) -> bool:
         placement.resident and placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
         for placement in cached.placements
     )
-
-
-def _drop(path: Path, error: Exception) -> None:
-    warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=4)
-    with suppress(OSError):  # it stays if the folder is read-only
-        path.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -324,12 +310,12 @@ def _read(path: Path) -> Mapping[str, KernelBytes]:
     except (OSError, ValueError, RecursionError) as error:
         log.warning("kernels are run again, as %s cannot be read: %s", path, error)
         return {}
-    if isinstance(rows, dict) and all(map(_is_row, rows.values())):
+
+    def is_row(row: Any) -> bool:
+        is_list = isinstance(row, list) and bool(row) and row[0] is not None
+        return is_list and all(own is None or (type(own) is int and 0 <= own < _MOST_BYTES) for own in row)
+
+    if isinstance(rows, dict) and all(map(is_row, rows.values())):
         return {key: KernelBytes(workspace_bytes=row[0], results_bytes=tuple(row[1:])) for key, row in rows.items()}
     log.warning("kernels are run again, as %s does not hold what they allocate", path)
     return {}
-
-
-def _is_row(row: Any) -> bool:
-    is_list = isinstance(row, list) and bool(row) and row[0] is not None
-    return is_list and all(own is None or (type(own) is int and 0 <= own < _MOST_BYTES) for own in row)

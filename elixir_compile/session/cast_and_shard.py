@@ -51,7 +51,17 @@ def tensor_axis_of(model: nn.Module, data: "DeviceMesh | None") -> TensorAxis | 
         )
     (mesh,) = meshes
     for name, param in cut:
-        _check_placement(name, param)
+        (placement,) = param.placements
+        if not placement.is_shard() and not placement.is_replicate():
+            raise UnsupportedModel(name, f"it is placed as {placement}; a parameter is placed as Shard or Replicate")
+        dim = placement.dim if placement.is_shard() else None  # pyright: ignore[reportAttributeAccessIssue]
+        if dim is not None and param.shape[dim] % mesh.size():
+            raise UnsupportedModel(
+                name,
+                f"dimension {dim} of {tuple(param.shape)} is cut over {mesh.size()} ranks of the tensor axis in "
+                "unequal parts, and then the ranks would have other plans. Choose a size that the ranks divide, or "
+                "leave its module out of the plan of `parallelize_module`",
+            )
     for name, buffer in model.named_buffers():
         if is_dtensor(buffer):
             raise UnsupportedModel(
@@ -62,21 +72,6 @@ def tensor_axis_of(model: nn.Module, data: "DeviceMesh | None") -> TensorAxis | 
     if data is not None:
         _check_axes(data, mesh)
     return TensorAxis(mesh, data if data is not None and data.size() > 1 else None)
-
-
-def _check_placement(name: str, param: DTensor) -> None:
-    (placement,) = param.placements
-    num_ranks = param.device_mesh.size()
-    if not placement.is_shard() and not placement.is_replicate():
-        raise UnsupportedModel(name, f"it is placed as {placement}; a parameter is placed as Shard or Replicate")
-    if placement.is_shard() and param.shape[placement.dim] % num_ranks:  # pyright: ignore[reportAttributeAccessIssue]
-        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  only shards have it
-        raise UnsupportedModel(
-            name,
-            f"dimension {dim} of {tuple(param.shape)} is cut over {num_ranks} ranks of the tensor axis in unequal "
-            "parts, and then the ranks would have other plans. Choose a size that the ranks divide, or leave its "
-            "module out of the plan of `parallelize_module`",
-        )
 
 
 def _check_axes(data: "DeviceMesh", tensor: "DeviceMesh") -> None:
@@ -272,7 +267,14 @@ def shard_parameters(
         finished = {name: param for name, param in own.items() if id(param) in done}
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             # The module initialises all of its parameters. Tied parameters with values must be out of its reach.
-            module._parameters.update({name: _stand_in(param) for name, param in finished.items()})
+            module._parameters.update(
+                {
+                    name: nn.Parameter(
+                        torch.empty(param.shape, dtype=param.dtype, device="cpu"), requires_grad=param.requires_grad
+                    )
+                    for name, param in finished.items()
+                }
+            )
         _materialize_module(module, path, initialize, {})
         module._parameters.update(finished)
         for name, param in before.items():
@@ -286,10 +288,6 @@ def shard_parameters(
                 done.add(id(now))
         for buffer in module.buffers(recurse=False):
             _from_first(buffer, ranks, axis)
-
-
-def _stand_in(param: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="cpu"), requires_grad=param.requires_grad)
 
 
 def _sharded(
@@ -324,21 +322,13 @@ def _sharded(
     if ranks is None and param is original and not is_cast:
         return param
     cut = _cut(param, original, ranks, axis)
-    if dtype is None or not is_cast:
-        now = nn.Parameter(cut, requires_grad=param.requires_grad)
-        return _noted(now, original, axis)
-    if param.dtype == dtype:
-        high, rest = cut, None
-    else:
+    rest = None
+    if dtype is not None and is_cast and param.dtype != dtype:
         own, rest = narrowed(own_part(cut), dtype, keeps_rest=param.requires_grad)
-        high = as_dtensor(own, cut)
-    now = nn.Parameter(high, requires_grad=param.requires_grad)
-    add_master(now, rest)
-    return _noted(now, original, axis)
-
-
-def _noted(now: nn.Parameter, original: nn.Parameter, axis: TensorAxis | None) -> nn.Parameter:
-    """Return `now`, after a note for its module that the parameter `original` was a plain tensor, if it was."""
+        cut = as_dtensor(own, cut)
+    now = nn.Parameter(cut, requires_grad=param.requires_grad)
+    if is_cast:
+        add_master(now, rest)
     if axis is not None and not is_dtensor(original):
         axis.note_plain(now)
     return now
@@ -413,7 +403,17 @@ def _materialize_module(
     if not any(tensor is not None and tensor.is_meta for tensor in local):
         return
     is_known = all(param is None or id(param) in tied for param in module._parameters.values()) and not module._buffers
-    _allocate(module, tied)
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            if id(param) not in tied:
+                # In a slab, because on a CPU-only machine only slabs count as host memory.
+                slab = Slab(param.numel() * param.element_size(), pin=False)
+                on_host = slab.tensor(param.dtype, param.shape, 0)
+                tied[id(param)] = nn.Parameter(on_host, requires_grad=param.requires_grad)
+            module._parameters[name] = tied[id(param)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
     if is_known:
         return
     reset = getattr(module, "reset_parameters", None)
@@ -426,17 +426,3 @@ def _materialize_module(
             reset()
         if initialize is not None:
             initialize(module)
-
-
-def _allocate(module: nn.Module, tied: dict[int, nn.Parameter]) -> None:
-    for name, param in module._parameters.items():
-        if param is not None and param.is_meta:
-            if id(param) not in tied:
-                # In a slab, because on a CPU-only machine only slabs count as host memory.
-                slab = Slab(param.numel() * param.element_size(), pin=False)
-                on_host = slab.tensor(param.dtype, param.shape, 0)
-                tied[id(param)] = nn.Parameter(on_host, requires_grad=param.requires_grad)
-            module._parameters[name] = tied[id(param)]
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")

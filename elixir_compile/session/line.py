@@ -28,18 +28,27 @@ class SavingAnswer:
 
 def plan_line(plan: Plan) -> str:
     """Return the line of a plan: peak, budget, host bytes, step seconds, hidden share of transfers, and bytes of
-    activations by treatment unless all are kept."""
+    activations by treatment unless all are kept; and for each dtype of moments that is narrower than fp32, its share of
+    the trained parameters."""
     expected = plan.prediction
+    moves = (action.verb in ("gather", "offload", "prefetch") for own in plan.schedules for action in own.actions)
+    hidden = f"{expected.hidden_share:.0%} of transfers hidden, {format_s(expected.exposed_s)} exposed"
     parts = [
         f"planned   peak {format_bytes(expected.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}",
         f"host {format_bytes(expected.host_peak_bytes)}",
         f"step {format_s(expected.step_s)}",
-        _hidden(plan),
+        hidden if any(moves) else "nothing to move",
         *([str(plan.calls)] if plan.calls.num > 1 else []),
     ]
     parts += [f"activations {savings_text(plan)}"] if plan.activations else []
     parts += [f"lean {lean_text(plan)}"] if plan.lean is not None else []
-    parts += _moments(plan)
+    trained = [bucket for bucket in plan.buckets if bucket.trainable]
+    total = sum(bucket.numel for bucket in trained)
+    narrower: Counter[str] = Counter()
+    for bucket in trained:
+        if bucket.state_dtype is not None:
+            narrower[bucket.state_dtype] += bucket.numel
+    parts += [f"moments of {numel / total:.0%} in {dtype}" for dtype, numel in narrower.items()]
     return "   ".join(parts)
 
 
@@ -56,26 +65,6 @@ def measured_line(record: Record, plan: Plan | None = None) -> str:
         if record.counts.get(verb)
     ]
     return "   ".join((*parts, ", ".join(moved) or "nothing moved"))
-
-
-def _moments(plan: Plan) -> list[str]:
-    """Return, for each dtype of moments that is narrower than fp32, its share of the trained parameters."""
-    trained = [bucket for bucket in plan.buckets if bucket.trainable]
-    total = sum(bucket.numel for bucket in trained)
-    narrower: Counter[str] = Counter()
-    for bucket in trained:
-        if bucket.state_dtype is not None:
-            narrower[bucket.state_dtype] += bucket.numel
-    return [f"moments of {numel / total:.0%} in {dtype}" for dtype, numel in narrower.items()]
-
-
-def _hidden(plan: Plan) -> str:
-    if not any(
-        action.verb in ("gather", "offload", "prefetch") for schedule in plan.schedules for action in schedule.actions
-    ):
-        return "nothing to move"
-    expected = plan.prediction
-    return f"{expected.hidden_share:.0%} of transfers hidden, {format_s(expected.exposed_s)} exposed"
 
 
 def layer_of_group(group: GroupId) -> str:

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from elixir_compile.graph.capture.convert import Captured
 from elixir_compile.graph.capture.markers import is_collective
 from elixir_compile.graph.capture.node_facts import reads_seed_on_host
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.graph.rewrite.regions import Partition, RegionGraph, partition_of, split_regions
+from elixir_compile.graph.rewrite.regions import RegionGraph, partition_of, split_regions
 from elixir_compile.ir import OpId, Phase, Region, StepGraph
 from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.hardware import (
@@ -73,7 +73,15 @@ def cached_machine(device: torch.device) -> Cluster | None:
     def with_present_memory(text: str) -> Cluster:
         return with_memory(cluster_from_json(text), *memory_sizes_bytes(device))
 
-    return read_cached(machine_path(device), with_present_memory, _warn)
+    def warn(path: Path, error: Exception) -> None:
+        warnings.warn(
+            f"the measured profile {path} cannot be used and is ignored: {error} "
+            "Run `elixir-compile measure` to replace it.",
+            ElixirWarning,
+            stacklevel=5,
+        )
+
+    return read_cached(machine_path(device), with_present_memory, warn)
 
 
 def store_machine(cluster: Cluster, device: torch.device, *, is_own: bool = False) -> Path:
@@ -140,15 +148,6 @@ def with_memory(cluster: Cluster, device_bytes: int, host_bytes: int) -> Cluster
     return replace(cluster, nodes=(replace(node, device=device, host=host),) * len(cluster.nodes))
 
 
-def _warn(path: Path, error: Exception) -> None:
-    warnings.warn(
-        f"the measured profile {path} cannot be used and is ignored: {error} "
-        "Run `elixir-compile measure` to replace it.",
-        ElixirWarning,
-        stacklevel=5,
-    )
-
-
 _HANDLES = 2
 """Handles of each parameter: one in its module, another in the first graph of a plain model."""
 _STEP_COUNT_BYTES = 4
@@ -162,17 +161,14 @@ def machine(device: torch.device, hardware: str | None = None) -> Cluster:
     the machine is the result of `elixir-compile measure` for `device`, or a rough profile if there is none, with the
     total memory of this machine.
 
-    Raises `UnknownHardware` for an unknown name, and `ProfileFileError` for a file without a profile.
+    Raises `UnknownHardware` for an unknown name, `ProfileFileError` for a file without a profile, and `InvalidOption`
+    for a fleet of another number of devices.
     """
-    if hardware is not None:
-        return _named_machine(hardware)
-    cached = cached_machine(device)
-    if cached is not None:
-        return cached
-    return profile_for(device.type, *memory_sizes_bytes(device), platform_of(device).name(device))
-
-
-def _named_machine(hardware: str) -> Cluster:
+    if hardware is None:
+        cached = cached_machine(device)
+        if cached is not None:
+            return cached
+        return profile_for(device.type, *memory_sizes_bytes(device), platform_of(device).name(device))
     fleet = named_fleet(hardware)
     if fleet is not None:
         has_ranks = distributed.is_available() and distributed.is_initialized()
@@ -410,9 +406,14 @@ class Profiler:
         began_s = time.perf_counter()
         found: list[ProfiledRegion] = []
         num_skipped = num_joined = 0
-        finest = _finest_regions(problem)
-        step = as_run(problem.graph)
-        for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
+        facts = gather_facts(replace(problem, micro_batches=1))
+        levels = facts.furthest_levels
+        finest = regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))  # with every possible cut
+        halves, step = partition_of(captured, problem.graph, ()), as_run(problem.graph)
+        graphs: dict[str, RegionGraph] = {}
+        for phase, source in ((Phase.FORWARD, halves.captured.forward), (Phase.BACKWARD, halves.captured.backward)):
+            graphs |= {} if source is None else split_regions(source, finest, phase, inline=halves.inline)
+        for region, graph in ((region, graphs[region.id]) for region in finest if region.id in graphs):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
             if any(map(is_collective, graph.module.graph.nodes)):
                 num_joined += 1
@@ -420,7 +421,9 @@ class Profiler:
             if any(reads_seed_on_host(node) for node in graph.module.graph.nodes):
                 num_skipped += 1
                 continue  # made-up inputs are on the device, where the kernel must not read its seed
-            if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
+            if key not in self._known and (known := _cached(_path(key))) is not None:
+                self._known[key] = known
+            if key in self._known or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
                 took = self._known[key]
                 found.append(
                     ProfiledRegion(
@@ -455,14 +458,6 @@ class Profiler:
             write_cached(_path(key), json.dumps(asdict(took)))
         return True
 
-    def _is_known(self, key: str) -> bool:
-        if key not in self._known:
-            known = _cached(_path(key))
-            if known is None:
-                return False
-            self._known[key] = known
-        return True
-
 
 def _cached(path: Path) -> RegionTime | None:
     """Return the measurements of an earlier run in the file `path`; None if there is no file or it is not valid."""
@@ -491,7 +486,9 @@ def made_bytes(graph: StepGraph, region: Region) -> int:
     live = [0] * (last - first + 2)
     for storage in graph.storages:
         life = lives.lives.get(storage.id)
-        if life is not None and first <= life.first <= last and _is_made(graph, storage.id, life.first):
+        # Parameters and inputs exist before the first op.
+        is_made = life is not None and first <= life.first <= last and storage.id in graph.ops[life.first].writes
+        if life is not None and is_made:
             live[life.first - first] += storage.nbytes
             live[min(life.last, last) - first + 1] -= storage.nbytes
     most = now = 0
@@ -499,26 +496,6 @@ def made_bytes(graph: StepGraph, region: Region) -> int:
         now += change
         most = max(most, now)
     return most
-
-
-def _is_made(graph: StepGraph, name: str, at: int) -> bool:
-    """Return whether op `at` allocates the storage `name`: parameters and inputs exist before the first op."""
-    return name in graph.ops[at].writes
-
-
-def _finest_regions(problem: Problem) -> tuple[Region, ...]:
-    """Return the regions of a plan of the whole batch with every possible cut."""
-    facts = gather_facts(replace(problem, micro_batches=1))
-    levels = facts.furthest_levels
-    return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))
-
-
-def _with_graphs(halves: Partition, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
-    captured = halves.captured
-    for phase, source in ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward)):
-        if source is not None:
-            graphs = split_regions(source, spans, phase, inline=halves.inline)
-            yield from ((region, graphs[region.id]) for region in spans if region.phase is phase)
 
 
 def _path(key: str) -> Path:

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor, executor_of_slot
 from elixir_compile.runtime.gathers import take_replaced
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.search.question import Question
+from elixir_compile.search.question import Question, question_of
 from elixir_compile.session.cast_and_shard import check_masters, check_reduces
+from elixir_compile.session.graph_planner import ActivePlan
 from elixir_compile.session.machine import RegionProfile
-from elixir_compile.session.outstanding import OutstandingForwards
 from elixir_compile.session.planned_graph import PlannedGraph
-from elixir_compile.session.programs import ActivePlan
 from elixir_compile.session.saved import disk_of, load_plan
 from elixir_compile.session.stages import StagesOfRank
+from elixir_compile.session.together import Together
 from elixir_compile.step import MemoryTimeline, plan_timeline
 from elixir_compile.step.stages import Run
 
@@ -53,8 +54,8 @@ from elixir_compile.step.stages import Run
 class Compilation:
     """The record of a captured graph. The backend makes it; the user reads it."""
 
-    def __init__(self, planned: PlannedGraph, loss_chunks: int | None, outstanding: OutstandingForwards) -> None:
-        self._planned, self._outstanding = planned, outstanding
+    def __init__(self, planned: PlannedGraph, loss_chunks: int | None, together: Together) -> None:
+        self._planned, self._together = planned, together
         self.loss_chunks = loss_chunks
         """The number of chunks of the loss; None if no loss that could be chunked was found."""
 
@@ -91,7 +92,12 @@ class Compilation:
     @property
     def question(self) -> Question | None:
         """What the plan answers: the graph, the machine and the budgets; None before the graph was planned."""
-        return self._planned.planner.question(self.active) if self._planned.is_planned else None
+        if not self._planned.is_planned:
+            return None
+        # A plan that the user gave was made for the budget that it names, whatever is free here.
+        problem, plan = self.active.problem, self.active.plan
+        asked = replace(problem, budget_bytes=plan.budget_bytes, base_bytes=plan.base_bytes)
+        return question_of(asked, self._planned.planner.options)
 
     @property
     def timeline(self) -> MemoryTimeline:
@@ -107,10 +113,10 @@ class Compilation:
             compilation = elixir.compilations(stage)[-1]
             print(compilation.rank_peak_bytes, "of", compilation.plan.budget_bytes)
         """
-        active, stages = self.active, self._outstanding.stages
+        active, stages = self.active, self._together.stages
         if stages is None or self.is_inference:
             return active.plan.prediction.device_peak_bytes
-        return stages.peak_bytes(self._outstanding, self._outstanding.planned())
+        return stages.peak_bytes(self._together, self._together.planned())
 
     @property
     def profile(self) -> RegionProfile | None:
@@ -153,7 +159,8 @@ def refuse_wrappers(gm: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
     if compat.reads_fully_sharded(gm) or any(map(compat.is_fully_sharded, modules)):
         because = "both would place its parameters and reduce its gradients"
         raise UnsupportedWrapper(_name(roots), "FSDP (fully_shard or FullyShardedDataParallel)", because)
-    if any(map(_is_of_deepspeed, modules)):
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    if any(kind.__module__.startswith("deepspeed.") for kind in kinds):  # which need not be installed
         because = "both would place its parameters, gradients and optimizer state"
         raise UnsupportedWrapper(_name(roots), "the engine of DeepSpeed", because)
 
@@ -234,11 +241,6 @@ def _name(roots: Iterable[nn.Module]) -> str:
     return next((type(root).__name__ for root in roots), "the model")
 
 
-def _is_of_deepspeed(module: nn.Module) -> bool:
-    """Return whether `module` is an engine of DeepSpeed, which need not be installed."""
-    return any(kind.__module__.startswith("deepspeed.") for kind in type(module).__mro__)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # A prepared model: its parameters read as gathers, so that a plan may place them in any memory.
 #
@@ -283,8 +285,8 @@ class ManagedModel:
         """The records of `graphs`, in the same order."""
         self.unmanaged_because: dict[str, str] = {}
         """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
-        self._outstanding = OutstandingForwards(self.executor, self.graphs, self._unplaced)
-        self._outstanding.watch.tensors = self._tensors
+        self._together = Together(self.executor, self.graphs, self._unplaced)
+        self._together.watch.tensors = self._tensors
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
         self._roots = tuple(weakref.ref(root) for root in roots)
@@ -310,9 +312,9 @@ class ManagedModel:
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
         the order in which the schedule runs them."""
-        joined = (other._outstanding.stages for other in others)
+        joined = (other._together.stages for other in others)
         known = next((stages for stages in joined if stages is not None and stages.is_of(schedule)), None)
-        (known or StagesOfRank(schedule, runs)).join(place, self._outstanding)
+        (known or StagesOfRank(schedule, runs)).join(place, self._together)
 
     # Modules.
 
@@ -410,7 +412,7 @@ class ManagedModel:
 
         `graph_break` has file, line and reason of the graph break at which it ends.
         """
-        self._outstanding.has_breaks |= graph_break is not None
+        self._together.has_breaks |= graph_break is not None
         name, number = self.executor.name, len(self.graphs)
         return PlannedGraph(
             f"{name}.{number}" if number else name,
@@ -418,7 +420,7 @@ class ManagedModel:
             self.regions_for(options.inner),
             options,
             graphs=self.graphs,
-            outstanding=self._outstanding,
+            together=self._together,
             graph_break=graph_break,
         )
 
@@ -430,7 +432,7 @@ class ManagedModel:
         if not (self.graphs or graph.is_inference):
             warn_if_apart(self.executor)
         self.graphs.append(graph)
-        self.compilations.append(Compilation(graph, loss_chunks, self._outstanding))
+        self.compilations.append(Compilation(graph, loss_chunks, self._together))
         self._gates.append(gate)
 
     def forget_graphs(self) -> None:
@@ -452,9 +454,13 @@ class ManagedModel:
         too small for the step.
         """
         follow_ddp(self.executor)
-        self._outstanding.trial.check(graph.planner.given_budget_bytes)
-        self._adopt_replaced()
-        watch = self._outstanding.watch
+        self._together.trial.check(graph.planner.given_budget_bytes)
+        replaced = take_replaced(self.executor.sites, self.executor.saved.next_number)
+        if replaced:  # graphs read what users replaced since the last forward, in the homes of the plan
+            for gate in self._gates:
+                gate.disconnect()
+            self.executor.buckets.place_replaced(replaced)
+        watch = self._together.watch
         watch.step_may_begin()
         if graph.is_inference:
             for other in self.graphs:
@@ -463,26 +469,18 @@ class ManagedModel:
             for other in self.graphs:
                 if other is graph or other.is_inference:
                     continue
-                if self._outstanding.share_step(graph, other):
+                if self._together.share_step(graph, other):
                     graph.profiler.share_step()
                     other.profiler.share_step()
                 else:
                     other.profiler.stop()  # The steps of two graphs alternate.
             graph.learn_from_steps(args)
-        self._outstanding.begin(graph, args)
+        self._together.begin(graph, args)
         graph.keep_current(args)
-        self._outstanding.make_room(graph)
+        self._together.make_room(graph)
         graph.programs.drop_old()
         watch.forward_begins(args, is_training=not graph.is_inference)
         self.executor.begin()
-
-    def _adopt_replaced(self) -> None:
-        """Make graphs read parameters that users replaced since the last forward, and move these to their homes."""
-        replaced = take_replaced(self.executor.sites, self.executor.saved.next_number)
-        if replaced:
-            for gate in self._gates:
-                gate.disconnect()
-            self.executor.buckets.place_replaced(replaced)
 
 
 def managed_model(model: nn.Module) -> ManagedModel | None:
@@ -529,9 +527,9 @@ def prepare_again(old: ManagedModel) -> None:
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
         new.executor.calls.spec = before.calls.spec
-        if old._outstanding.stages is not None:
-            old._outstanding.stages.replace(old._outstanding, new._outstanding)
-        new._outstanding.neighbours.replace(old._outstanding.neighbours)
+        if old._together.stages is not None:
+            old._together.stages.replace(old._together, new._together)
+        new._together.neighbours.replace(old._together.neighbours)
         new.executor.plain_state = before.plain_state
         new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32

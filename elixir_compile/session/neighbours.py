@@ -208,7 +208,7 @@ log = logging.getLogger("elixir_compile")
 
 
 class Neighbour(Protocol):
-    """A model on the device: its `OutstandingForwards`."""
+    """A model on the device: its `Together`."""
 
     neighbours: "Neighbours[Any]"
 
@@ -280,22 +280,20 @@ class Neighbours(Generic[Model]):
         _models.alive.add(own)
         self._thread = threading.get_ident()
         for other in _models.others(own):
-            if other.neighbours._turn > self._turn > 0:
-                self._pair(other)
+            if not other.neighbours._turn > self._turn > 0:
+                continue
+            if other.neighbours._thread == self._thread:
+                self._in_turn.add(other)
+                other.neighbours._in_turn.add(own)
+            elif not self._warned_of_threads:
+                self._warned_of_threads = True
+                log.warning(
+                    "%s and %s train in different threads: each keeps its budget of the device alone, not both "
+                    "together",
+                    self._executor.name,
+                    other.executor.name,
+                )
         self._turn = next(_models.turns)
-
-    def _pair(self, other: Model) -> None:
-        """Note that `other` ran since this model ran last."""
-        if other.neighbours._thread == self._thread:
-            self._in_turn.add(other)
-            other.neighbours._in_turn.add(self._model)
-        elif not self._warned_of_threads:
-            self._warned_of_threads = True
-            log.warning(
-                "%s and %s train in different threads: each keeps its budget of the device alone, not both together",
-                self._executor.name,
-                other.executor.name,
-            )
 
     def in_turn(self) -> list[Model]:
         """Return the models that run in turn with this one."""
@@ -433,7 +431,10 @@ class Neighbours(Generic[Model]):
 
 
 def _held_by_others(executor: Executor) -> set[str]:
-    """Return the names of the parameters of `executor` that share memory with a tensor that is not its own."""
+    """Return the names of the parameters of `executor` that share memory with a tensor that is not its own.
+
+    A function, so that the tensors among its local variables are gone when the memory is to be freed.
+    """
     named = [(slot.name, slot.param) for slot in executor.slots.values()]
     for bucket in executor.buckets:
         named += [(slot.name, copy) for slot, copy in zip(bucket.slots, bucket.gathered or (), strict=False)]

@@ -7,12 +7,11 @@ import logging
 import re
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from elixir_compile.base.process import Living
 from elixir_compile.base.units import format_bytes, parse_bytes
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.graph.ops.shards import own_part
-from elixir_compile.ir import Kind, Phase, StepGraph
+from elixir_compile.ir import Kind, Phase
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.measure import StepBytes, end_idle_profiler, start_step_bytes
 from elixir_compile.runtime.recording import observed_files
@@ -33,11 +32,10 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_of
 from elixir_compile.search.outer import Refusal, Variants, first_of
 from elixir_compile.session.allocator_gaps import MOST_ASKED, missing_bytes
-from elixir_compile.session.graph_planner import GraphPlanner
+from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, JointGraph
 from elixir_compile.session.line import plan_line
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import state_bytes
-from elixir_compile.session.programs import ActivePlan
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, foreign_bytes
 from elixir_compile.step.timeline import device_lives, plan_timeline
 
@@ -80,20 +78,6 @@ class Place:
     """File and line before that code; empty before the first graph."""
 
 
-class WatchedGraph(Protocol):
-    """A graph whose runs are measured: a `PlannedGraph`."""
-
-    name: str
-    planner: GraphPlanner
-    graph_break: tuple[str, int, str] | None
-
-    @property
-    def active(self) -> ActivePlan: ...
-
-    @property
-    def is_inference(self) -> bool: ...
-
-
 class Outside:
     """The bytes of code between graphs, by the graph after whose forward it runs; None before the first."""
 
@@ -130,7 +114,7 @@ class Outside:
 
 def note_overrun(
     peaks: Mapping[Place, int],
-    graphs: Sequence[WatchedGraph],
+    graphs: Sequence[JointGraph],
     requests: Sequence[GraphRequest],
     base_bytes: int,
     outside: Outside,
@@ -149,7 +133,8 @@ def note_overrun(
             code = GraphRequest(problem=problem, beside=beside, outside_bytes=0)
             *_, held_bytes = needed_bytes_of([*requests, code], [*plans, None])
             outside.note(place, peak_bytes - held_bytes)
-            words = _where(place.site)
+            where = f"after {place.site}" if place.site else "before the first graph"
+            words = f"code that runs op by op {where}"
         elif place.graph in graphs:
             number = graphs.index(place.graph)
             held_bytes = needed_bytes_of(requests, plans)[number]
@@ -165,16 +150,11 @@ def note_overrun(
     return tuple(f"{format_bytes(nbytes)} in {words}" for nbytes, words in sorted(causes, reverse=True)[:_NUM_NAMED])
 
 
-def _where(site: str) -> str:
-    """Return in words the code that runs after `site`, or before the first graph if it is empty."""
-    return f"code that runs op by op after {site}" if site else "code that runs op by op before the first graph"
-
-
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Folders of files that are not the user's."""
 
 
-def call_site(graph: WatchedGraph) -> str:
+def call_site(graph: JointGraph) -> str:
     """Return file and line behind the program of `graph`, which has just ended on this thread: the graph break at which
     it ends, or the call of its function."""
     if graph.graph_break is not None:
@@ -315,40 +295,35 @@ class StepWatch:
         elif self._bytes is not None:
             self.drop()
         elif is_first and not (self._has_stopped or self._executor.saved.outstanding_owners()):
-            self._start(inputs)
+            own: list[torch.Tensor] = []
+            tensors = list(self.tensors())
+            with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
+                for tensor in tensors:
+                    own.append(own_part(tensor))
+                    if tensor.is_leaf and tensor.grad is not None:
+                        own.append(own_part(tensor.grad))
+            own += [*inputs, *compat.saved_behind(inputs)]  # code before the first graph has left them for its backward
+            params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+            # Every plan counts the workspaces of libraries, which are there before the step.
+            more_bytes = state_bytes(self._executor, params) + library_bytes(self._executor.device)
+            self._places, self._sites = {}, {}
+            self._has_ended = self._has_forward = False
+            self._num_passes = 0
+            self._bytes = start_step_bytes(self._executor.device, own, more_bytes)
+            if self._bytes is not None:
+                # A model may go in the middle of a step, and its measurement holds torch.profiler.
+                self._at_death = weakref.finalize(self, self._bytes.drop)
+                self._at_death.atexit = False
+                _measuring.add(self)
         if is_training:
             self._has_forward = self.is_measuring
-
-    def _start(self, inputs: Sequence[torch.Tensor]) -> None:
-        # Code that ran op by op before the first graph has left tensors for its backward.
-        own = [*self._own_tensors(), *inputs, *compat.saved_behind(inputs)]
-        params = [tensor for tensor in self.tensors() if isinstance(tensor, torch.nn.Parameter)]
-        self._places, self._sites = {}, {}
-        self._has_ended = self._has_forward = False
-        self._num_passes = 0
-        device = self._executor.device
-        # Every plan counts the workspaces of libraries, which are there before the step.
-        more_bytes = state_bytes(self._executor, params) + library_bytes(device)
-        self._bytes = start_step_bytes(device, own, more_bytes)
-        if self._bytes is not None:
-            # A model may go in the middle of a step, and its measurement holds torch.profiler.
-            self._at_death = weakref.finalize(self, self._bytes.drop)
-            self._at_death.atexit = False
-            _measuring.add(self)
-
-    def _own_tensors(self) -> Iterator[torch.Tensor]:
-        with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
-            for tensor in self.tensors():
-                yield own_part(tensor)
-                if tensor.is_leaf and tensor.grad is not None:
-                    yield own_part(tensor.grad)
 
     def runs(self, graph: object) -> None:
         """Note that a program of `graph` begins."""
         if self._bytes is not None:
             self._mark(Place(graph=graph))
 
-    def ran(self, graph: WatchedGraph, *, is_backward: bool) -> None:
+    def ran(self, graph: JointGraph, *, is_backward: bool) -> None:
         """Note that a program of `graph` has ended: what follows runs op by op."""
         if is_backward:
             self._steps.has_backward = True
@@ -412,8 +387,7 @@ _measuring: "Living[StepWatch]" = Living()
 class _Updates:
     """The updates of all optimizers of the process, from the first plan under a budget of a user on."""
 
-    def __init__(self) -> None:
-        self.num = 0
+    num = 0
 
 
 _updates = _Updates()
@@ -491,21 +465,7 @@ class FailedAllocation:
         return above_plan_bytes + max(0, self.budget_bytes - own_bytes + max(self.gap_bytes, requested_bytes))
 
 
-class Forwards(Protocol):
-    """A planned graph, as far as its forwards go."""
-
-    @property
-    def active(self) -> ActivePlan:
-        """The plan in use."""
-        ...
-
-    def keep_current(self, args: Sequence[Any]) -> None:
-        """Plan again if it is due, and put the plan in force."""
-        ...
-
-    def run_forward(self, args: list[Any]) -> Any:
-        """Run the forward once."""
-        ...
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,16 +502,11 @@ class EarlyShortage:
         """Whether the next forward must be planned again."""
 
     @property
-    def _may_plan_again(self) -> bool:
-        """Whether the forward after a shortage in this step is planned again."""
-        return self._is_early and self._planner.may_replan and not self._planner.excess_bytes
-
-    @property
     def _is_early(self) -> bool:
         """Whether the last forward, or its backward, is of an early step."""
         return self._num_forwards <= _NUM_EARLY
 
-    def forward(self, graph: Forwards, args: list[Any]) -> Any:
+    def forward(self, graph: JointGraph, args: list[Any]) -> Any:
         """Run the forward of `graph`; in early steps, once more under a new plan if the device is full.
 
         The first forward has an attempt more under its plan before that, which lacks what tuning took: unless other
@@ -560,8 +515,11 @@ class EarlyShortage:
         self.wants_plan = False
         self._num_forwards += 1
         if not self._is_early:
-            with self._explaining(lambda: graph.active):
+            try:
                 return graph.run_forward(args)
+            except torch.OutOfMemoryError as error:
+                self._explain(graph.active, error)
+                raise
         tunes = self._num_forwards == 1 and self._executor.peers is None and self._executor.calls.spec.num == 1
         found = self._attempt(graph, args, notes=not tunes)
         if tunes and isinstance(found, _Failed):
@@ -583,7 +541,7 @@ class EarlyShortage:
         except torch.OutOfMemoryError as error:
             raise self._explained(graph.active) from error
 
-    def _attempt(self, graph: Forwards, args: list[Any], *, notes: bool) -> Any:
+    def _attempt(self, graph: JointGraph, args: list[Any], *, notes: bool) -> Any:
         """Return the result of the forward of `graph`, or a `_Failed` if the device is full and it may run again.
 
         If `notes`, it is planned with the excess from then on.
@@ -593,7 +551,13 @@ class EarlyShortage:
         try:
             return graph.run_forward(args)
         except torch.OutOfMemoryError as error:
-            may_repeat = not changes_outside(graph.active.graph)
+            step = graph.active.graph
+            before = {each.id for each in step.storages if each.kind in (Kind.INPUT, Kind.BUFFER, Kind.PARAM)}
+            # A forward that writes values which exist before it, or communicates, is done in part.
+            may_repeat = not any(
+                op.phase is Phase.FORWARD and ("c10d" in op.target or not before.isdisjoint(op.writes))
+                for op in step.ops
+            )
             if notes or not may_repeat:
                 if not self._planner.may_replan:
                     raise
@@ -612,15 +576,26 @@ class EarlyShortage:
             if self._is_early and self._planner.may_replan:
                 self._note(active, error)
 
-    def plan(self, active: ActivePlan, args: Sequence[Any], make: Callable[[], None]) -> None:
-        """Let `make` plan a forward with the inputs `args`, with the excess if an allocation failed under `active`, or
-        with as much of it as there are plans for.
+    def plan(self, active: ActivePlan, args: Sequence[Any], make: Callable[[], Made]) -> Made:
+        """Return what `make` plans for a forward with the inputs `args`, with the excess if an allocation failed under
+        `active`, or with as much of it as there are plans for.
 
         Raises OutOfDeviceMemory if no plan needs less.
         """
-        if self._failed is not None:
-            self._count_excess(self._failed, args)
-            self._failed = None
+        failed, self._failed = self._failed, None
+        if failed is not None:  # the tensors of its step are freed by now
+            inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            excess_bytes = failed.excess_bytes(foreign_bytes(self._executor, inputs), self._limit_bytes())
+            log.warning(
+                "%s ran out of device memory in an early step: %s requested beside %s. Its next forward is planned "
+                "with %s less",
+                self._name,
+                format_bytes(failed.requested_bytes),
+                format_bytes(failed.allocated_bytes),
+                format_bytes(excess_bytes),
+            )
+            self._planner.excess_bytes = excess_bytes
+            platform_of(self._executor.device).empty_cache()
 
         def lessened() -> Variants[int, Refusal]:
             less_bytes = self._planner.excess_bytes
@@ -635,39 +610,34 @@ class EarlyShortage:
                     "%s: no plan needs so much less; it is planned with %s less", self._name, format_bytes(less_bytes)
                 )
 
-        def plan_with(less_bytes: int) -> None:
+        def plan_with(less_bytes: int) -> Made:
             self._planner.excess_bytes = less_bytes
-            make()
+            return make()
 
-        first_of(lessened(), plan_with)
+        return first_of(lessened(), plan_with)
 
     def begin(self) -> None:
         """Note that a plan comes into force: its first steps are early ones, whatever came before it."""
         self._num_forwards = 0
 
-    @contextmanager
-    def _explaining(self, active: Callable[[], ActivePlan]) -> Iterator[None]:
-        """Add a note with the largest tensors to an OutOfMemoryError that passes the block."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            self._explain(active(), error)
-            raise
-
     def _explain(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
-        explain_shortage(active, error, self._fix(active, error), observed_files(self._executor.phases))
-
-    def _fix(self, active: ActivePlan, error: torch.OutOfMemoryError) -> str:
-        """Return what the allocation that failed with `error` lacked, and the budget that leaves room for it."""
-        failed = self._failed_under(active, error)
+        """Add a note to `error`: what the allocation that failed lacked, and the budget that leaves room for it; the
+        plan in use, and the largest tensors at its peak, whose names begin with modules."""
+        failed, plan = self._failed_under(active, error), active.plan
         asked, tensors = format_bytes(failed.requested_bytes), format_bytes(failed.allocated_bytes)
         enough_bytes = failed.budget_bytes - failed.excess_bytes(0, self._limit_bytes())
-        what = f"device_memory={enough_bytes} would leave room for that" if enough_bytes > 0 else "Lower device_memory"
-        found = f"{asked} were asked for beside {tensors} of tensors and {format_bytes(failed.gap_bytes)} of gaps. "
-        found += f"{what}{other_segments(', or try ')}"
-        if self._may_plan_again:
-            found += ". The next forward is planned with so much less: zero the gradients, and go on with it"
-        return found
+        fix = f"device_memory={enough_bytes} would leave room for that" if enough_bytes > 0 else "Lower device_memory"
+        fix += other_segments(", or try ")
+        if self._is_early and self._planner.may_replan and not self._planner.excess_bytes:
+            fix += ". The next forward is planned with so much less: zero the gradients, and go on with it"
+        largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in _largest_tensors(active).items())
+        files = observed_files(self._executor.phases)
+        written = "".join(f"\nelixir: the steps before are in {found}" for found in files)
+        error.add_note(
+            f"elixir: {plan_line(plan)}   {plan.name}\nelixir: the largest tensors at the peak of the plan, at "
+            f"{plan.prediction.device_peak_at}: {largest}\nelixir: {asked} were asked for beside {tensors} of tensors "
+            f"and {format_bytes(failed.gap_bytes)} of gaps. {fix}{written}"
+        )
 
     def _note(self, active: ActivePlan, error: torch.OutOfMemoryError) -> None:
         """Let the graph be planned with the excess; plans of the planner may be changed. Raises OutOfDeviceMemory if it
@@ -682,11 +652,13 @@ class EarlyShortage:
         device = self._executor.device
         platform = platform_of(device)
         allocated_bytes = platform.allocated_bytes(device)
+        said = _REQUESTED.search(str(error))
+        text = "" if said is None else said.group(1).replace(" bytes", "B").replace(" ", "")
         return FailedAllocation(
             budget_bytes=active.plan.budget_bytes,
             planned_bytes=active.plan.prediction.device_peak_bytes,
             allocated_bytes=allocated_bytes,
-            requested_bytes=_requested_bytes(error),
+            requested_bytes=parse_bytes(text) if text else 0,
             gap_bytes=max(0, platform.reserved_bytes(device) - allocated_bytes),
         )
 
@@ -696,21 +668,6 @@ class EarlyShortage:
         memory = platform_of(device).memory(device) if self._planner.is_budget_given else None
         return None if memory is None else min(memory.limit_bytes, memory.reserved_bytes + memory.free_bytes)
 
-    def _count_excess(self, failed: FailedAllocation, args: Sequence[Any]) -> None:
-        """Let the planner count the excess of `failed`, and empty the allocator's cache; the tensors of the failed step
-        are freed by now."""
-        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        self._planner.excess_bytes = failed.excess_bytes(foreign_bytes(self._executor, inputs), self._limit_bytes())
-        log.warning(
-            "%s ran out of device memory in an early step: %s requested beside %s. Its next forward is planned with "
-            "%s less",
-            self._name,
-            format_bytes(failed.requested_bytes),
-            format_bytes(failed.allocated_bytes),
-            format_bytes(self._planner.excess_bytes),
-        )
-        platform_of(self._executor.device).empty_cache()
-
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
         device = self._executor.device
         return OutOfDeviceMemory(
@@ -719,18 +676,11 @@ class EarlyShortage:
             active.plan.prediction.device_peak_bytes,
             platform_of(device).allocated_bytes(device),
             platform_of(device).reserved_bytes(device),
-            largest_tensors(active),
+            _largest_tensors(active),
         )
 
 
-def changes_outside(graph: StepGraph) -> bool:
-    """Return whether the forward of `graph` writes values that exist before it, or communicates."""
-    before = {storage.id for storage in graph.storages if storage.kind in (Kind.INPUT, Kind.BUFFER, Kind.PARAM)}
-    ops = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    return any("c10d" in op.target or not before.isdisjoint(op.writes) for op in ops)
-
-
-def largest_tensors(active: ActivePlan) -> dict[str, int]:
+def _largest_tensors(active: ActivePlan) -> dict[str, int]:
     """Return the bytes of the largest tensors at the peak of the plan in use, by name; a name begins with its
     module."""
     graph, plan = active.graph, active.plan
@@ -744,21 +694,3 @@ def largest_tensors(active: ActivePlan) -> dict[str, int]:
     ]
     largest = sorted(live, key=lambda storage: -storage.nbytes)[:_NUM_LARGEST]
     return {str(storage.id): storage.nbytes for storage in largest}
-
-
-def explain_shortage(active: ActivePlan, error: torch.OutOfMemoryError, fix: str, files: Sequence[str] = ()) -> None:
-    """Add a note to `error`: the plan in use, the largest tensors at its peak, whose names begin with modules, the
-    `fix`, and `files`, where figures of the run are written."""
-    plan = active.plan
-    largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in largest_tensors(active).items())
-    written = "".join(f"\nelixir: the steps before are in {found}" for found in files)
-    error.add_note(
-        f"elixir: {plan_line(plan)}   {plan.name}\nelixir: the largest tensors at the peak of the plan, at "
-        f"{plan.prediction.device_peak_at}: {largest}\nelixir: {fix}{written}"
-    )
-
-
-def _requested_bytes(error: torch.OutOfMemoryError) -> int:
-    """Return the bytes that the allocation which failed with `error` had asked for; 0 if its text does not tell."""
-    found = _REQUESTED.search(str(error))
-    return 0 if found is None else parse_bytes(found.group(1).replace(" bytes", "B").replace(" ", ""))

@@ -12,7 +12,6 @@ in no slab, so a step needs more device memory than its plan says.
 
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -61,8 +60,21 @@ class _PlainState:
             return
         if self._seen.get(optimizer) == self._form(optimizer):
             return
+        nbytes: dict[ManagedModel, dict[str, int]] = {}
+        """By model and by the name of the parameter, the bytes of state that are in no slab."""
+        model_of = {id(model.executor): model for model in self.models}
         with torch.DisableTorchFunctionSubclass():  # another optimizer may be updating a parameter
-            nbytes = self._bytes_of(optimizer)
+            for param, state in optimizer.state.items():
+                slot = slot_of(param) if isinstance(param, torch.Tensor) else None
+                model = None if slot is None else model_of.get(id(slot.sink))
+                if slot is not None and model is not None:
+                    nbytes.setdefault(model, {})[slot.name] = sum(
+                        value.untyped_storage().nbytes()
+                        for value in (state.values() if isinstance(state, dict) else ())
+                        if isinstance(value, torch.Tensor)
+                        and value.device.type == "cpu"
+                        and not is_slab_memory(value.data_ptr())
+                    )
         self._models_of[optimizer] = [ref(model) for model in nbytes]
         self._seen[optimizer] = self._form(optimizer)
         for model, own in nbytes.items():
@@ -75,23 +87,6 @@ class _PlainState:
         models = [reference() for reference in self._models_of.get(optimizer, ())]
         generations = [model.executor.buckets.generation for model in models if model is not None]
         return (len(optimizer.state), num_slots(), len(self.models), *generations)
-
-    def _bytes_of(self, optimizer: Optimizer) -> dict[ManagedModel, dict[str, int]]:
-        """Return, by model and by the name of the parameter, the bytes of state that are in no slab."""
-        found: dict[ManagedModel, dict[str, int]] = {}
-        model_of = {id(model.executor): model for model in self.models}
-        for param, state in optimizer.state.items():
-            slot = slot_of(param) if isinstance(param, torch.Tensor) else None
-            model = None if slot is None else model_of.get(id(slot.sink))
-            if slot is not None and model is not None:
-                found.setdefault(model, {})[slot.name] = sum(_plain_bytes(state))
-        return found
-
-
-def _plain_bytes(state: Any) -> Iterator[int]:
-    for value in state.values() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not is_slab_memory(value.data_ptr()):
-            yield value.untyped_storage().nbytes()
 
 
 def _count_if_over(name: str, model: ManagedModel) -> None:

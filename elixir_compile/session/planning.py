@@ -93,18 +93,14 @@ def shared_inputs(captured: Captured) -> tuple[StorageId, ...]:
 
     The inputs of other calls are parts of the same tensors.
     """
-    behind = storages_behind(captured)
-    found = (name for node in behind if _is_part(node) for name in behind[node])
+    found: list[StorageId] = []
+    for node, names in storages_behind(captured).items():
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            nbytes, memory_bytes = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+            if compat.evaluate_size(nbytes, {}) < compat.evaluate_size(memory_bytes, {}):
+                found += names
     return tuple(dict.fromkeys(found))
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Return whether the example of a placeholder has fewer elements than its memory."""
-    value = node.meta.get("val")
-    if node.op != "placeholder" or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return False
-    nbytes, memory_bytes = value.numel() * value.element_size(), value.untyped_storage().nbytes()
-    return compat.evaluate_size(nbytes, {}) < compat.evaluate_size(memory_bytes, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -322,8 +318,14 @@ def problem_of(
     known = planned_states(trained)
     in_force = executor.buckets.in_force(for_training=is_training)
     plain_state = executor.plain_state.by_name()
-    if plain_state:
-        in_force = tuple((_without_plain_state(bucket, plain_state), home) for bucket, home in in_force)
+    if plain_state:  # no plan places the state of these parameters
+        in_force = tuple(
+            (
+                replace(bucket, state_nbytes=0, state_dtype=None) if set(bucket.params) <= set(plain_state) else bucket,
+                home,
+            )
+            for bucket, home in in_force
+        )
     held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
@@ -366,11 +368,6 @@ def bytes_beside(
     if executor.gradients.stay:
         nbytes += sum(param.nbytes for param in executor.gradients.unmanaged.values())
     return nbytes + outside_bytes(executor, read, external.outstanding_bytes) + external.reserved_bytes
-
-
-def _without_plain_state(bucket: Bucket, plain_state: Collection[str]) -> Bucket:
-    """Return `bucket`, in force, without state if no plan places that of any of its parameters."""
-    return replace(bucket, state_nbytes=0, state_dtype=None) if set(bucket.params) <= set(plain_state) else bucket
 
 
 def _params_of(

@@ -91,32 +91,26 @@ def _calls_of(model: nn.Module, schedule: object) -> Calls:
     for letter in stage.order:
         waiting += 1 if letter == "F" else -1
         most = max(most, waiting)
-    number = stage.num_micro_batches
+    backward_order, number = BackwardOrder.ANY, stage.num_micro_batches
+    turns = "F" * most + "BF" * (stage.order.count("F") - most) + "B" * most
+    for found_order, place in ((BackwardOrder.FIRST_FIRST, 0), (BackwardOrder.LAST_FIRST, -1)):
+        forwards: list[int] = []  # the micro-batches that wait for their backward
+        is_so = stage.order == turns
+        for letter, micro_batch in zip(stage.order, stage.micro_batches, strict=True):
+            if letter == "F":
+                forwards.append(micro_batch)
+            elif is_so:
+                is_so = forwards.pop(place) == micro_batch
+        if is_so:
+            backward_order = found_order
+            break
     calls = Calls.of_stage(number, most, is_first=stage.is_first, is_last=stage.is_last, num_sent=stage.num_sent)
     return replace(
         calls,
         has_loss=stage.is_last,
         is_scaled=stage.scales and number > 1,
-        backward_order=_backward_order(stage.order, stage.micro_batches, most),
+        backward_order=backward_order,
     )
-
-
-def _backward_order(order: str, micro_batches: Sequence[int], outstanding: int) -> BackwardOrder:
-    """Return the order of the backward passes among the letters `order`, each of the micro-batch with its place in
-    `micro_batches`; ANY if it is neither of the two others."""
-    number = order.count("F")
-    turns = "F" * outstanding + "BF" * (number - outstanding) + "B" * outstanding
-    for found, place in ((BackwardOrder.FIRST_FIRST, 0), (BackwardOrder.LAST_FIRST, -1)):
-        waiting: list[int] = []
-        is_so = order == turns
-        for letter, micro_batch in zip(order, micro_batches, strict=True):
-            if letter == "F":
-                waiting.append(micro_batch)
-            elif is_so:
-                is_so = waiting.pop(place) == micro_batch
-        if is_so:
-            return found
-    return BackwardOrder.ANY
 
 
 def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> None:
@@ -129,7 +123,16 @@ def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> 
     executor = managed.executor
     if calls is None:
         return
-    _join_stages(managed, schedule)
+    stages = compat.scheduled_stages(schedule) or ()
+    if len(stages) > 1:
+        modules = [compat.undo_compile(own.module) for own in stages]
+        runs = [
+            Run(place, Phase.FORWARD if letter == "F" else Phase.BACKWARD, micro_batch)
+            for place, letter, micro_batch in compat.scheduled_runs(schedule)
+        ]
+        place = next(place for place, module in enumerate(modules) if module in managed.roots)
+        models = (managed_model(module) for module in modules)
+        managed.join_stages(schedule, place, [model for model in models if model not in (None, managed)], runs)
     if calls == executor.calls.spec:
         return
     if not executor.slots:
@@ -143,20 +146,6 @@ def take_calls(managed: ManagedModel, calls: Calls | None, schedule: object) -> 
         )
         raise UnsupportedModel(executor.name, because)
     executor.calls.spec = calls
-
-
-def _join_stages(managed: ManagedModel, schedule: object) -> None:
-    stages = compat.scheduled_stages(schedule) or ()
-    if len(stages) < 2:
-        return
-    modules = [compat.undo_compile(own.module) for own in stages]
-    runs = [
-        Run(place, Phase.FORWARD if letter == "F" else Phase.BACKWARD, micro_batch)
-        for place, letter, micro_batch in compat.scheduled_runs(schedule)
-    ]
-    place = next(place for place, module in enumerate(modules) if module in managed.roots)
-    models = (managed_model(module) for module in modules)
-    managed.join_stages(schedule, place, [model for model in models if model not in (None, managed)], runs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -349,14 +338,12 @@ def _require_as_prepared(
     if target not in (None, here):
         raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
     if param_dtype is not None:
-        _require_masters(model, param_dtype)
-
-
-def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:
-    for name, param in model.named_parameters():
-        if gets_master(param, torch_dtype(param_dtype)) and not has_master(param):
-            because = f"it was prepared as {param.dtype} and cannot become {param_dtype}. Name `param_dtype` in the "
-            raise UnsupportedModel(name, because + "first call of `prepare`, before the model is compiled and run")
+        for name, param in model.named_parameters():
+            if gets_master(param, torch_dtype(param_dtype)) and not has_master(param):
+                because = (
+                    f"it was prepared as {param.dtype} and cannot become {param_dtype}. Name `param_dtype` in the "
+                )
+                raise UnsupportedModel(name, because + "first call of `prepare`, before the model is compiled and run")
 
 
 def _target_device(model: nn.Module, device: "torch.device | str | None") -> torch.device:

@@ -1,10 +1,10 @@
-"""The forward and the backward program of a graph under a plan, and the plans of a graph for growing sizes of its
-inputs and beside different graphs of other ranks.
+"""The forward and the backward program of a graph under a plan, and the programs of earlier plans, each as long as a
+forward of it waits for its backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,19 +17,16 @@ from elixir_compile.graph.capture.markers import TICKET
 from elixir_compile.graph.capture.node_facts import outputs_of
 from elixir_compile.graph.rewrite.micro_batches import SlicedValues, divide, sliced_values
 from elixir_compile.graph.rewrite.program import actions_of, check, write_program
-from elixir_compile.graph.rewrite.regions import DividedGraph, RegionGraph, partition_of
+from elixir_compile.graph.rewrite.regions import RegionGraph, partition_of
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, RegionRef, Saving, StepGraph, Verb, label
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lowering import CompiledRegion, PlacedRegion, RegionCompiler
+from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
 from elixir_compile.runtime.micro_batches import DividedRegion
-from elixir_compile.runtime.saved import mark_lean, number_of
-from elixir_compile.search import Problem
-from elixir_compile.search.joint.joint_budget import rebased
-from elixir_compile.session.agreement import RollCall, Step, call_the_roll, meet_in_backward
-from elixir_compile.session.step_profiler import Progress, StepProfiler
+from elixir_compile.runtime.saved import is_lean, mark_lean, number_of
+from elixir_compile.session.step_profiler import Progress
 from elixir_compile.step.as_run import as_run, given_bytes
-from elixir_compile.step.divide import laps_of, leaving_name, micro_batches_of
+from elixir_compile.step.divide import laps_of, leaving_name
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The forward and the backward program of a graph under a plan.
@@ -70,22 +67,25 @@ class Programs:
         if laps_of(plan):
             self._states = step_states(self._partition.captured)
             self._sliced = sliced_values(self._partition, graph, plan, self._states.states)
-        self._saved_only = _saved_only_positions(self._partition.captured, graph)
+        halves = self._partition.captured
+        made = {storage.id for storage in graph.storages if storage.kind in (Kind.SAVED, Kind.TEMP)} - {*graph.outputs}
+        behind, outputs = storages_behind(halves), outputs_of(halves.forward.graph)
+        self._saved_only = [
+            place
+            for place, node in enumerate(outputs)
+            if place >= halves.num_outputs
+            and isinstance(node, fx.Node)
+            and (names := behind.get(node, ()))
+            and made.issuperset(names)
+        ]
+        """Positions of the forward's results made in the step and not returned to the caller."""
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
         self.lean: Programs | None = None
         """The programs of lean calls; None if all calls treat activations alike."""
         if plan.lean is not None:
-            parts = (executor, regions, progress)
-            lean_plan = plan.of_lean_calls()
-            self.lean = Programs(
-                captured, graph, lean_plan, *parts, may_choose_strides=may_choose_strides, is_lean=True
-            )
-
-    @property
-    def _room_bytes(self) -> int:
-        """Device bytes that the plan leaves free at its peak."""
-        return max(0, self.plan.budget_bytes - self.plan.prediction.device_peak_bytes)
+            parts = (graph, plan.of_lean_calls(), executor, regions, progress)
+            self.lean = Programs(captured, *parts, may_choose_strides=may_choose_strides, is_lean=True)
 
     @property
     def output_strides(self) -> list[compat.Strides]:
@@ -99,7 +99,18 @@ class Programs:
     def backward(self) -> fx.GraphModule:
         """The backward program."""
         if self._backward is None:
-            self._restride_placeholders()
+            captured = self._partition.captured
+            assert captured.backward is not None
+            # A forward of one region saves activations in the strides chosen by its kernels, a forward of several
+            # regions in the strides of the capture.
+            strides = self.output_strides if self.chooses_strides else ()
+            saved = zip(outputs_of(captured.forward.graph), strides, strict=False)
+            chosen = {node.name: stride for node, stride in saved if isinstance(node, fx.Node)}
+            for node in captured.backward.graph.find_nodes(op="placeholder"):
+                stride, value = chosen.get(str(node.target)), node.meta.get("val")
+                if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(stride):
+                    with compat.own_fake_mode(value):
+                        node.meta["val"] = compat.like_in_strides(value, stride)
             self._backward = self._write(Phase.BACKWARD)
         return self._backward
 
@@ -142,24 +153,6 @@ class Programs:
         is_same = is_same and (self.lean is None) == (other.lean is None)
         return is_same and self.chooses_strides == other.chooses_strides
 
-    def _restride_placeholders(self) -> None:
-        """Give the inputs of the backward graph the strides in which the forward saves them.
-
-        A forward of one region saves activations in the strides chosen by its kernels. A forward of several regions
-        saves them in the strides of the capture.
-        """
-        captured, strides = self._partition.captured, self.output_strides if self.chooses_strides else ()
-        outputs = outputs_of(captured.forward.graph)
-        chosen = {
-            node.name: stride for node, stride in zip(outputs, strides, strict=False) if isinstance(node, fx.Node)
-        }
-        assert captured.backward is not None
-        for node in captured.backward.graph.find_nodes(op="placeholder"):
-            stride, value = chosen.get(str(node.target)), node.meta.get("val")
-            if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(stride):
-                with compat.own_fake_mode(value):
-                    node.meta["val"] = compat.like_in_strides(value, stride)
-
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._partition.captured.param_names.items()}
         program = write_program(
@@ -170,58 +163,43 @@ class Programs:
         return program
 
     def _lower_region(self, region: RegionGraph) -> torch.nn.Module:
-        ids = [own.id for own in self.plan.regions if own.phase is region.phase]
+        plan, executor = self.plan, self._executor
+        own = next(own for own in plan.regions if own.id == region.id)
+        ids = [other.id for other in plan.regions if other.phase is region.phase]
         self._progress.compiling(region.phase, ids.index(region.id) + 1, len(ids))
-        micro_batches = next(own.micro_batches for own in self.plan.regions if own.id == region.id)
-        if micro_batches > 1 and (divided := self._divided(region, micro_batches)) is not None:
-            return self._lower_divided(divided, region)
+        room_bytes = max(0, plan.budget_bytes - plan.prediction.device_peak_bytes)
+        name, (lanes, ledger) = label(Verb.RUN, RegionRef(region.id)), (executor.lanes, executor.ledger)
+        states, batch = self._states.half(region.phase).states, self._states.batch
+        divided = divide(region, states, batch, own.micro_batches, self._sliced) if own.micro_batches > 1 else None
+        if divided is not None:
+            ends = [
+                None if part is None else self._regions.lower(part, range(len(part.outputs)), room_bytes=room_bytes)
+                for part in (divided.head, divided.tail)
+            ]
+            body = self._regions.lower(divided.body, range(len(divided.body.outputs)), room_bytes=room_bytes)
+            if isinstance(batch, torch.SymInt) and not compat.may_have_any_value_from(LEAST_ROWS, batch):
+                raise IllegalSchedule(
+                    f"{region.id} runs in micro-batches of a dynamic number of rows, but its kernels are compiled for "
+                    "some numbers alone. Use the option micro_batches=1, or batches of one size."
+                )
+            return DividedRegion(divided, (ends[0], body, ends[1]), lanes, ledger, name, executor.saved)
+        captured = self._partition.captured
         visible = list(range(len(region.outputs)))
         is_whole_forward = region.is_only and region.phase is Phase.FORWARD
         if is_whole_forward and self.chooses_strides:
-            visible = self._visible(region)
-        is_inference = self._partition.captured.backward is None
-        compiled = self._regions.lower(region, visible, is_inference=is_inference, room_bytes=self._room_bytes)
+            # Outputs for the user, and activations to be offloaded or recomputed, keep the strides of the capture.
+            output = captured.forward.graph.output_node()
+            seen: Sequence[Any] = output.meta.get("user_visible_output_idxs", range(captured.num_outputs))
+            values = outputs_of(captured.forward.graph)
+            nodes = {value for index in seen if isinstance(value := values[index], fx.Node)}
+            away = self._partition.away_names
+            visible = [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
+        is_inference = captured.backward is None
+        compiled = self._regions.lower(region, visible, is_inference=is_inference, room_bytes=room_bytes)
         if is_whole_forward:
             names = [node.name for node in region.outputs]
             self._strides = dict(zip(names, compiled.strides, strict=False))
-        return PlacedRegion(
-            compiled, self._executor.lanes, self._executor.ledger, label(Verb.RUN, RegionRef(region.id))
-        )
-
-    def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
-        half = self._states.half(region.phase)
-        return divide(region, half.states, self._states.batch, micro_batches, self._sliced)
-
-    def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
-        def lower(part: RegionGraph) -> CompiledRegion:
-            return self._regions.lower(part, range(len(part.outputs)), room_bytes=self._room_bytes)
-
-        head = None if divided.head is None else lower(divided.head)
-        tail = None if divided.tail is None else lower(divided.tail)
-        parts = (head, lower(divided.body), tail)
-        batch = self._states.batch
-        if isinstance(batch, torch.SymInt) and not compat.may_have_any_value_from(LEAST_ROWS, batch):
-            raise IllegalSchedule(
-                f"{region.id} runs in micro-batches of a dynamic number of rows, but its kernels are compiled for some "
-                "numbers alone. Use the option micro_batches=1, or batches of one size."
-            )
-        executor = self._executor
-        return DividedRegion(
-            divided, parts, executor.lanes, executor.ledger, label(Verb.RUN, RegionRef(region.id)), executor.saved
-        )
-
-    def _visible(self, region: RegionGraph) -> list[int]:
-        """Return the positions of the outputs of `region`, the whole forward, that keep the strides of the capture.
-
-        They are the outputs for the user, and the activations to be offloaded or recomputed.
-        """
-        captured = self._partition.captured
-        output = captured.forward.graph.output_node()
-        seen: Sequence[Any] = output.meta.get("user_visible_output_idxs", range(captured.num_outputs))
-        values = outputs_of(captured.forward.graph)
-        nodes = {value for index in seen if isinstance(value := values[index], fx.Node)}
-        away = self._partition.away_names
-        return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
+        return PlacedRegion(compiled, lanes, ledger, name)
 
 
 def storages_of(values: Sequence[Any]) -> Set[int]:
@@ -258,250 +236,125 @@ def saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
     return sum(nbytes.get(leaving_name(name), nbytes[name]) for name in saved)
 
 
-def _saved_only_positions(captured: Captured, graph: StepGraph) -> list[int]:
-    """Return the positions of the forward's results made in the step and not returned to the caller."""
-    made = {storage.id for storage in graph.storages if storage.kind in (Kind.SAVED, Kind.TEMP)} - {*graph.outputs}
-    behind = storages_behind(captured)
-    outputs = outputs_of(captured.forward.graph)
-    found = [(position, behind.get(node, ())) for position, node in enumerate(outputs) if isinstance(node, fx.Node)]
-    return [place for place, names in found if place >= captured.num_outputs and names and made.issuperset(names)]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# The plans of a graph: for growing sizes of its inputs, and beside different graphs of other ranks.
+# The programs of a graph under its plans, older ones as long as a forward of theirs waits for its backward.
+#
+# The plan in force during a forward decides which activations autograd keeps. Its backward must run the program of the
+# same plan, even if the graph follows another plan by then; and of a plan with lean calls, the program of the same
+# treatment of activations.
 
 
-_GROWTH_DIVISOR = 8
-"""A size that has grown is planned an eighth larger."""
+class ProgramVersions:
+    """Writes the programs of a graph; keeps programs that save different activations, each until its last backward."""
 
-
-class PlannedSizes:
-    """The planned value of each symbol of a graph: its value in the capture, or a larger later value."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, int] = {}
-        """By the name of the symbol."""
-        self._of_last: dict[str, int] = {}
-        """The values in the last forward."""
-        self._have_grown: set[str] = set()
-
-    def grown(self, captured: Captured, args: Sequence[Any]) -> Mapping[str, int]:
-        """Return the symbols whose value in `args` exceeds the planned value."""
-        found: dict[str, int] = {}
-        for name, example, value in _sizes_of(captured, args):
-            self._of_last[name] = value
-            if value > self.values.setdefault(name, self._planned(name, example)):
-                found[name] = value
-        self._have_grown |= found.keys()
-        return found
-
-    def as_run(self) -> Mapping[str, int]:
-        """Return the values in the last forward."""
-        return {**self.values, **self._of_last}
-
-    def with_headroom(self) -> Mapping[str, int]:
-        """Return the values, with an eighth added to each that has grown.
-
-        The number of tokens of an expert differs in every step. Without headroom, a plan that fills the budget would be
-        searched again for each number above all earlier ones.
-        """
-        return {
-            name: value + value // _GROWTH_DIVISOR if name in self._have_grown else value
-            for name, value in self.values.items()
-        }
-
-    def take(self, values: Mapping[str, int]) -> None:
-        """Plan for `values` from now on."""
-        self.values.update(values)
-        self._have_grown.clear()
-
-    def differ(self, captured: Captured, args: Sequence[Any]) -> bool:
-        """Return whether a symbol has a value in `args` other than the planned value."""
-        return any(value != self._planned(name, example) for name, example, value in _sizes_of(captured, args))
-
-    def of(self, name: str, captured: Captured, args: Sequence[Any]) -> int:
-        """Return the value in `args` of the symbol `name`, or its planned value if no input has it."""
-        found = (value for own, _, value in _sizes_of(captured, args) if own == name)
-        return next(found, self.values.get(name, 1))
-
-    def _planned(self, name: str, example: torch.SymInt) -> int:
-        return self.values.get(name, compat.evaluate_size(example, {}))
-
-
-def _sizes_of(captured: Captured, args: Sequence[Any]) -> Iterator[tuple[str, torch.SymInt, int]]:
-    """Yield the name, the value in the capture, and the value in `args` of each symbol among the inputs."""
-    placeholders = captured.forward.graph.find_nodes(op="placeholder")
-    for node, value in zip(placeholders, args, strict=True):
-        example = node.meta.get("val")
-        if isinstance(example, torch.SymInt):
-            name, _ = compat.expression_of(example)
-            if name.isidentifier():
-                yield name, example, value
-
-
-MOST = 32
-"""Variants kept for one graph: each has its own programs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivePlan:
-    """The plan in use of a graph, with its capture and its problem."""
-
-    captured: Captured
-    """The graph's own capture, or a capture extended by the parameters that only other ranks use."""
-    problem: Problem
-    plan: Plan
-    beside_bytes: int
-    """Device bytes that other outstanding forwards may hold while the graph runs under this plan."""
-    neighbour_bytes: int = 0
-    """Device bytes that models which run in turn with the graph's may hold meanwhile."""
-    generation: int = -1
-    """The executor's generation when the plan was last in force; -1 if the plan has not been in force yet."""
-    moves_at: int = -1
-    """The executor's generation at which the plan was made with the homes of buckets in force open, which it moves if
-    it is put in force at that generation; -1 for a plan made for the homes in force."""
+    def __init__(self, executor: Executor, regions: RegionCompiler, progress: Progress) -> None:
+        self._executor = executor
+        self._regions = regions
+        self._progress = progress
+        self._programs: tuple[tuple[int, Programs], ...] = ()
+        """Programs, each with the number of the first forward that may run them."""
+        self._outstanding: set[int] = set()
+        """Numbers of forwards whose ticket autograd holds."""
+        self._has_backward = False
+        self._chose_strides: bool | None = None
 
     @property
-    def graph(self) -> StepGraph:
-        """The captured step, torch-free."""
-        return self.problem.graph
+    def last(self) -> Programs:
+        """The programs of the next forward."""
+        return self._programs[-1][1]
 
-    def is_of(self, graph: StepGraph) -> bool:
-        """Return whether `graph` is the same step, whatever its name."""
-        return self.graph == replace(graph, name=self.graph.name)
+    @property
+    def forward(self) -> fx.GraphModule | None:
+        """The program of the next forward; None before it was written."""
+        return self.last.forward if self._programs else None
 
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The program of the backward of the next forward; None before the first backward, and for inference."""
+        return self.last.backward if self._programs and self._has_backward else None
 
-def active_plan(
-    captured: Captured, problem: Problem, plan: Plan, beside_bytes: int, neighbour_bytes: int = 0
-) -> ActivePlan:
-    """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
-    problem = replace(problem, micro_batches=micro_batches_of(plan))
-    if plan.calls.outstanding > 1:  # the plan counts other outstanding forwards of the graph
-        beside_bytes += (plan.calls.outstanding - 1) * given_bytes(problem.graph)
-        beside_bytes += _saved_beside_bytes(problem.graph, plan)
-    return ActivePlan(
-        captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes, neighbour_bytes=neighbour_bytes
-    )
+    def next(self, num_full: int) -> Programs:
+        """Return the programs of the next forward, while `num_full` full forwards wait for their backward."""
+        lean = self.last.plan.lean
+        runs_lean = lean is not None and num_full >= lean.num_full
+        return (self.last.lean or self.last) if runs_lean else self.last
 
+    def write_backward(self) -> None:
+        """Write the backward of the last programs, and from now on the backward of all programs with their forward."""
+        self._has_backward = True
+        self.last.write_backward()
 
-def with_neighbours(active: ActivePlan, neighbour_bytes: int) -> ActivePlan:
-    """Return `active` beside models in turn that hold `neighbour_bytes`; its schedule is unchanged."""
-    more_bytes = neighbour_bytes - active.neighbour_bytes
-    if not more_bytes:
-        return active
-    problem = replace(active.problem, base_bytes=active.problem.base_bytes + more_bytes)
-    plan = rebased(active.plan, active.plan.base_bytes + more_bytes)
-    return replace(active, problem=problem, plan=plan, neighbour_bytes=neighbour_bytes)
+    def write_first(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return new programs as `write` does; the first call decides whether Inductor chooses strides."""
+        is_first, is_training = self._chose_strides is None, captured.backward is not None
+        if is_first:
+            self._chose_strides = is_one_region_each(plan) and is_training
+        programs = self.write(captured, graph, plan)
+        if is_first and is_training:
+            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
+        return programs
 
-
-def _saved_beside_bytes(graph: StepGraph, plan: Plan) -> int:
-    """Return the most bytes of activations that other outstanding forwards of `plan` hold on the device."""
-    most, full_bytes = plan.calls.outstanding - 1, saved_device_bytes(graph, plan)
-    if plan.lean is None:
-        return most * full_bytes
-    lean_bytes = saved_device_bytes(graph, plan.of_lean_calls())
-    return max(full * full_bytes + (most - full) * lean_bytes for full in (plan.lean.num_full - 1, plan.lean.num_full))
-
-
-class PlanVariant(NamedTuple):
-    """The plan, programs and sizes of a graph while all ranks run the same set of graphs."""
-
-    active: ActivePlan
-    programs: Programs
-    sizes: Mapping[str, int]
-    """Planned values of the symbols, by name."""
-
-
-class PlanVariants:
-    """The plans of a graph, each for a set of graphs run by all ranks at the same time.
-
-    A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        name: str,
-        outstanding: Callable[[], Sequence[str]],
-        profiler: StepProfiler,
-        progress: Progress,
-    ) -> None:
-        """`name` is the name of the graph. `outstanding` describes each graph of its model with an outstanding
-        forward. `profiler` has the seconds of this rank, and `progress` logs what follows from those of all."""
-        self._balance, self._progress = profiler.balance, progress
-        self._name = name
-        self._outstanding = outstanding
-        self.key = ""
-        """The digest of the graph in a roll call; empty on one rank, which calls no roll."""
-        self.graph_set_digest = ""
-        self.is_planned = False
-        """Whether there is a plan for `graph_set_digest`."""
-        self._executor = executor
-        self._written_for = ""
-        self._others: dict[str, PlanVariant] = {}
-
-    def call(self, counted: object | None, *, wants_plan: bool) -> RollCall:
-        """Return the next step of all ranks before the graph can run; see `roll_call`.
-
-        The calls of a step are counted for `counted`; None if the graph does not train.
-        """
-        wants_plan = wants_plan or not self.is_planned
-        number = self._executor.calls.number_of_forward(counted, self._executor.saved.numbers)
-        found = call_the_roll(
+    def write(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return new programs of `plan` for `graph`, the step of `captured`."""
+        return Programs(
+            captured,
+            graph,
+            plan,
             self._executor,
-            self.key,
-            self.graph_set_digest,
-            wants_plan=wants_plan,
-            is_measured=self._balance.is_known,
-            number=number,
-            doing=self._doing(number),
+            self._regions,
+            self._progress,
+            # Autograd keeps the strides of the first programs. If these had several regions, Inductor may choose none.
+            may_choose_strides=bool(self._chose_strides),
         )
-        if found.is_measured and self._executor.ranks is not None:
-            line = self._balance.suggested_line(self._executor.ranks)
-            if line is not None:
-                self._progress.say(line)
-        return found
 
-    def begin_backward(self, counted: object, ticket: torch.Tensor) -> None:
-        """Wait until every rank begins the backward of the forward of `ticket`; `counted` is as in `call`.
+    def write_next(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return programs of `plan` for `graph`, which may follow the last programs: these themselves if new ones
+        would be equal."""
+        if graph == self.last.graph and runs_as(plan, self.last.plan):
+            return self.last
+        programs = self.write(captured, graph, plan)
+        if self._has_backward:
+            programs.write_backward()
+        return programs
 
-        Raises RanksDiffer if another rank begins something else.
+    def take(self, programs: Programs, *, is_apart: bool = False) -> None:
+        """Let `programs` run from the next forward on.
+
+        They replace the last programs if these save the same activations, unless `is_apart`.
         """
-        meet_in_backward(self._executor, counted, self._name, ticket)
+        if self._programs and not is_apart and self.last.saves_as(programs):
+            self._programs = (*self._programs[:-1], (self._programs[-1][0], programs))
+        else:
+            self._programs = (*self._programs, (self._executor.saved.next_number, programs))
+        if self._has_backward:
+            programs.write_backward()
 
-    def _doing(self, number: int) -> str:
-        """Return in words how far this rank is in its step, before call `number`, for the text of RanksDiffer."""
-        before = self._outstanding()
-        behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
-        return f"is about to run {self._name}{self._executor.calls.words(number)}{behind}"
+    def keep_for(self, ticket: torch.Tensor) -> None:
+        """Keep the programs of the forward of `ticket` as long as the memory of `ticket` lives."""
+        number = number_of(ticket)
+        self._outstanding.add(number)
+        weakref.finalize(ticket.untyped_storage(), self._outstanding.discard, number).atexit = False
 
-    def find_graph_set(self, key_of_graph: Callable[[], str], counted: object | None) -> None:
-        """Find out which graphs the other ranks run beside this graph, before its first plan.
+    def of(self, ticket: torch.Tensor) -> Programs:
+        """Return the programs of the forward of `ticket`."""
+        found = self._programs[self._place(number_of(ticket))][1]
+        return found.lean if is_lean(ticket) and found.lean is not None else found
 
-        `key_of_graph` computes `key`; it is called only if there are several ranks. `counted` is as in `call`.
-        """
-        peers = self._executor.peers
-        if peers is not None:
-            self.key = key_of_graph()
-            _ = peers.num_local  # a collective: later, planning may have failed on one rank alone
-        while (call := self.call(counted, wants_plan=True)).step is Step.JOIN:
-            self.graph_set_digest = call.graph_set_digest
+    def drop_old(self) -> None:
+        """Drop the programs that no outstanding forward and no next forward needs."""
+        if len(self._programs) > 1:
+            # Any thread may free a ticket: copy the set, which must not change during the iteration.
+            needed = {self._place(number) for number in self._outstanding.copy()} | {len(self._programs) - 1}
+            self._programs = tuple(self._programs[place] for place in sorted(needed))
 
-    def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:
-        """Change to the graphs of `graph_set_digest`, and keep `now`, the variant beside the graphs before.
+    def _place(self, number: int) -> int:
+        """Return the position of the programs of the forward `number`."""
+        return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
 
-        Returns the variant of earlier runs beside these graphs, or None if the graph has to be planned.
-        """
-        if now is not None:
-            self._others[self.graph_set_digest] = now
-        self.graph_set_digest = graph_set_digest
-        found = self._others.pop(graph_set_digest, None)
-        self.is_planned = found is not None
-        if len(self._others) > MOST:
-            self._others.pop(next(iter(self._others)))
-        return found
 
-    def record_written(self) -> bool:
-        """Record that `graph_set_digest` has programs; return whether the programs before were for other graphs."""
-        before, self._written_for, self.is_planned = self._written_for, self.graph_set_digest, True
-        return before != self.graph_set_digest
+def runs_as(plan: Plan, other: Plan) -> bool:
+    """Return whether `plan` and `other`, both for the same graph, have the same programs."""
+    return all(
+        getattr(plan, field) == getattr(other, field)
+        for field in ("buckets", "placements", "activations", "regions", "schedules", "lean")
+    )

@@ -83,13 +83,15 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
 
     Its `lines` must be equal on all ranks, and its lines of `ops` need not.
     """
-    device = problem.cluster.device
+    device, graph = problem.cluster.device, problem.graph
+    states = (f"{storage.id} {storage.batched}" for storage in graph.storages if storage.kind is not Kind.PARAM)
+    mixing = (f"{op.id} mixes" for op in graph.ops if op.mixes)
     return RankFacts(
         digest=digest_of(lines),
         ops_digest=digest_of(ops),
-        division_digest=_division_digest(problem.graph, ops),
-        batch=1 if problem.graph.symbols else problem.graph.batch,
-        storage_bytes=sum(storage.nbytes for storage in problem.graph.storages),
+        division_digest=digest_of((*ops, *states, *mixing)),
+        batch=1 if graph.symbols else graph.batch,
+        storage_bytes=sum(storage.nbytes for storage in graph.storages),
         state_bytes=sum(param.state_nbytes + param.sum_nbytes for param in problem.params.values()),
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
@@ -106,11 +108,6 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
 
 def _share_text(share: Share) -> str:
     return f"{share.num_rows} rows, {share.state} of the state"
-
-
-def _division_digest(graph: StepGraph, ops: Sequence[str]) -> str:
-    states = (f"{storage.id} {storage.batched}" for storage in graph.storages if storage.kind is not Kind.PARAM)
-    return digest_of((*ops, *states, *(f"{op.id} mixes" for op in graph.ops if op.mixes)))
 
 
 def facts_to_text(facts: RankFacts) -> str:

@@ -61,7 +61,10 @@ class ShareSampler(Sampler[list[int]]):
         """
         self.num_samples = num_samples
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.rank = _present_rank() if rank is None else rank
+        if rank is None:
+            is_alone = not (distributed.is_available() and distributed.is_initialized())
+            rank = 0 if is_alone else distributed.get_rank()
+        self.rank = rank
         self.epoch = 0
         self.next_batch = 0
         self._resume_at = 0
@@ -95,17 +98,14 @@ class ShareSampler(Sampler[list[int]]):
         ranks = None if model is None else prepared_model(model, "take").executor.ranks
         if ranks is not None:
             require_same_shares(ranks, shares, f"from batch {self.next_batch} of epoch {self.epoch} on")
-        self._check(shares)
-        if ranks is not None:
-            take_rows(ranks, shares)
-        self._shares = tuple(shares)
-
-    def _check(self, shares: Sequence[Share]) -> None:
         check_shares(shares, len(shares))
         if not 0 <= self.rank < len(shares):
             raise InvalidOption("shares", len(shares), f"one per rank of the mesh, also for rank {self.rank}")
         if self._shares and batch_of(shares) != batch_of(self._shares):
             raise InvalidOption("shares", batch_of(shares), f"rows of the batch of {batch_of(self._shares)} in all")
+        if ranks is not None:
+            take_rows(ranks, shares)
+        self._shares = tuple(shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch number `epoch` with its first batch; its permutation is another one."""
@@ -136,7 +136,11 @@ class ShareSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank for each batch of the epoch: all, or the rest after `load_state_dict`."""
-        order = self._order()
+        order = list(range(self.num_samples))
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator).tolist()
         self.next_batch, self._resume_at = self._resume_at, 0
         while self.next_batch < len(self):
             number = self.next_batch
@@ -148,16 +152,3 @@ class ShareSampler(Sampler[list[int]]):
                 yield order[begin : begin + rows[self.rank]]
             else:
                 yield order[first : first + min(_ROWS_THAT_COUNT_0, sum(rows))]
-
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.num_samples))
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
-
-
-def _present_rank() -> int:
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0
-    return distributed.get_rank()

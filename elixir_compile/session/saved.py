@@ -171,7 +171,12 @@ def load_answered(path: "str | Path", plan: Plan | None = None) -> tuple[Plan, Q
 def load_plan_or_record(path: "str | Path") -> Plan | Record:
     """Return the plan or the record of a step in the file at `path`. Raises PlanFileError as `load_plan` does."""
     text = _read(path)
-    return record_from_json(text) if _says_record(text) else plan_from_json(text)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        data = None  # reading it as a plan then raises an error with the fault
+    is_record = isinstance(data, dict) and data.get("elixir") == "record"
+    return record_from_json(text) if is_record else plan_from_json(text)
 
 
 def load_plan_for(
@@ -219,11 +224,3 @@ def _read(path: "str | Path") -> str:
         raise PlanFileError(str(path), "a file that can be read", error.strerror) from error
     except UnicodeDecodeError as error:
         raise PlanFileError(str(path), "a text file", f"byte {error.start} that is no UTF-8") from error
-
-
-def _says_record(text: str) -> bool:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        return False  # reading it as a plan then raises an error with the fault
-    return isinstance(data, dict) and data.get("elixir") == "record"

@@ -31,7 +31,7 @@ _MOST_TRIES = 6
 
 
 class Stage(Protocol):
-    """A stage of this rank: the `OutstandingForwards` of its model."""
+    """A stage of this rank: the `Together` of its model."""
 
     stages: "StagesOfRank | None"
 
@@ -132,14 +132,8 @@ class StagesOfRank:
             made = make(asked)
         if options.plan is not None:
             return made
-        return self._fitted(stage, asked, made, make, budget_bytes)
-
-    def _fitted(
-        self, stage: Stage, asked: Problem, made: Plan, make: Callable[[Problem], Plan], budget_bytes: int
-    ) -> Plan:
-        """Return `made`, or a plan with less memory, with which all planned stages fit `budget_bytes`."""
         needed_bytes = budget_bytes
-        for _ in range(_MOST_TRIES):
+        for _ in range(_MOST_TRIES):  # a plan with less memory, until all planned stages fit together
             needed_bytes = self.peak_bytes(stage, [(asked.graph, made)])
             excess_bytes = needed_bytes - budget_bytes
             if not any_of_all(stage.executor, excess_bytes > 0, "stages of a rank that hold too much together"):

@@ -80,10 +80,7 @@ each reads the history of its allocator twice."""
 
 
 class StepProfiler:
-    """Measures the first steps of a compilation, which calls it at the first forward of every step.
-
-    It has more than 15 attributes: what it was asked for, and the figures of the steps so far.
-    """
+    """Measures the first steps of a compilation, which calls it at the first forward of every step."""
 
     def __init__(self, executor: Executor, name: str, options: Options, *, records: bool) -> None:
         """`name` is that of the graph whose steps are measured. Spans are recorded if `records`, or on several ranks.
@@ -120,10 +117,34 @@ class StepProfiler:
         self._reads_memory &= not outstanding
         self._began_s.append(time.perf_counter())
         if len(self._began_s) == STEPS_SKIPPED + 1:
-            self._begin()
+            if self._reads_memory:
+                self._foreign_bytes = foreign_bytes(self._executor)
+                # Compiling allocates more than a step does, and the figure is for the steps.
+                self._peak = PeakRecord(self._platform, self._device)
+            if self._records:
+                self._recording = self._executor.ledger.start_recording()
+            self._began_s[-1] = time.perf_counter()
         if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
             return None
-        stats = self._end()
+        self._is_on = False
+        spans = () if self._recording is None else self._recording.stop()
+        peak_bytes = None if self._peak is None else self._peak.stop()
+        self._recording = self._peak = None
+        # Regions of the graph, each with the seconds of a span.
+        own_s = [
+            span.end_s - span.start_s
+            for span in spans
+            if span.graph == self._name and span.lane is Lane.COMPUTE and verb_of(span.label) == Verb.RUN
+        ]
+        stats = StepStats(
+            period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
+            is_shared=self._shares_step,
+            graph_s=sum(own_s) / STEPS_TIMED if own_s else None,
+            spans=() if self._shares_step else spans,
+            device_peak_bytes=peak_bytes if self._reads_memory else None,
+            foreign_bytes=self._foreign_bytes,
+            reserved_bytes=self._platform.reserved_bytes(self._device) if self._reads_memory else None,
+        )
         ranks = self._executor.ranks
         # Shares are for one axis, and ranks along a tensor axis have the same rows.
         if ranks is not None and ranks.tensor_axis is None and not self._shares_step:
@@ -157,40 +178,6 @@ class StepProfiler:
             self._peak.stop()
         self._recording = self._peak = None
 
-    def _begin(self) -> None:
-        if self._reads_memory:
-            self._foreign_bytes = foreign_bytes(self._executor)
-            # Compiling allocates more than a step does, and the figure is for the steps.
-            self._peak = PeakRecord(self._platform, self._device)
-        if self._records:
-            self._recording = self._executor.ledger.start_recording()
-        self._began_s[-1] = time.perf_counter()
-
-    def _end(self) -> StepStats:
-        self._is_on = False
-        spans = () if self._recording is None else self._recording.stop()
-        self._recording = None
-        peak_bytes = None if self._peak is None else self._peak.stop()
-        self._peak = None
-        return StepStats(
-            period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
-            is_shared=self._shares_step,
-            graph_s=self._graph_s(spans),
-            spans=() if self._shares_step else spans,
-            device_peak_bytes=peak_bytes if self._reads_memory else None,
-            foreign_bytes=self._foreign_bytes,
-            reserved_bytes=self._platform.reserved_bytes(self._device) if self._reads_memory else None,
-        )
-
-    def _graph_s(self, spans: Iterable[Span]) -> float | None:
-        """Return the mean seconds per step in which regions of the graph ran; None if nothing was recorded."""
-        own_s = [
-            span.end_s - span.start_s
-            for span in spans
-            if span.graph == self._name and span.lane is Lane.COMPUTE and verb_of(span.label) == Verb.RUN
-        ]
-        return sum(own_s) / STEPS_TIMED if own_s else None
-
 
 def own_bytes(executor: Executor) -> int:
     """Return the bytes between steps on the device of parameters, gradients, optimizer state and workspaces."""
@@ -222,8 +209,12 @@ class Progress:
         writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.is_on = is_on and writes
         self._warns_of_division = warns_of_division and writes
-        if self.is_on:
-            _show_when_nobody_listens()
+        if self.is_on and not log.hasHandlers():  # in a script without logging set up
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("elixir: %(message)s"))
+            log.addHandler(handler)
+            log.setLevel(logging.INFO)
+            log.propagate = False
         self._began_s: float | None = time.monotonic()
         """When the current compilation began; None from a forward until the next compilation."""
         self._next_s = self._began_s + QUIET_S
@@ -277,13 +268,3 @@ class Progress:
         """Log `line`."""
         if self.is_on:
             log.info("%s", line)
-
-
-def _show_when_nobody_listens() -> None:
-    """Let the lines reach the terminal in a script without logging set up."""
-    if not log.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("elixir: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False

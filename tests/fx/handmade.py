@@ -249,7 +249,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> 
     with monkeypatch.context() as patch:
         patch.setattr("elixir_compile.session.graph_planner.plan_for", plan_for)
         # The plans that are made must not depend on the accumulation of earlier tests.
-        patch.setattr("elixir_compile.session.staying_gradients.remembers_accumulation", lambda *_: False)
+        patch.setattr("elixir_compile.session.graph_planner.remembers_accumulation", lambda *_: False)
         yield made
 
 

@@ -211,6 +211,28 @@ def has_few_tokens(rank: int, world_size: int) -> dict[str, Any]:
     return {"losses": losses, "chunks": [record.loss_chunks for record in model_of(model).compilations]}
 
 
+def plans_beside_state(rank: int, world_size: int) -> list[int]:
+    """How often each of four steps is planned, if from the third on an optimizer has state that no plan places."""
+    torch._dynamo.reset()
+    model = elixir_compile.prepare(Branching().double(), mesh=init_device_mesh("cpu", (world_size,)))
+    executor = executor_of(model)
+    control, said = executor.ranks.control, []
+    exchange = control.exchange
+    control.exchange = lambda text, what, *doing: (said.append(what), exchange(text, what, *doing))[1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **ROOM}, dynamic=False)
+    found = []
+    for step in range(4):
+        if step == 2:
+            executor.plain_state.note(optimizer, {"last.weight": 1000})
+            executor.plain_state.is_counted = True
+        said.clear()
+        optimizer.zero_grad()
+        compiled(batch(rank, step), USES["one op more"](rank, step)).backward()
+        found.append(said.count("parameters in use"))
+    return found
+
+
 def fails(rank: int, world_size: int, **options: Any) -> list[str]:
     with pytest.raises(elixir_compile.ElixirError) as caught:
         trains(rank, world_size, "rank 0 only", **options)
@@ -226,6 +248,7 @@ def on_two(rank: int, world_size: int) -> dict[str, Any]:
         "little memory": trains(rank, world_size, "rank 0 only", device_memory=SHORT),
         "lengths": changes_length(rank, world_size),
         "tokens": has_few_tokens(rank, world_size),
+        "state": plans_beside_state(rank, world_size),
         "none fits": fails(rank, world_size, device_memory=10_000),
         "other settings": fails(
             rank, world_size, activations="keep" if rank else "any", planner="elixir" if rank else "greedy"
@@ -252,6 +275,10 @@ def test_weights_are_those_of_one_process(two: list[dict[str, Any]], name: str) 
     assert max(rank[name]["off"] for rank in two) < 1e-12
     # What no rank uses has no gradient, what one uses has one on all.
     assert all(rank[name].get("trained", True) for rank in two)
+
+
+def test_state_that_no_plan_places_is_planned_once(two: list[dict[str, Any]]) -> None:
+    assert [rank["state"] for rank in two] == [[1, 0, 1, 0]] * 2
 
 
 def test_each_of_three_ranks_takes_an_expert(three: list[dict[str, Any]]) -> None:

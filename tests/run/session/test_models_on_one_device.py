@@ -355,7 +355,7 @@ def test_models_whose_state_nobody_can_move_train_beyond_the_budget_with_a_warni
 def test_all_problems_of_a_graph_count_what_no_plan_places(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """State of plain optimizers and buckets of DistributedDataParallel, in joint problems too."""
     run = by_elixir(*nets(1), device_memory=alone[0], **OPTIONS).train([rows_of(0)], step)
-    outstanding, (graph,) = model_of(run.model)._outstanding, model_of(run.model).graphs
+    outstanding, (graph,) = model_of(run.model)._together, model_of(run.model).graphs
 
     def base_bytes() -> list[int]:
         planner, own = graph.planner, graph.active.captured

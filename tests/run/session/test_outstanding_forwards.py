@@ -20,7 +20,7 @@ from elixir_compile.ir import Plan, Tier
 from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.search.joint.replan import Correction
-from elixir_compile.session import outstanding
+from elixir_compile.session import together
 from elixir_compile.session.planning import ExternalUsage
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import host_bytes
@@ -378,8 +378,8 @@ def test_without_joint_plans_activations_are_offloaded_in_every_step(
     def refuse(*_: object, **__: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
-    monkeypatch.setattr(outstanding, "plan_jointly", refuse)
-    monkeypatch.setattr(outstanding.OutstandingForwards, "may_be_lean", lambda *_: False)  # would need no room at first
+    monkeypatch.setattr(together, "plan_jointly", refuse)
+    monkeypatch.setattr(together.Together, "may_be_lean", lambda *_: False)  # would need no room at first
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)
@@ -397,9 +397,9 @@ def test_first_steps_without_lean_plans_keep_the_budget(has_plans: bool, monkeyp
     def refuse(*_: object, **__: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
-    monkeypatch.setattr(outstanding, "plan_leanest", refuse)
+    monkeypatch.setattr(together, "plan_leanest", refuse)
     if not has_plans:
-        monkeypatch.setattr(outstanding, "plan_jointly", refuse)
+        monkeypatch.setattr(together, "plan_jointly", refuse)
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)
@@ -462,10 +462,10 @@ def test_host_bytes_of_other_graphs_are_external_usage_of_a_joint_problem() -> N
     total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
     assert total_bytes > 0
     for graph in model_of(run.model).graphs:
-        asked = graph.joint_problem(1000, ExternalUsage())
+        asked = graph.planner.joint_problem(graph.active, 1000, ExternalUsage())
         own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(graph.param_names)]
         own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
         assert asked.host_base_bytes == total_bytes - own_bytes
         assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
         graph.planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
-        assert graph.joint_problem(1000, ExternalUsage()).base_bytes == 1007
+        assert graph.planner.joint_problem(graph.active, 1000, ExternalUsage()).base_bytes == 1007

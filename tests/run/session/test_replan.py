@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -16,14 +16,16 @@ from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Lane, Plan, Saving, Span, Tier
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.gradients import Reducers
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
 from elixir_compile.session import graph_planner, planning
+from elixir_compile.session.neighbours import Neighbours
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.prices import prices
 from tests.run.models import Stack, seeded, vectors
-from tests.run.training import Run, assert_same, by_elixir, least_bytes, on_host, planned_peak_bytes
+from tests.run.training import Run, assert_same, by_elixir, least_bytes, loss_of, on_host, planned_peak_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # After the first steps a plan is corrected: once, without a capture, with the same weights.
@@ -393,3 +395,161 @@ def test_options_that_shape_no_plan_keep_it():
     optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
     before = trained(model, optimizer)
     assert trained(model, optimizer, replan=True) is before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Each cause of a new plan: what it changes of the problem, what the log says, and what is measured anew.
+
+
+OF_CAUSES = {
+    "inner": "aot_eager",
+    "device_memory": 1 << 20,
+    "host_memory": 1 << 30,
+    "planner": "zero3_offload",
+    "plan_cache": False,
+    "report": True,
+}
+
+
+def small(rows: int = 8) -> torch.Tensor:
+    return vectors(1, rows=rows, width=16)[0]
+
+
+def _crowded(run: Run) -> Any:
+    return [loss_of(run.compiled, small()) for _ in range(2)]
+
+
+def _short(run: Run) -> Any:
+    real, calls = Executor.ticket, []
+
+    def ticket(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 KiB.")
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "ticket", ticket)
+        return loss_of(run.compiled, small())
+
+
+def _staying(run: Run) -> Any:
+    loss_of(run.compiled, small()).backward()
+    return loss_of(run.compiled, small())
+
+
+def _other_options(run: Run) -> Any:
+    other = torch.compile(run.model, backend="elixir", options={**OF_CAUSES, "update": "after_backward"}, dynamic=True)
+    loss_of(other, small()).backward()
+    run.optimizer.zero_grad()
+
+
+def _returned(run: Run) -> Any:
+    _other_options(run)
+    return loss_of(run.compiled, small())
+
+
+def _reduced(run: Run) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reducers, "__bool__", lambda reducers: True)
+        return loss_of(run.compiled, small())
+
+
+def _moved(run: Run) -> Any:
+    buckets = executor_of(run.model).buckets
+    in_force = buckets.in_force(for_training=True)
+    buckets.move([bucket for bucket, _ in in_force], [replace(home, param=Tier.DEVICE) for _, home in in_force])
+    return loss_of(run.compiled, small())
+
+
+def _beside_plain_state(run: Run) -> Any:
+    executor = executor_of(run.model)
+    executor.plain_state.note(run.optimizer, {"head.weight": 1000})
+    executor.plain_state.is_counted = True
+    return loss_of(run.compiled, small())
+
+
+def _in_turn(run: Run) -> Any:
+    more_bytes = (1 << 20) - planned_peak_bytes(run) + 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbours, "bytes_in_turn", lambda neighbours, leaving_out=(): more_bytes)
+        return loss_of(run.compiled, small())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a cause changes."""
+
+    happens: Callable[[Run], Any]
+    """A forward, and what comes before it."""
+    fields: tuple[frozenset[str], ...]
+    """For each new plan, the fields of its problem that differ from those of the first, besides the buckets in force
+    and their homes."""
+    opens: bool = False
+    """Whether the homes of the buckets are open."""
+    says: tuple[str, ...] = ("planned",)
+    """The first word of each line of the log."""
+    num_restarts: int = 0
+    """How often the measurement of the steps begins anew."""
+
+
+CAUSES = {
+    "none": Change(happens=lambda run: loss_of(run.compiled, small()), fields=(), says=()),
+    "grown sizes": Change(
+        happens=lambda run: loss_of(run.compiled, small(rows=16)), fields=(frozenset({"graph"}),), num_restarts=1
+    ),
+    "crowded": Change(happens=_crowded, fields=(frozenset({"base_bytes"}),)),
+    "early shortage": Change(
+        happens=_short, fields=(frozenset({"base_bytes"}),), says=("Stack", "planned"), num_restarts=1
+    ),
+    "staying gradients": Change(
+        happens=_staying,
+        fields=(frozenset({"accumulates", "params"}),),
+        opens=True,
+        says=("accumulates:", "planned"),
+        num_restarts=1,
+    ),
+    "other options": Change(happens=_other_options, fields=(frozenset({"name", "graph", "update"}),), opens=True),
+    "outdated": Change(
+        happens=_returned,
+        fields=(frozenset({"name", "graph", "update"}), frozenset()),
+        opens=True,
+        says=("planned", "planned"),
+    ),
+    "a wrapper reduces gradients": Change(happens=_reduced, fields=(frozenset({"params_stay"}),)),
+    "buckets were moved": Change(happens=_moved, fields=(frozenset(),)),
+    "plain state": Change(happens=_beside_plain_state, fields=(frozenset({"base_bytes", "params"}),)),
+    "models in turn": Change(happens=_in_turn, fields=(frozenset({"base_bytes"}),), opens=True),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_of_a_new_plan_changes_its_part_of_the_problem(
+    cause: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = CAUSES[cause]
+    problems: list[Problem] = []
+    are_open: list[bool] = []
+    restarted: list[StepProfiler] = []
+    real_plan_for = graph_planner.plan_for
+
+    def plan_for(problem: Problem, options: Options) -> Plan:
+        problems.append(problem)
+        are_open.append({home.bucket: (home.param, home.optim) for home in problem.placements} != homes(run))
+        return real_plan_for(problem, options)
+
+    monkeypatch.setattr(graph_planner, "plan_for", plan_for)
+    run = by_elixir(seeded(Stack, 16, 1), dynamic=True, **OF_CAUSES)
+    run.train([small()] * 3)
+    (first,) = problems
+    caplog.set_level(logging.INFO, logger="elixir_compile")
+    caplog.clear()
+    monkeypatch.setattr(StepProfiler, "restart", lambda profiler: restarted.append(profiler))
+    change.happens(run)
+    besides = {"buckets", "placements"}
+    names = [own.name for own in fields(Problem) if own.name not in besides]
+    found = [frozenset(name for name in names if getattr(each, name) != getattr(first, name)) for each in problems[1:]]
+    assert tuple(found) == change.fields
+    assert are_open[1:] == [change.opens] * len(found)
+    assert tuple(line.split()[0] for line in caplog.messages) == change.says
+    assert len(restarted) == change.num_restarts

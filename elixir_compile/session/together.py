@@ -13,19 +13,19 @@ step.
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from elixir_compile.base.errors import NoFeasiblePlan
-from elixir_compile.base.options import Options
 from elixir_compile.base.units import format_bytes
+from elixir_compile.graph.capture.convert import Captured, returns_loss
 from elixir_compile.graph.ops.optimizers import are_optimized
-from elixir_compile.ir import Phase, Plan, StepGraph, Tier
+from elixir_compile.ir import Plan, StepGraph, Tier
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem, extent_of, extents
 from elixir_compile.search.joint.joint_budget import (
@@ -36,112 +36,29 @@ from elixir_compile.search.joint.joint_budget import (
     plan_leanest,
     rebased,
 )
-from elixir_compile.session.agreement import any_of_all
+from elixir_compile.search.outer import answer
 from elixir_compile.session.allocator_gaps import AllocatorGaps
-from elixir_compile.session.graph_planner import GraphPlanner
+from elixir_compile.session.graph_planner import Beside, GraphPlanner, GraphRuns, JointGraph
 from elixir_compile.session.machine import library_bytes
-from elixir_compile.session.neighbours import Neighbours
+from elixir_compile.session.neighbours import Neighbours, unread_bytes
 from elixir_compile.session.over_budget import TOLERATED_BYTES, Outside, StepWatch, note_overrun
-from elixir_compile.session.planning import ExternalUsage, may_move_back
-from elixir_compile.session.programs import ActivePlan, Programs
+from elixir_compile.session.planning import ExternalUsage, bytes_beside, may_move_back, param_names_of
 from elixir_compile.session.stages import StagesOfRank
 from elixir_compile.session.step_profiler import foreign_bytes
 from elixir_compile.session.trial import Trial, with_margin
 
 log = logging.getLogger("elixir_compile")
-Answer = TypeVar("Answer")
+_USES_RESULTS = "code that uses its results, as a loss"
+_COPIES_OF_RESULTS = 16
+"""Code that uses the results of a graph is assumed to hold at most so many tensors of their size: a loss over logits in
+half precision holds them in fp32, their logarithms, and the gradients of both."""
 _Beside = Sequence[tuple[int, ...]]
 """The positions of the graphs beside each graph."""
 
 
-@dataclass(slots=True)
-class GraphRuns:
-    """What is known of the runs of a graph since the graphs of its model were last planned together."""
-
-    has_run: bool = False
-    beside: tuple[object, ...] = ()
-    """The graphs of the most forwards that were outstanding at once, one entry per forward."""
-    offloads_first: bool = False
-    """If True, activations of outstanding forwards are offloaded before each run of the graph."""
-
-    def positions_in(self, graphs: Sequence[object]) -> tuple[int, ...]:
-        """Return the positions in `graphs` of the outstanding forwards' graphs, one per forward."""
-        return tuple(graphs.index(other) for other in self.beside if other in graphs)
-
-
-class Beside(NamedTuple):
-    """Device bytes that others may hold while a graph runs under its plan."""
-
-    outstanding_bytes: int
-    """Other outstanding forwards of its model."""
-    neighbour_bytes: int = 0
-    """Models that run in turn with its model."""
-
-
-class JointGraph(Protocol):
-    """A graph to plan together with others of the same model: a `PlannedGraph`."""
-
-    name: str
-    runs: GraphRuns
-    planner: GraphPlanner
-    graph_break: tuple[str, int, str] | None
-    """File, line and reason of the graph break at which it ends."""
-    description: str
-    """The name of the graph, and the graph break at which it ends."""
-    is_superseded: bool
-    """Whether a later capture of the same step took its place."""
-
-    @property
-    def is_planned(self) -> bool: ...
-
-    @property
-    def active(self) -> ActivePlan: ...
-
-    @property
-    def is_inference(self) -> bool: ...
-
-    @property
-    def needed_bytes(self) -> int:
-        """The peak of the plan in use, beside what models in turn hold by now."""
-        ...
-
-    @property
-    def is_pressed(self) -> bool:
-        """Whether models in turn hold so much by now that the plan in use exceeds the budget that the user gave."""
-        ...
-
-    @property
-    def param_names(self) -> Sequence[str]:
-        """The parameters read by the graph, and all others in their buckets."""
-        ...
-
-    def joint_problem(self, base_bytes: int, external: ExternalUsage, *, is_as_run: bool = False) -> Problem:
-        """Return the problem of the graph with `base_bytes` held outside of it, and its buckets free to move.
-
-        `external` has the bytes of other models that are planned together with it. A problem that `is_as_run` has the
-        sizes of the last forward, others have headroom for larger sizes.
-        """
-        ...
-
-    def write_programs(self, problem: Problem, plan: Plan) -> Programs:
-        """Return the programs of `plan`, which answers `problem`."""
-        ...
-
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: "Beside") -> None:
-        """Run `programs` of `plan` from the next forward on."""
-        ...
-
-    def mark_in_force(self) -> None:
-        """Note the generation of the buckets under the plan."""
-        ...
-
-
-class OutstandingForwards:
-    """The outstanding forwards of a model, whose graphs wait for their backward while other graphs run.
-
-    The other graphs belong to the same model, or to its neighbours on the device. It has more than 20 methods: a
-    `PlannedGraph` asks 9 of them for words and numbers about the outstanding forwards.
-    """
+class Together:
+    """The graphs of a model, whose forwards may be outstanding beside each other, and beside those of other models on
+    the device: what they hold, and when they are planned together."""
 
     def __init__(
         self,
@@ -151,7 +68,7 @@ class OutstandingForwards:
     ) -> None:
         """`graphs` are the captured graphs of the model, which adds later ones to the same sequence. `unplaced` returns
         the tensors of the model that no plan places."""
-        self._executor = executor
+        self.executor = executor
         self._graphs = graphs
         self.stages: StagesOfRank | None = None
         """The stages of a pipeline on this rank, of which the model is one; None if it is no stage, or the only one."""
@@ -167,56 +84,14 @@ class OutstandingForwards:
         """The bytes between tensors for which plans leave room."""
         self.trial = Trial(executor.name)
         """The budget of steps that exceed their budget."""
-        self.neighbours: Neighbours[OutstandingForwards] = Neighbours(self, unplaced)
+        self.neighbours: Neighbours[Together] = Neighbours(self, unplaced)
         self._warned_of: tuple[Sequence[str], int] = ([], 0)
         """The names of the other models beside which a plan exceeded its budget last, and by how much."""
-
-    def plan_beside(self, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
-        """Return the result of `plan` for the device bytes of outstanding forwards and of models in turn.
-
-        `reserved_bytes` are left free if a plan fits without them. If none fits, activations of outstanding forwards
-        are offloaded and `plan` is called again; at last beside as many bytes of models in turn as leave room for it.
-        Raises NoFeasiblePlan if the model does not fit alone.
-        """
-        executor, in_turn_bytes = self._executor, self.neighbours.bytes_in_turn()
-        # The last ranks have no rows of a small parameter, and outstanding forwards may hold less on some ranks. All
-        # ranks must take the same branch.
-        if any_of_all(executor, reserved_bytes > 0, "room to be left"):
-            try:
-                return plan(self._usage(in_turn_bytes, reserved_bytes))
-            except NoFeasiblePlan:
-                self.is_crowded = True
-        try:
-            return plan(self._usage(in_turn_bytes))
-        except NoFeasiblePlan:
-            if not any_of_all(executor, self.offload(), "room that was made") and not in_turn_bytes:
-                raise
-        self.is_crowded, in_turn_bytes = True, self.neighbours.bytes_in_turn()
-        try:
-            return plan(self._usage(in_turn_bytes))
-        except NoFeasiblePlan as error:
-            if not in_turn_bytes:
-                raise
-            in_turn_bytes -= error.needed_bytes - error.budget_bytes if error.memory == "device" else in_turn_bytes
-        if in_turn_bytes > 0:
-            with suppress(NoFeasiblePlan):
-                return plan(self._usage(in_turn_bytes))
-        return plan(self._usage(0))
-
-    def _usage(self, in_turn_bytes: int, reserved_bytes: int = 0) -> ExternalUsage:
-        """Return the external usage of a graph of the model beside `in_turn_bytes` of models in turn."""
-        return ExternalUsage(
-            outstanding_bytes=self._executor.saved.held_bytes(),
-            reserved_bytes=reserved_bytes,
-            neighbour_bytes=in_turn_bytes,
-            neighbour_host_bytes=self.neighbours.host_bytes_in_turn() if in_turn_bytes else 0,
-            gap_bytes=self.gaps.nbytes,
-        )
 
     def offload(self) -> bool:
         """Copy the activations of outstanding forwards of this model and of models in turn to the host; return whether
         any memory was freed."""
-        executors = [self._executor, *(model.executor for model in self.neighbours.in_turn())]
+        executors = [self.executor, *(model.executor for model in self.neighbours.in_turn())]
         return sum(executor.saved.offload_outstanding() for executor in executors) > 0
 
     def make_room(self, graph: JointGraph) -> None:
@@ -251,8 +126,8 @@ class OutstandingForwards:
     def may_leave(self) -> bool:
         """Whether the buckets of the model may move to the host now, and back: no forward is outstanding, neither other
         ranks nor a plan of the user decide where they are, and the host has room."""
-        executor, planned = self._executor, [graph for graph in self._graphs if graph.is_planned]
-        if executor.saved.outstanding_owners() or not all(graph.planner.may_move for graph in planned):
+        executor, planned = self.executor, [graph for graph in self._graphs if graph.is_planned]
+        if executor.saved.outstanding_owners() or any(graph.planner.why_unmovable for graph in planned):
             return False
         problems = [graph.active.problem for graph in planned]
         free_bytes = min((problem.host_budget_bytes for problem in problems), default=0)
@@ -260,25 +135,53 @@ class OutstandingForwards:
         may_move = all(may_move_back(problem, executor) for problem in problems)
         return may_move and held.resident_bytes + held.grad_bytes <= free_bytes
 
-    @property
-    def executor(self) -> Executor:
-        """The executor of the model."""
-        return self._executor
-
     def planned(self) -> Sequence[tuple[StepGraph, Plan]]:
         """Return the graphs that train, with their plans."""
         training = [own for own in self._graphs if own.is_planned and not (own.is_inference or own.is_superseded)]
         return [(own.active.graph, own.active.plan) for own in training]
 
-    def answered(self, problem: Problem, make: Callable[[Problem], Plan], options: Options) -> Plan:
-        """Return the plan for `problem` from `make`, beside the other stages of this rank if there are any.
+    def bytes_in_turn(self, graph: JointGraph) -> int:
+        """Return the device bytes that models in turn hold while `graph` runs, if the user chose its budget; else 0."""
+        return self.neighbours.bytes_in_turn() if graph.planner.is_budget_given else 0
 
-        Raises NoFeasiblePlan if nothing fits.
-        """
-        trains = any(op.phase is Phase.BACKWARD for op in problem.graph.ops)
-        if self.stages is None or not trains:
-            return make(problem)
-        return self.stages.answered(self, problem, make, options)
+    def needed_bytes(self, graph: JointGraph) -> int:
+        """Return the peak of the plan in use of `graph`, beside what models in turn hold by now."""
+        more_bytes = self.bytes_in_turn(graph) - graph.active.neighbour_bytes
+        return graph.active.plan.prediction.device_peak_bytes + max(0, more_bytes)
+
+    def is_pressed(self, graph: JointGraph) -> bool:
+        """Return whether models in turn hold so much by now that the plan in use of `graph` exceeds the budget that the
+        user gave."""
+        if not (graph.is_planned and graph.planner.is_budget_given and graph.planner.options.plan is None):
+            return False
+        plan = graph.active.plan
+        return plan.budget_bytes < self.needed_bytes(graph) > plan.prediction.device_peak_bytes
+
+    def rest_of_step(self, graph: JointGraph, own: Captured) -> str:
+        """Return in words what a step holds beside `own`, the capture of `graph`, as far as it may; empty if
+        nothing."""
+        executor = self.executor
+        if own.backward is None:
+            trains = any(slot.param.requires_grad for slot in executor.slots.values())
+            return "the backward of a step that trains" if trains else ""
+        read = set(param_names_of(own, executor))
+        if graph.graph_break is not None:
+            return "what runs after the graph break at {}:{}".format(*graph.graph_break)
+        if executor.saved.outstanding_owners():
+            return "forwards that wait for their backward"
+        others = [other for other in self._graphs if other is not graph and not other.is_superseded]
+        # Another graph runs in the same steps if it trains other parameters, or trains nothing. One of the same
+        # parameters is for inputs of another size.
+        if unread_bytes(own, executor, read) or any(
+            other.is_inference or self.share_step(graph, other) or not read >= set(other.param_names)
+            for other in others
+            if other.is_planned
+        ):
+            return "the other graphs"
+        # Steps like those of the graph may have run, with inputs of another size.
+        have_trained = any(other.runs.has_run and not other.is_inference for other in others)
+        is_known = have_trained and not self.trial.given_bytes
+        return "" if is_known or returns_loss(own) else _USES_RESULTS
 
     def put_off(self, graph: JointGraph, needed_bytes: int, beside: str) -> bool:
         """Return whether `graph`, which needs `needed_bytes`, is planned for a larger budget until the rest of its step
@@ -292,7 +195,12 @@ class OutstandingForwards:
             return False
         if self.neighbours.in_turn():
             return False
-        if graph.is_inference and not self._trains_next():
+        if graph.is_inference and self._have_trained:  # the steps are known, or what they need is being found out
+            may_follow = bool(self.trial.given_bytes) or self.watch.is_waiting
+        else:  # steps that train follow if an optimizer has parameters of the model
+            trained = [slot.param for slot in self.executor.slots.values() if slot.param.requires_grad]
+            may_follow = not graph.is_inference or are_optimized(trained)
+        if not may_follow:
             return False
         self.trial.begin(given_bytes)
         self.trial.lift(needed_bytes, beside)
@@ -308,43 +216,34 @@ class OutstandingForwards:
             self.neighbours.in_turn() or self.stages is not None or planner.divides_to_fit
         )
 
-    def begin_lean(self, graph: JointGraph, rest_bytes: int) -> bool:
-        """Return whether `graph` has to be planned again for few bytes.
+    def begin_lean(self, graph: JointGraph) -> bool:
+        """Return whether `graph` has to be planned again for few bytes, because its step may hold more beside it than
+        the plan in use leaves between its forward and its backward.
 
-        Its step may hold `rest_bytes` beside it, and the plan in use leaves less between its forward and its backward.
+        The rest of its step is code over its results, or other layers too, which are taken to hold as much for each
+        parameter as those of the graph.
         """
-        plan, extent = graph.active.plan, extent_of(graph.active.graph, graph.active.plan)
-        free_bytes = plan.budget_bytes - plan.base_bytes - extent.resident_bytes - extent.left_bytes
-        if rest_bytes > free_bytes:
+        active, slots, rest_bytes = graph.active, self.executor.slots.values(), 0
+        rest = self.rest_of_step(graph, active.captured)
+        if rest:
+            nbytes_of = {storage.id: storage.nbytes for storage in active.graph.storages}
+            rest_bytes = _COPIES_OF_RESULTS * sum(nbytes_of.get(name, 0) for name in active.graph.outputs)
+        if rest not in ("", _USES_RESULTS):
+            trained, read = [slot for slot in slots if slot.param.requires_grad], set(graph.param_names)
+            total_bytes = sum(slot.own_nbytes for slot in trained)
+            read_bytes = max(1, sum(slot.own_nbytes for slot in trained if slot.name in read))
+            kept_bytes = extents(active.problem)[1].left_bytes
+            rest_bytes += kept_bytes + 2 * kept_bytes * (total_bytes - read_bytes) // read_bytes
+        plan, extent = active.plan, extent_of(active.graph, active.plan)
+        is_too_much = rest_bytes > plan.budget_bytes - plan.base_bytes - extent.resident_bytes - extent.left_bytes
+        if is_too_much:
             self.trial.begin_lean(plan.budget_bytes)
-        return rest_bytes > free_bytes
-
-    def _trains_next(self) -> bool:
-        """Return whether steps that train follow a forward without gradients, and are not known yet: an optimizer has
-        parameters of the model, and no graph has trained, or what they need is being found out."""
-        if self._have_trained:
-            return bool(self.trial.given_bytes) or self.watch.is_waiting
-        return are_optimized([slot.param for slot in self._executor.slots.values() if slot.param.requires_grad])
+        return is_too_much
 
     @property
     def _have_trained(self) -> bool:
         """Whether a graph of the model has trained."""
         return any(own.runs.has_run and not own.is_inference for own in self._graphs)
-
-    def knows_size_of(self, graph: JointGraph) -> bool:
-        """Return whether steps like those of `graph` have run, with inputs of another size."""
-        others = [other for other in self._graphs if other is not graph and not other.is_superseded]
-        return not self.trial.given_bytes and any(other.runs.has_run and not other.is_inference for other in others)
-
-    def has_beside(self, graph: JointGraph, read: Set[str]) -> bool:
-        """Return whether another graph may run in the steps of `graph`, which reads the parameters `read`: it trains
-        others, or trains nothing. A graph of the same parameters is for inputs of another size."""
-        others = [other for other in self._graphs if other is not graph and other.is_planned]
-        return any(
-            other.is_inference or self.share_step(graph, other) or not read >= set(other.param_names)
-            for other in others
-            if not other.is_superseded
-        )
 
     def begin(self, graph: JointGraph, args: Sequence[Any] = ()) -> None:
         """Record a forward of `graph` with the inputs `args`; first plan all graphs of the last steps together, with
@@ -352,18 +251,18 @@ class OutstandingForwards:
 
         Raises NoFeasiblePlan if the steps exceed the budget of the user whatever their plans are.
         """
-        is_alone = self._executor.peers is None and self.stages is None
+        is_alone = self.executor.peers is None and self.stages is None
         self.neighbours.begin(is_sharing=is_alone and graph.planner.is_budget_given)
         if graph.is_inference and self._have_trained:
             return  # it runs with the homes of training
         models = [self, *self.neighbours.in_turn()]
         outstanding = _owners(models)
-        is_pressed = graph.is_pressed
+        is_pressed = self.is_pressed(graph)
         if is_pressed and graph.runs.offloads_first and self.offload():
-            is_pressed = graph.is_pressed
+            is_pressed = self.is_pressed(graph)
         self.is_crowded |= is_pressed
         if not outstanding:
-            self.is_crowded |= any(own.is_pressed for model in models[1:] for own in model.joint_graphs())
+            self.is_crowded |= any(model.is_pressed(own) for model in models[1:] for own in model.joint_graphs())
             graphs = [own for own in self.joint_graphs() if not own.is_inference]
             if models[1:]:  # a step holds what they allocate, so its figures tell nothing about `graphs`
                 self.watch.peaks = {}
@@ -375,19 +274,13 @@ class OutstandingForwards:
                 replan_together(models)
             elif graphs:
                 self._leave_gaps(models, args)
-        if self.neighbours.is_away:
-            self._return(graph, is_pressed=is_pressed)
-        graph.runs.has_run = True
-        self._note(graph, _owners([self, *self.neighbours.others()]))
-
-    def _return(self, graph: JointGraph, *, is_pressed: bool) -> None:
-        """Move buckets that left for the host back, after other models have made room; if models in turn hold too much,
-        let `graph` be planned again for where the buckets are."""
-        if is_pressed:
+        if self.neighbours.is_away and is_pressed:  # it is planned again for where its buckets are
             self.neighbours.stay()
-        else:
+        elif self.neighbours.is_away:
             self.make_room(graph)
             self.neighbours.come_back()
+        graph.runs.has_run = True
+        self._note(graph, _owners([self, *self.neighbours.others()]))
 
     def _is_tried(self, graphs: Sequence[JointGraph]) -> bool:
         """Return whether the budget of `graphs` is tried. That begins if the measured step exceeded it, and they may
@@ -416,7 +309,7 @@ class OutstandingForwards:
             log.log(
                 level,
                 "a step of %s took %s of %s: %s. %s",
-                self._executor.name,
+                self.executor.name,
                 format_bytes(max(peaks.values())),
                 format_bytes(budget_bytes),
                 "; ".join(causes),
@@ -437,7 +330,16 @@ class OutstandingForwards:
         beside = [own.runs.positions_in(graphs) for own in graphs]
         requests, planner = _requests_of({self: graphs}, beside), _searching(graphs)
         if trial.is_lean:
-            self._plan_lean(graphs, beside, requests)
+            asked = [replace(each, problem=replace(each.problem, budget_bytes=trial.given_bytes)) for each in requests]
+            for plan_all in (plan_leanest, partial(plan_jointly, may_divide=planner.may_divide)):
+                with suppress(NoFeasiblePlan):
+                    planned = plan_all(asked, planner.search)
+                    _follow({self: graphs}, beside, planned)
+                    peak_bytes = max(own.prediction.device_peak_bytes for _, own in planned)
+                    trial.planned(graphs, min(peak_bytes, trial.given_bytes))
+                    return
+            self.is_crowded = True  # they are planned together after the step
+            trial.conclude()
             return
         plan = partial(plan_in_least, requests, search=planner.search, may_divide=planner.may_divide)
         budget_bytes, planned = plan(trial.given_bytes)
@@ -450,23 +352,6 @@ class OutstandingForwards:
             trial.lift(budget_bytes, "what these steps show")
         _follow({self: graphs}, beside, planned)
         trial.planned(graphs, budget_bytes)
-
-    def _plan_lean(self, graphs: Sequence[JointGraph], beside: _Beside, requests: Sequence[GraphRequest]) -> None:
-        """Plan `graphs`, each `beside` others, for as few bytes as they can take within the budget of the user.
-
-        If there are no such plans, the graphs are planned together after the step.
-        """
-        trial, planner = self.trial, _searching(graphs)
-        asked = [replace(each, problem=replace(each.problem, budget_bytes=trial.given_bytes)) for each in requests]
-        for plan in (plan_leanest, partial(plan_jointly, may_divide=planner.may_divide)):
-            with suppress(NoFeasiblePlan):
-                planned = plan(asked, planner.search)
-                _follow({self: graphs}, beside, planned)
-                peak_bytes = max(own.prediction.device_peak_bytes for _, own in planned)
-                trial.planned(graphs, min(peak_bytes, trial.given_bytes))
-                return
-        self.is_crowded = True
-        trial.conclude()
 
     def _stays(self, graphs: Sequence[JointGraph], *, is_crowded: bool) -> bool:
         """Return whether `graphs`, which follow plans for the budget that is tried, go on with them: they have kept it,
@@ -497,23 +382,30 @@ class OutstandingForwards:
         for other in self._graphs:
             is_tried = self.trial.is_of(other.planner.given_budget_bytes)
             if is_tried and other.is_inference and other.is_planned and not other.is_superseded:
-                own = other.joint_problem(0, ExternalUsage())
+                own = other.planner.joint_problem(other.active, 0, ExternalUsage())
                 nbytes = extents(own)[0].peak_bytes + own.base_bytes
                 found.append(GraphRequest(problem=problem, beside=(), outside_bytes=nbytes))
         return found
 
-    def _leave_gaps(self, models: Sequence["OutstandingForwards"], args: Sequence[Any]) -> None:
+    def _leave_gaps(self, models: Sequence["Together"], args: Sequence[Any]) -> None:
         """Plan the graphs of `models`, which run in turn, again with room for gaps, if the allocator held more in the
         last step than the budget. The next has the inputs `args`."""
         if not self.gaps.is_watching or self is not min(models, key=id):
             return  # one of the models judges for all, or each would go back to plans that another has left
         graphs_of = {model: found for model in models if (found := model.joint_graphs())}
         graphs = [graph for own in graphs_of.values() for graph in own]
+        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+        def in_no_plan_bytes() -> int:
+            beside_bytes = sum(other.neighbours.present_bytes() for other in models[1:])
+            beside_bytes += 0 if self.stages is None else self.stages.present_bytes_beside(self)
+            return max(0, foreign_bytes(self.executor, inputs) - beside_bytes)
+
         whys = ["" if self.stages is None else "the stages of a pipeline are planned one after another"]
         whys += [graph.planner.why_fixed for graph in graphs]
         held = self.gaps.found(
             [(graph.active.problem, graph.active.plan) for graph in graphs],
-            partial(self._foreign_bytes, models[1:], args),
+            in_no_plan_bytes,
             given_bytes=min((graph.planner.given_budget_bytes for graph in graphs), key=lambda given: given or 0),
             why_fixed=next(filter(None, whys), ""),
         )
@@ -527,25 +419,16 @@ class OutstandingForwards:
             _follow(graphs_of, beside, answer)
             self.gaps.begin(answer)
 
-    def _foreign_bytes(self, others: Sequence["OutstandingForwards"], args: Sequence[Any]) -> int:
-        """Return the device bytes of tensors that are in no plan, beside the models `others` in turn, before a step
-        with the inputs `args`."""
-        beside_bytes = sum(other.neighbours.present_bytes() for other in others)
-        if self.stages is not None:
-            beside_bytes += self.stages.present_bytes_beside(self)
-        inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        return max(0, foreign_bytes(self._executor, inputs) - beside_bytes)
-
     def begin_backward(self, graph: JointGraph, ticket: torch.Tensor) -> None:
         """Record the outstanding forwards beside the backward of `graph` for the forward of `ticket`."""
-        own = self._executor.saved.outstanding_owners(leaving_out=ticket)
+        own = self.executor.saved.outstanding_owners(leaving_out=ticket)
         self._note(graph, [*own, *_owners(self.neighbours.others())])
 
     def _note(self, graph: JointGraph, outstanding: Sequence[object]) -> None:
         """Record the graphs of all `outstanding` forwards, if these are at least as many as ever beside `graph`.
 
         The last of as many count: a graph for other sizes may have taken the place of one."""
-        if self._executor.calls.spec.num > 1:  # the plan of the graph counts its own
+        if self.executor.calls.spec.num > 1:  # the plan of the graph counts its own
             outstanding = [other for other in outstanding if other is not graph]
         if len(outstanding) >= len(graph.runs.beside):
             graph.runs.beside = tuple(outstanding)
@@ -560,7 +443,7 @@ class OutstandingForwards:
         Graphs for inputs of other sizes run in different steps.
         """
         return (
-            other in self._executor.saved.outstanding_owners()
+            other in self.executor.saved.outstanding_owners()
             or other in graph.runs.beside
             or graph in other.runs.beside
         )
@@ -568,17 +451,24 @@ class OutstandingForwards:
     def counted_as(self, graph: JointGraph) -> object:
         """Return the object for which the calls of `graph` in a step are counted: the graph, if a call runs several
         graphs one after another, else the executor."""
-        return graph if self.has_breaks else self._executor
+        return graph if self.has_breaks else self.executor
 
     def names(self) -> list[str]:
         """Return the name of the graph of each outstanding forward, in order."""
-        owners = self._executor.saved.outstanding_owners()
+        owners = self.executor.saved.outstanding_owners()
         return [graph.name for owner in owners for graph in self._graphs if graph is owner]
 
     def descriptions(self) -> list[str]:
-        """Return the description of each graph with an outstanding forward, in order of capture."""
-        outstanding = self._executor.saved.outstanding_owners()
-        return [graph.description for graph in self._graphs if graph in outstanding]
+        """Return the name of each graph with an outstanding forward, and the graph break at which it ends, in order of
+        capture."""
+        outstanding = self.executor.saved.outstanding_owners()
+        return [
+            graph.name
+            if graph.graph_break is None
+            else "{} (up to the graph break at {}:{})".format(graph.name, *graph.graph_break)
+            for graph in self._graphs
+            if graph in outstanding
+        ]
 
     def supersede(self, before: JointGraph, graph: JointGraph) -> None:
         """Replace `before`, an earlier capture of the same step, by `graph` in all records."""
@@ -592,16 +482,16 @@ class OutstandingForwards:
     def fixed_bytes(self, graphs: Sequence[JointGraph]) -> int:
         """Return the device bytes of the model outside of its `graphs`, which no plan of them changes."""
         read = {name for graph in graphs for name in graph.param_names}
-        return graphs[0].planner.bytes_beside(read)
+        return bytes_beside(self.executor, read, graphs[0].planner.options, ExternalUsage(), is_training=True)
 
     def _base_bytes(self, graphs: Sequence[JointGraph]) -> int:
         """Return the device bytes held outside all of `graphs`, without what their steps took beyond their plans."""
-        return self.fixed_bytes(graphs) + library_bytes(self._executor.device)
+        return self.fixed_bytes(graphs) + library_bytes(self.executor.device)
 
     def _requests(self, graphs: Sequence[JointGraph]) -> list[GraphRequest]:
         """Return the requests of `graphs` beside each other as they ran last, without the code between them."""
         base_bytes, usage = self._base_bytes(graphs), ExternalUsage()
-        problems = [graph.joint_problem(base_bytes, usage, is_as_run=True) for graph in graphs]
+        problems = [graph.planner.joint_problem(graph.active, base_bytes, usage, is_as_run=True) for graph in graphs]
         return [
             GraphRequest(problem=problem, beside=graph.runs.positions_in(graphs))
             for graph, problem in zip(graphs, problems, strict=True)
@@ -613,15 +503,19 @@ class OutstandingForwards:
         return [own for own in ran if not own.is_inference] or ran
 
 
-def _owners(models: Iterable[OutstandingForwards]) -> list[object]:
+def _owners(models: Iterable[Together]) -> list[object]:
     """Return the graph of each outstanding forward of `models`, in order for each model."""
     return [owner for model in models for owner in model.executor.saved.outstanding_owners()]
 
 
-def replan_together(models: Sequence[OutstandingForwards]) -> None:
+def replan_together(models: Sequence[Together]) -> None:
     """Plan the graphs of `models`, which ran in the last steps, together and let them follow the plans; no forward is
-    outstanding."""
-    graphs_of: dict[OutstandingForwards, list[JointGraph]] = {}
+    outstanding.
+
+    Several models are at least beside no graph, because activations of outstanding forwards can be offloaded before
+    each run. If they fit under no plans then, their plans exceed the budget by what is missing.
+    """
+    graphs_of: dict[Together, list[JointGraph]] = {}
     for model in models:
         model.is_crowded = False
         found = model.joint_graphs()
@@ -633,101 +527,69 @@ def replan_together(models: Sequence[OutstandingForwards]) -> None:
     graphs = [graph for own in graphs_of.values() for graph in own]
     if not graphs:
         return
-    ran_beside = [graph.runs.positions_in(graphs) for graph in graphs]
-    beside, planned = _planned_together(graphs_of, ran_beside)
-    if planned:
+    beside = ran_beside = [graph.runs.positions_in(graphs) for graph in graphs]
+    planned = answer(partial(_jointly, graphs_of), beside)
+    if isinstance(planned, NoFeasiblePlan) and len(graphs_of) == 1:
+        log.warning(
+            "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "
+            "activations are offloaded in every step",
+            format_bytes(planned.budget_bytes),
+            format_bytes(planned.needed_bytes),
+            planned.memory,
+        )
+    elif isinstance(planned, NoFeasiblePlan):
+        beside = [() for _ in graphs]
+        planned = answer(partial(_jointly, graphs_of), beside) if any(ran_beside) else planned
+        if isinstance(planned, NoFeasiblePlan) and planned.memory == "device":
+            missing_bytes = planned.needed_bytes - planned.budget_bytes
+            planned = answer(partial(_jointly, graphs_of, missing_bytes=missing_bytes), beside)
+    has_plans = not isinstance(planned, NoFeasiblePlan)
+    if not isinstance(planned, NoFeasiblePlan):
         _follow(graphs_of, beside, planned)
     for graph in graphs:
-        graph.runs = GraphRuns(offloads_first=not planned or beside != ran_beside)
+        graph.runs = GraphRuns(offloads_first=not has_plans or beside != ran_beside)
 
 
-def _follow(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, planned: Sequence[Planned]
-) -> None:
+def _follow(graphs_of: Mapping[Together, Sequence[JointGraph]], beside: _Beside, planned: Sequence[Planned]) -> None:
     """Let the graphs of `graphs_of` follow the plans in `planned` from now on, each with the graphs `beside` it; no
     forward is outstanding."""
     graphs = [graph for own in graphs_of.values() for graph in own]
-    programs = [graph.write_programs(*answer) for graph, answer in zip(graphs, planned, strict=True)]
+    programs = [
+        graph.programs.write_next(graph.active.captured, problem.graph, plan)
+        for graph, (problem, plan) in zip(graphs, planned, strict=True)
+    ]
     plan_of = {id(graph): plan for graph, (_, plan) in zip(graphs, planned, strict=True)}
     for leaves_alone in (True, False):  # what leaves the device leaves first, of whatever model it is
         for model, own in graphs_of.items():
-            plans = [plan_of[id(graph)] for graph in own]
-            _move(model.executor, plans, leaves_alone=leaves_alone)
+            pairs = {
+                bucket.id: (bucket, home)
+                for graph in own
+                for bucket, home in zip(plan_of[id(graph)].buckets, plan_of[id(graph)].placements, strict=True)
+                if not leaves_alone or home.optim is not Tier.DEVICE
+            }
+            model.executor.buckets.move([bucket for bucket, _ in pairs.values()], [home for _, home in pairs.values()])
     for model in graphs_of:
         model.neighbours.stay()
-    for graph, (problem, plan), own, others in zip(graphs, planned, programs, beside, strict=True):
-        left = [(graphs[other], programs[other].device_bytes + programs[other].given_bytes) for other in others]
-        graph.follow(problem, plan, own, _beside(graph, graphs_of, left))
+    for graph, (problem, plan), written, others in zip(graphs, planned, programs, beside, strict=True):
+        own_bytes = neighbour_bytes = 0
+        for model, own in graphs_of.items():
+            left_bytes = sum(
+                programs[other].device_bytes + programs[other].given_bytes for other in others if graphs[other] in own
+            )
+            if graph in own:
+                own_bytes = left_bytes
+                neighbour_bytes += model.neighbours.bytes_in_turn(leaving_out=list(graphs_of))
+            else:
+                held = model.neighbours.held()
+                neighbour_bytes += held.resident_bytes + max(left_bytes, held.grad_bytes)
+        graph.follow(problem, plan, written, Beside(own_bytes, neighbour_bytes))
         graph.runs.offloads_first = False
     for graph in graphs:
         graph.mark_in_force()
 
 
-def _move(executor: Executor, plans: Sequence[Plan], *, leaves_alone: bool) -> None:
-    """Move the buckets of `plans` to their homes; if `leaves_alone`, only those that keep something off the device."""
-    pairs = {
-        bucket.id: (bucket, home) for plan in plans for bucket, home in zip(plan.buckets, plan.placements, strict=True)
-    }
-    moving = [(bucket, home) for bucket, home in pairs.values() if not leaves_alone or home.optim is not Tier.DEVICE]
-    executor.buckets.move([bucket for bucket, _ in moving], [home for _, home in moving])
-
-
-def _beside(
-    graph: JointGraph,
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]],
-    left: Sequence[tuple[JointGraph, int]],
-) -> Beside:
-    """Return the bytes beside `graph` under new plans of the graphs of each model; `left` has the graph and the bytes
-    of each outstanding forward beside it."""
-    own_bytes = neighbour_bytes = 0
-    for model, graphs in graphs_of.items():
-        left_bytes = sum(nbytes for other, nbytes in left if other in graphs)
-        if graph in graphs:
-            own_bytes = left_bytes
-            neighbour_bytes += model.neighbours.bytes_in_turn(leaving_out=list(graphs_of))
-        else:
-            held = model.neighbours.held()
-            neighbour_bytes += held.resident_bytes + max(left_bytes, held.grad_bytes)
-    return Beside(own_bytes, neighbour_bytes)
-
-
-def _planned_together(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside
-) -> tuple[_Beside, Sequence[Planned]]:
-    """Return the positions of the graphs beside each graph of `graphs_of`, and the problem and the plan of each; no
-    plans if there are none that keep the budget of a single model. `beside` are the positions as the graphs ran.
-
-    Several models are at least beside no graph, because activations of outstanding forwards can be offloaded before
-    each run. If they fit under no plans then, their plans exceed the budget by what is missing.
-    """
-    apart: _Beside = [() for _ in beside]
-    try:
-        return beside, _jointly(graphs_of, beside)
-    except NoFeasiblePlan as error:
-        missing_bytes = error.needed_bytes - error.budget_bytes
-        is_of_device = error.memory == "device"
-        if len(graphs_of) == 1:
-            log.warning(
-                "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "
-                "activations are offloaded in every step",
-                format_bytes(error.budget_bytes),
-                format_bytes(error.needed_bytes),
-                error.memory,
-            )
-            return beside, ()
-    if any(beside):
-        try:
-            return apart, _jointly(graphs_of, apart)
-        except NoFeasiblePlan as error:
-            missing_bytes = error.needed_bytes - error.budget_bytes
-            is_of_device = error.memory == "device"
-    with suppress(NoFeasiblePlan):
-        return apart, _jointly(graphs_of, apart, missing_bytes=missing_bytes) if is_of_device else ()
-    return apart, ()
-
-
 def _jointly(
-    graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside, missing_bytes: int = 0
+    graphs_of: Mapping[Together, Sequence[JointGraph]], beside: _Beside, missing_bytes: int = 0
 ) -> Sequence[Planned]:
     """Return the problem and the plan of each graph, beside the graphs `beside` each; the plans exceed their budgets by
     `missing_bytes`. Raises NoFeasiblePlan if there are no such plans."""
@@ -754,7 +616,7 @@ def _searching(graphs: Sequence[JointGraph]) -> GraphPlanner:
     return next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
 
 
-def _requests_of(graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], beside: _Beside) -> list[GraphRequest]:
+def _requests_of(graphs_of: Mapping[Together, Sequence[JointGraph]], beside: _Beside) -> list[GraphRequest]:
     """Return the requests of all graphs, beside the graphs `beside` each, then those of the code between them."""
     joint = list(graphs_of)
     fixed_bytes = {model: model.fixed_bytes(graphs) for model, graphs in graphs_of.items()}
@@ -767,7 +629,7 @@ def _requests_of(graphs_of: Mapping[OutstandingForwards, Sequence[JointGraph]], 
         base_bytes += model.neighbours.bytes_in_turn(leaving_out=joint)
         base_bytes += max(other.gaps.nbytes for other in joint)
         usage = ExternalUsage(neighbour_host_bytes=model.neighbours.host_bytes_in_turn())
-        own = [graph.joint_problem(base_bytes, usage) for graph in graphs]
+        own = [graph.planner.joint_problem(graph.active, base_bytes, usage) for graph in graphs]
         problems += [(number, problem) for problem in own]
         code = model.fixed_requests(everything, replace(own[0], base_bytes=base_bytes))
         codes += [replace(request, model=number) for request in code]

@@ -1,0 +1,416 @@
+"""Why a graph gets another plan, and what its next problem counts then.
+
+A plan counts what was known of its graph when it was made. Before each forward, the graph is asked what is known by
+then that its plan does not count: each such fact is a cause of a new plan. The next problem counts all that is known,
+so the causes differ in what they change of it. All of them let the log say the new plan, and its steps be watched for
+overruns and shortages as the first.
+
+```text
+  cause             not counted so far                              the next problem has             besides
+  FIRST             the step itself: it was captured                the step                         (1)
+  GROWN             a larger size of an input                       larger sizes, and no seconds of  (1)
+                                                                    regions measured at smaller ones
+  CROWDED           what other outstanding forwards hold            more base bytes                  (1)
+  PRESSED           what models hold that run in turn with this     more base bytes                  (1)
+  UNPLACED          state of optimizers that no plan can place      more base bytes, less state      (1)
+  SHORTAGE          what an early step lacked                       more base bytes                  (3)
+  STAYING           gradients of earlier steps, that stay           sums of gradients, open homes    (1) (3)
+  OUTDATED          the user came back to other options             open homes                       (2)
+  REDUCED           a wrapper, which reduces the gradients          parameters that stay             (1)
+  MOVED             other homes: another plan moved the buckets     the homes in force               (1)
+  PEERS             what another rank found                         what it found
+  in `learn_from_steps`, between two steps
+  LEARNED           the seconds and bytes of the first steps        corrected prices, open homes     (4)
+  in `together`, between two steps: several graphs, also of several models
+  TOGETHER          the needs of other graphs in the same steps     shared budget, open homes        (5)
+
+  (1) The plan in force of an earlier capture of the same step, with the same options, is followed if it has room.
+  (2) The graph takes the place of the capture with the other options; the buckets move when the plan is in force.
+  (3) The steps are measured anew, so that their seconds are those of this plan.
+  (4) The plan is followed only if it is better.
+  (5) In a trial, in crowded steps, or beside gaps of the allocator: see `together.Together.begin`.
+```
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import plans_alike
+from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.ir import Phase, Plan, StepGraph
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.replan import with_buckets_free
+from elixir_compile.search.joint.variants import LossAttempt, is_pressed
+from elixir_compile.session.agreement import (
+    RollCall,
+    Step,
+    any_of_all,
+    asked_by_all,
+    call_the_roll,
+    meet_in_backward,
+    plan_for_all,
+    planned_in_step,
+)
+from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, JointGraph, active_plan
+from elixir_compile.session.neighbours import unplanned_bytes, unread_bytes
+from elixir_compile.session.over_budget import EarlyShortage
+from elixir_compile.session.planning import ExternalUsage, may_move_back, param_names_of
+from elixir_compile.session.programs import Programs
+from elixir_compile.session.saved import require_disk
+from elixir_compile.session.step_profiler import Progress, StepProfiler
+from elixir_compile.session.together import Together
+
+
+class Cause(Enum):
+    """Why a graph gets another plan before its next forward; the table above says what follows."""
+
+    FIRST = auto()
+    GROWN = auto()
+    CROWDED = auto()
+    PRESSED = auto()
+    UNPLACED = auto()
+    SHORTAGE = auto()
+    STAYING = auto()
+    OUTDATED = auto()
+    REDUCED = auto()
+    MOVED = auto()
+    PEERS = auto()
+
+
+_MOST_RETURNS = 4
+"""So many times a graph takes the homes of buckets back from the same step under other options. Without a limit, two
+compilations of a step that run in turn would move the parameters before each of their steps."""
+
+
+class NextPlans:
+    """Finds the causes of new plans of one graph, and makes these plans."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        planner: GraphPlanner,
+        graphs: Sequence[JointGraph],
+        together: Together,
+        shortage: EarlyShortage,
+        variants: "PlanVariants",
+    ) -> None:
+        """`planner`, `shortage` and `variants` are those of the graph, `graphs` and `together` those of its model."""
+        self._executor, self._planner, self._graphs, self._together = executor, planner, graphs, together
+        self._shortage, self._variants = shortage, variants
+        self.captured: Captured | None = None
+        """The graph's own capture."""
+        self._num_returns = 0
+        """Times that the graph was superseded and took the homes of buckets back."""
+
+    @property
+    def _own(self) -> Captured:
+        assert self.captured is not None, "the graph is planned once it is captured"
+        return self.captured
+
+    def causes(self, graph: JointGraph, args: Sequence[Any]) -> tuple[Cause, ...]:
+        """Return the causes of a new plan before a forward of `graph` with the inputs `args`."""
+        executor, planner, together, active = self._executor, self._planner, self._together, graph.active
+        trains, plan, generation = not graph.is_inference, active.plan, executor.buckets.generation
+        beside_bytes = active.beside_bytes + planner.excess_bytes  # by which the plan has more room
+        is_crowded = trains and executor.saved.held_bytes() > beside_bytes and not together.trial.measures(graph)
+        if is_crowded and graph.runs.offloads_first:
+            is_crowded = not together.offload()
+        may_stay = generation in (active.generation, active.moves_at)
+        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
+        may_count = trains and planner.options.plan is None
+        found = {
+            Cause.GROWN: planner.has_grown(active, args),
+            Cause.CROWDED: is_crowded,
+            Cause.PRESSED: together.is_pressed(graph),
+            Cause.UNPLACED: may_count and unplanned_bytes(executor) > active.unplanned_bytes,
+            Cause.SHORTAGE: self._shortage.wants_plan,
+            Cause.STAYING: trains and planner.staying.is_missing_in(plan),
+            Cause.OUTDATED: self._outdated(graph, active.graph) is not None,
+            Cause.REDUCED: bool(executor.reducers) and not active.problem.params_stay,
+            Cause.MOVED: not may_stay,
+        }
+        return tuple(cause for cause, is_so in found.items() if is_so)
+
+    def plan(
+        self, graph: JointGraph, causes: Sequence[Cause], attempt: LossAttempt
+    ) -> tuple[ActivePlan, JointGraph | None]:
+        """Return the next plan of `graph` because of `causes`, with the loss of `attempt`, and the earlier capture of
+        the same step whose place it takes; None if there is none.
+
+        If nothing fits, the batch is divided under the option micro_batches="fit"; else lean steps get a larger budget;
+        else, if the whole step has to be known first, the first steps do. Raises NoFeasiblePlan if that does not help.
+        """
+        planner, together, trial = self._planner, self._together, self._together.trial
+        # The step is known already if only its inputs have grown.
+        is_known = Cause.GROWN in causes and not trial.given_bytes
+        planner.divides_to_fit = False
+        while True:
+            may_divide = planner.options.micro_batches == "fit" and not (attempt.keeps_whole or trial.is_lean)
+            try:
+                return self._plan_once(graph, causes)
+            except NoFeasiblePlan as error:
+                is_of_device, is_final = error.memory == "device", bool(error.because)
+                if may_divide and is_of_device and not (is_final or planner.divides_to_fit):
+                    planner.divides_to_fit = True
+                    continue
+                if not trial.ease(error.needed_bytes if is_of_device else trial.given_bytes):
+                    may_wait = is_of_device and not (is_final or is_known)
+                    rest = together.rest_of_step(graph, self._own) if may_wait else ""
+                    if not rest:
+                        raise
+                    if not (attempt.is_last and together.put_off(graph, error.needed_bytes, rest)):
+                        raise error.without(rest) from None
+                planner.divides_to_fit = False
+
+    def _plan_once(self, graph: JointGraph, causes: Sequence[Cause]) -> tuple[ActivePlan, JointGraph | None]:
+        """Return what `plan` does, for the device bytes of outstanding forwards and of models in turn.
+
+        Bytes for parameters that no graph has read yet are left free if a plan fits without them. If none fits,
+        activations of outstanding forwards are offloaded, and it is planned again; at last beside as many bytes of
+        models in turn as leave room for it. Raises NoFeasiblePlan if the model does not fit alone.
+        """
+        executor, own, together, neighbours = self._executor, self._own, self._together, self._together.neighbours
+        executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
+        if self._variants.graph_set_digest:
+            answer, beside_bytes = self._planner.answer_for(own), executor.saved.held_bytes()
+            sizes = self._planner.sizes.values
+            joined, problem, plan = planned_in_step(executor, own, self._planner.options, sizes, answer)
+            require_disk(plan, executor.buckets.disk)
+            return active_plan(executor, joined, problem, plan, beside_bytes, together.bytes_in_turn(graph)), None
+        step = self._planner.graph(own)
+
+        def beside(in_turn_bytes: int, reserved_bytes: int = 0) -> tuple[ActivePlan, JointGraph | None]:
+            usage = ExternalUsage(
+                outstanding_bytes=executor.saved.held_bytes(),
+                reserved_bytes=reserved_bytes,
+                neighbour_bytes=in_turn_bytes,
+                neighbour_host_bytes=neighbours.host_bytes_in_turn() if in_turn_bytes else 0,
+                gap_bytes=together.gaps.nbytes,
+            )
+            return self._plan_beside(graph, causes, step, usage)
+
+        reserved_bytes = unread_bytes(own, executor, param_names_of(own, executor))
+        in_turn_bytes = neighbours.bytes_in_turn()
+        # The last ranks have no rows of a small parameter, and outstanding forwards may hold less on some ranks. All
+        # ranks must take the same branch.
+        if any_of_all(executor, reserved_bytes > 0, "room to be left"):
+            try:
+                return beside(in_turn_bytes, reserved_bytes)
+            except NoFeasiblePlan:
+                together.is_crowded = True
+        try:
+            return beside(in_turn_bytes)
+        except NoFeasiblePlan:
+            if not any_of_all(executor, together.offload(), "room that was made") and not in_turn_bytes:
+                raise
+        together.is_crowded, in_turn_bytes = True, neighbours.bytes_in_turn()
+        try:
+            return beside(in_turn_bytes)
+        except NoFeasiblePlan as error:
+            if not in_turn_bytes:
+                raise
+            in_turn_bytes -= error.needed_bytes - error.budget_bytes if error.memory == "device" else in_turn_bytes
+        if in_turn_bytes > 0:
+            with suppress(NoFeasiblePlan):
+                return beside(in_turn_bytes)
+        return beside(0)
+
+    def _plan_beside(
+        self, graph: JointGraph, causes: Sequence[Cause], step: StepGraph, external: ExternalUsage
+    ) -> tuple[ActivePlan, JointGraph | None]:
+        """Return what `plan` does for `step`, beside the `external` usage."""
+        executor, own, planner, together = self._executor, self._own, self._planner, self._together
+        outdated = self._outdated(graph, step)
+        is_new = outdated is not None or Cause.SHORTAGE in causes
+        before = None if is_new else self._in_force(graph, step, external)
+        if before is not None:
+            planner.take_over(before.planner)
+            if before.planner.correction is not None:
+                graph.profiler.stop()
+        is_short = graph.is_planned and planner.staying.is_missing_in(graph.active.plan)
+        freed = graph.active if is_short else None if outdated is None else outdated.active
+
+        def ask() -> Problem:
+            problem = planner.problem(own, step, external, is_new=before is None)
+            # Buckets move if no outstanding forward reads them; homes that leave room for models in turn stay.
+            may_move = executor.peers is None and not executor.saved.outstanding_owners()
+            if freed is None or together.neighbours.in_turn() or not may_move or not may_move_back(problem, executor):
+                return problem
+            return with_buckets_free(problem, freed.plan)
+
+        search, options, stages = planner.answer_for(own), planner.options, together.stages
+
+        def answer(problem: Problem) -> Plan:
+            make = partial(plan_for_all, executor, search=search, options=options)
+            if stages is None or all(op.phase is not Phase.BACKWARD for op in problem.graph.ops):
+                return make(problem)
+            return stages.answered(together, problem, make, options)
+
+        problem = asked_by_all(executor, ask)
+        plan = None if before is None else before.active.plan
+        if plan is None:
+            problem, plan = planner.staying.answered(problem, ask, answer)
+        require_disk(plan, executor.buckets.disk)
+        active = active_plan(executor, own, problem, plan, external.outstanding_bytes, external.neighbour_bytes)
+        # Models in turn may hold more than leaves room for a plan: its peak says so.
+        active = active.beside_neighbours(max(external.neighbour_bytes, together.bytes_in_turn(graph)))
+        if outdated is not None:
+            active = replace(active, moves_at=executor.buckets.generation)
+            self._num_returns += graph.is_superseded
+            graph.is_superseded = False
+        # Other graphs may need more than the reserved bytes; their needs are known once they have run.
+        has_others = bool(external.reserved_bytes) or bool(together.neighbours.in_turn())
+        together.is_crowded |= has_others and is_pressed(plan)
+        return active, before or outdated
+
+    def _in_force(self, graph: JointGraph, step: StepGraph, external: ExternalUsage) -> JointGraph | None:
+        """Return the first other capture of `step`, the step of `graph`, whose plan is in force and serves `graph`
+        beside the outstanding forwards and the models in turn of `external`; None if there is none."""
+        for other in self._other_captures(graph, step):
+            active = other.active
+            if (
+                plans_alike(self._planner.options, other.planner.options)
+                and active.beside_bytes >= external.outstanding_bytes
+                and active.neighbour_bytes >= external.neighbour_bytes
+                and not self._planner.staying.is_missing_in(active.plan)
+                and self._executor.buckets.agree(active.plan.buckets, active.plan.placements, may_adopt=False)
+            ):
+                return other
+        return None
+
+    def _outdated(self, graph: JointGraph, step: StepGraph) -> JointGraph | None:
+        """Return the newest other capture of `step`, the step of `graph`, if it has other options and `graph` takes its
+        place; else None.
+
+        That is so if `graph` has no plan yet, or if it was replaced itself and the user came back to its options, at
+        most `_MOST_RETURNS` times. The plan of `graph` may then move the buckets.
+        """
+        is_back = graph.is_superseded and self._num_returns < _MOST_RETURNS
+        if graph.is_inference or not (is_back or not graph.is_planned):
+            return None
+        captures = self._other_captures(graph, step)
+        newest = next((other for other in reversed(captures) if not other.is_superseded), None)
+        return None if newest is None or plans_alike(self._planner.options, newest.planner.options) else newest
+
+    def _other_captures(self, graph: JointGraph, step: StepGraph) -> list[JointGraph]:
+        if self._executor.peers is not None:  # another rank may have no such capture, and would wait for this rank
+            return []
+        return [other for other in self._graphs if other is not graph and other.is_planned and other.active.is_of(step)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What other ranks find: the roll call before each forward, and a plan for each set of graphs that ranks run beside each
+# other.
+
+
+_MOST_VARIANTS = 32
+"""Variants kept for one graph: each has its own programs."""
+
+
+class PlanVariant(NamedTuple):
+    """The plan, programs and sizes of a graph while all ranks run the same set of graphs."""
+
+    active: ActivePlan
+    programs: Programs
+    sizes: Mapping[str, int]
+    """Planned values of the symbols, by name."""
+
+
+class PlanVariants:
+    """The plans of a graph, each for a set of graphs run by all ranks at the same time.
+
+    A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        name: str,
+        outstanding: Callable[[], Sequence[str]],
+        profiler: StepProfiler,
+        progress: Progress,
+    ) -> None:
+        """`name` is the name of the graph. `outstanding` describes each graph of its model with an outstanding
+        forward. `profiler` has the seconds of this rank, and `progress` logs what follows from those of all."""
+        self._balance, self._progress = profiler.balance, progress
+        self._name = name
+        self._outstanding = outstanding
+        self.key = ""
+        """The digest of the graph in a roll call; empty on one rank, which calls no roll."""
+        self.graph_set_digest = ""
+        self.is_planned = False
+        """Whether there is a plan for `graph_set_digest`."""
+        self._executor = executor
+        self._written_for = ""
+        self._others: dict[str, PlanVariant] = {}
+
+    def call(self, counted: object | None, *, wants_plan: bool) -> RollCall:
+        """Return the next step of all ranks before the graph can run; see `roll_call`.
+
+        The calls of a step are counted for `counted`; None if the graph does not train.
+        """
+        executor = self._executor
+        number = executor.calls.number_of_forward(counted, executor.saved.numbers)
+        before = self._outstanding()
+        behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
+        found = call_the_roll(
+            executor,
+            self.key,
+            self.graph_set_digest,
+            wants_plan=wants_plan or not self.is_planned,
+            is_measured=self._balance.is_known,
+            number=number,
+            doing=f"is about to run {self._name}{executor.calls.words(number)}{behind}",
+        )
+        if found.is_measured and executor.ranks is not None:
+            line = self._balance.suggested_line(executor.ranks)
+            if line is not None:
+                self._progress.say(line)
+        return found
+
+    def begin_backward(self, counted: object, ticket: torch.Tensor) -> None:
+        """Wait until every rank begins the backward of the forward of `ticket`; `counted` is as in `call`.
+
+        Raises RanksDiffer if another rank begins something else.
+        """
+        meet_in_backward(self._executor, counted, self._name, ticket)
+
+    def find_graph_set(self, key_of_graph: Callable[[], str], counted: object | None) -> None:
+        """Find out which graphs the other ranks run beside this graph, before its first plan.
+
+        `key_of_graph` computes `key`; it is called only if there are several ranks. `counted` is as in `call`.
+        """
+        peers = self._executor.peers
+        if peers is not None:
+            self.key = key_of_graph()
+            _ = peers.num_local  # a collective: later, planning may have failed on one rank alone
+        while (call := self.call(counted, wants_plan=True)).step is Step.JOIN:
+            self.graph_set_digest = call.graph_set_digest
+
+    def join(self, graph_set_digest: str, now: PlanVariant) -> PlanVariant | None:
+        """Change to the graphs of `graph_set_digest`, and keep `now`, the variant beside the graphs before, if it was
+        planned beside them.
+
+        Returns the variant of earlier runs beside these graphs, or None if the graph has to be planned.
+        """
+        if self.is_planned:
+            self._others[self.graph_set_digest] = now
+        self.graph_set_digest = graph_set_digest
+        found = self._others.pop(graph_set_digest, None)
+        self.is_planned = found is not None
+        if len(self._others) > _MOST_VARIANTS:
+            self._others.pop(next(iter(self._others)))
+        return found
+
+    def record_written(self) -> bool:
+        """Record that `graph_set_digest` has programs; return whether the programs before were for other graphs."""
+        before, self._written_for, self.is_planned = self._written_for, self.graph_set_digest, True
+        return before != self.graph_set_digest
