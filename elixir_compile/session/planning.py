@@ -85,22 +85,17 @@ def calls_of(executor: Executor, captured: Captured, *, stay: bool) -> Calls:
     spec = executor.calls.spec
     if spec.num == 1:
         return spec
-    return replace(spec, sums_in_fp32=executor.gradients.sums_in_fp32, sums_stay=stay, shared=shared_inputs(captured))
-
-
-def shared_inputs(captured: Captured) -> tuple[StorageId, ...]:
-    """Return the inputs of `captured` that are parts of larger tensors, as a batch cut into micro-batches makes them.
-
-    The inputs of other calls are parts of the same tensors.
-    """
-    found: list[StorageId] = []
+    # Inputs that are parts of larger tensors, as a batch cut into micro-batches makes them: those of other calls are
+    # parts of the same tensors.
+    shared: list[StorageId] = []
     for node, names in storages_behind(captured).items():
         value = node.meta.get("val")
         if node.op == "placeholder" and isinstance(value, torch.Tensor) and value.layout is torch.strided:
             nbytes, memory_bytes = value.numel() * value.element_size(), value.untyped_storage().nbytes()
             if compat.evaluate_size(nbytes, {}) < compat.evaluate_size(memory_bytes, {}):
-                found += names
-    return tuple(dict.fromkeys(found))
+                shared += names
+    in_fp32 = executor.gradients.sums_in_fp32
+    return replace(spec, sums_in_fp32=in_fp32, sums_stay=stay, shared=tuple(dict.fromkeys(shared)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -273,6 +268,7 @@ def build_problem(
         # Gradients of a bucket that is in force may stay since.
         is_more = accumulates and bucket.trainable and sums_nbytes > bucket.sum_nbytes
         buckets.append(replace(bucket, sum_nbytes=sums_nbytes) if is_more else bucket)
+    is_by_layer = options.compile_by == "layer" or (options.compile_by == "auto" and options.inner == "inductor")
     return Problem(
         name=graph.name,
         graph=graph,
@@ -292,8 +288,8 @@ def build_problem(
         hybrid=hybrid,
         moves_what_fits=moves_what_fits,
         disk=disk,
-        update=update_of(options),
-        least_alike=least_alike_of(options),
+        update=None if options.update == "auto" else Update(options.update),
+        least_alike=_LEAST_ALIKE if is_by_layer else None,
         micro_batches=micro_batches_asked(graph, options),
         base_bytes=memory.base_bytes,
         calls=calls,
@@ -412,20 +408,6 @@ def savings_of(options: Options) -> frozenset[Saving]:
         "recompute": frozenset({Saving.KEEP, Saving.RECOMPUTE}),
         "offload": frozenset({Saving.KEEP, Saving.OFFLOAD}),
     }[options.activations]
-
-
-def least_alike_of(options: Options) -> int | None:
-    """Return the fewest equal layers for which regions begin at each layer, under the option `compile_by`.
-
-    None if regions never begin at layers.
-    """
-    is_by_layer = options.compile_by == "layer" or (options.compile_by == "auto" and options.inner == "inductor")
-    return _LEAST_ALIKE if is_by_layer else None
-
-
-def update_of(options: Options) -> Update | None:
-    """Return the update mode under the option `update`; None if the planner chooses it."""
-    return None if options.update == "auto" else Update(options.update)
 
 
 def may_move_back(problem: Problem, executor: Executor) -> bool:

@@ -120,16 +120,6 @@ class Programs:
         if self.lean is not None:
             self.lean.write_backward()
 
-    def saved_only(self, results: Sequence[Any], input_storages: Set[int]) -> list[torch.Tensor]:
-        """Return the `results` of a forward made in the step and read by its backward alone.
-
-        `input_storages` are the keys of the storages of the forward's inputs.
-        """
-        # A kernel may return its input itself, where the captured graph makes a copy.
-        seen = input_storages | storages_of(results[: self._partition.captured.num_outputs])
-        values = [results[position] for position in self._saved_only]
-        return [value for value in values if value is not None and compat.storage_key(value) not in seen]
-
     def note_outstanding(self, results: Sequence[Any], input_storages: Set[int], owner: object) -> torch.Tensor:
         """Record an outstanding forward of the graph `owner` by its `results`; return its ticket.
 
@@ -137,7 +127,10 @@ class Programs:
         """
         self._progress.compiled()
         ticket = results[self._partition.captured.num_outputs]
-        activations = self.saved_only(results, input_storages)
+        # A kernel may return its input itself, where the captured graph makes a copy.
+        seen = input_storages | storages_of(results[: self._partition.captured.num_outputs])
+        values = [results[position] for position in self._saved_only]
+        activations = [value for value in values if value is not None and compat.storage_key(value) not in seen]
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
         self._executor.calls.note_forward(number_of(ticket), is_lean=self.is_lean)
         if self.is_lean:
