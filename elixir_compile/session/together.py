@@ -58,7 +58,11 @@ _Beside = Sequence[tuple[int, ...]]
 
 class Together:
     """The graphs of a model, whose forwards may be outstanding beside each other, and beside those of other models on
-    the device: what they hold, and when they are planned together."""
+    the device: what they hold, and when they are planned together.
+
+    It has more than 20 methods: a `PlannedGraph` and its `NextPlans` ask 14 of them for words and numbers about the
+    other graphs.
+    """
 
     def __init__(
         self,
