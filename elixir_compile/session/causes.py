@@ -126,18 +126,18 @@ class NextPlans:
         may_stay = generation in (active.generation, active.moves_at)
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
         may_count = trains and planner.options.plan is None
-        found = {
-            Cause.GROWN: planner.has_grown(active, args),
-            Cause.CROWDED: is_crowded,
-            Cause.PRESSED: together.is_pressed(graph),
-            Cause.UNPLACED: may_count and unplanned_bytes(executor) > active.unplanned_bytes,
-            Cause.SHORTAGE: self._shortage.wants_plan,
-            Cause.STAYING: trains and planner.staying.is_missing_in(plan),
-            Cause.OUTDATED: self._outdated(graph, active.graph) is not None,
-            Cause.REDUCED: bool(executor.reducers) and not active.problem.params_stay,
-            Cause.MOVED: not may_stay,
-        }
-        return tuple(cause for cause, is_so in found.items() if is_so)
+        found = (
+            (Cause.GROWN, planner.has_grown(active, args)),
+            (Cause.CROWDED, is_crowded),
+            (Cause.PRESSED, together.is_pressed(graph)),
+            (Cause.UNPLACED, may_count and unplanned_bytes(executor) > active.unplanned_bytes),
+            (Cause.SHORTAGE, self._shortage.wants_plan),
+            (Cause.STAYING, trains and planner.staying.is_missing_in(plan)),
+            (Cause.OUTDATED, self._outdated(graph, active.graph) is not None),
+            (Cause.REDUCED, bool(executor.reducers) and not active.problem.params_stay),
+            (Cause.MOVED, not may_stay),
+        )
+        return tuple([cause for cause, is_so in found if is_so])
 
     def plan(
         self, graph: JointGraph, causes: Sequence[Cause], attempt: LossAttempt
