@@ -1,20 +1,20 @@
 """Why a graph gets another plan, and what its next problem counts then.
 
-A plan counts what was known of its graph when it was made. Before each forward, the graph is asked what is known by
-then that its plan does not count: each such fact is a cause of a new plan. The next problem counts all that is known,
-so the causes differ in what they change of it. All of them let the log say the new plan, and its steps be watched for
-overruns and shortages as the first.
+A plan counts what was known of its graph when it was made. Each fact that is known before a later forward, and that the
+plan does not count, is a cause of another plan. The next problem counts all that is known, so causes differ in what
+they change of it. After each, the log has the line of the new plan, and its first steps are watched for overruns and
+shortages.
 
 ```text
   cause             not counted so far                              the next problem has             besides
-  FIRST             the step itself: it was captured                the step                         (1)
-  GROWN             a larger size of an input                       larger sizes, and no seconds of  (1)
+  FIRST             the step itself: it was captured                the step                         (1) or (2)
+  GROWN             a larger size of an input                       larger sizes, and no seconds of  (1) (3)
                                                                     regions measured at smaller ones
   CROWDED           what other outstanding forwards hold            more base bytes                  (1)
   PRESSED           what models hold that run in turn with this     more base bytes                  (1)
   UNPLACED          state of optimizers that no plan can place      more base bytes, less state      (1)
   SHORTAGE          what an early step lacked                       more base bytes                  (3)
-  STAYING           gradients of earlier steps, that stay           sums of gradients, open homes    (1) (3)
+  STAYING           gradients of earlier backward passes            sums of gradients, open homes    (1) (3)
   OUTDATED          the user came back to other options             open homes                       (2)
   REDUCED           a wrapper, which reduces the gradients          parameters that stay             (1)
   MOVED             other homes: another plan moved the buckets     the homes in force               (1)
@@ -25,7 +25,7 @@ overruns and shortages as the first.
   TOGETHER          the needs of other graphs in the same steps     shared budget, open homes        (5)
 
   (1) The plan in force of an earlier capture of the same step, with the same options, is followed if it has room.
-  (2) The graph takes the place of the capture with the other options; the buckets move when the plan is in force.
+  (2) The graph takes the place of a capture with other options; its homes are open, and the buckets move.
   (3) The steps are measured anew, so that their seconds are those of this plan.
   (4) The plan is followed only if it is better.
   (5) In a trial, in crowded steps, or beside gaps of the allocator: see `together.Together.begin`.
