@@ -53,18 +53,6 @@ def _everywhere(evaluator: Evaluator, wanted: Sequence[Level]) -> Levels:
     )
 
 
-def _keep_all(evaluator: Evaluator) -> Levels:
-    return evaluator.facts.start_levels
-
-
-def _zero_offload(evaluator: Evaluator) -> Levels:
-    return _everywhere(evaluator, (Level.STATE_OFF,))
-
-
-def _zero3_offload(evaluator: Evaluator) -> Levels:
-    return evaluator.facts.furthest_levels
-
-
 def _fsdp_offload(evaluator: Evaluator) -> Levels:
     kept = _everywhere(evaluator, (Level.ON_DEVICE_RELEASED, Level.ON_DEVICE))
     return kept if evaluator.fits(kept, ahead=0) else evaluator.facts.furthest_levels
@@ -107,10 +95,10 @@ def _elixir(evaluator: Evaluator) -> Levels:
 
 RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
     "elixir": _elixir,
-    "zero3_offload": _zero3_offload,
-    "zero_offload": _zero_offload,
+    "zero3_offload": lambda evaluator: evaluator.facts.furthest_levels,
+    "zero_offload": lambda evaluator: _everywhere(evaluator, (Level.STATE_OFF,)),
     "fsdp_offload": _fsdp_offload,
-    "keep_all": _keep_all,
+    "keep_all": lambda evaluator: evaluator.facts.start_levels,
 }
 
 
@@ -160,28 +148,27 @@ def place_exhaustively(evaluator: Evaluator) -> DraftPlan | None:
             if best is None or (step_s, here.host_bytes(levels)) < best[:2]:
                 draft = DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=())
                 best = (step_s, here.host_bytes(levels), draft)
-    return None if best is None else _explained(evaluator, best[2], count)
-
-
-def _modes(evaluator: Evaluator) -> list[Sequence[int]]:
-    return [range(len(layer.modes)) for layer in evaluator.facts.layers]
-
-
-def _explained(evaluator: Evaluator, draft: DraftPlan, count: int) -> DraftPlan:
+    if best is None:
+        return None
+    _, _, draft = best
     facts = evaluator.facts
-    because = f"the fastest of {count} candidates, {format_s(draft.step_s)} per step"
-    placed = [
+    moved = [
         (str(bucket.id), level_text(level))
         for bucket, level, start in zip(facts.buckets, draft.levels, facts.start_levels, strict=True)
         if level != start
     ]
-    placed += [
+    moved += [
         (layer.name or "step", mode_text(layer, layer.modes[mode]))
         for layer, mode in zip(facts.layers, draft.modes, strict=True)
         if mode
     ]
-    decisions = tuple(Decision(subject=subject, choice=choice, because=because) for subject, choice in placed)
-    return replace(draft, decisions=decisions)
+    because = f"the fastest of {count} candidates, {format_s(draft.step_s)} per step"
+    decisions = (Decision(subject=subject, choice=choice, because=because) for subject, choice in moved)
+    return replace(draft, decisions=tuple(decisions))
+
+
+def _modes(evaluator: Evaluator) -> list[Sequence[int]]:
+    return [range(len(layer.modes)) for layer in evaluator.facts.layers]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -241,42 +228,69 @@ class _Walk:
 
     def descend(self) -> bool:
         """Move buckets off the device until the step fits; return whether it does."""
-        budget_bytes = self.evaluator.facts.problem.budget_bytes
+        facts, memory = self.evaluator.facts, self.evaluator.memory
         while True:
             live_bytes = self._live_bytes(self.levels)
             segment = int(live_bytes.argmax())
-            excess = int(live_bytes[segment]) - budget_bytes
+            excess = int(live_bytes[segment]) - self._budget_bytes
             if excess <= 0:
                 return self._fits_host(self.levels)  # offloaded activations alone may exceed the host budget
             move, others = self._best_move(segment, excess, int(live_bytes[segment]))
             if move is None:
-                return self._move_all()
-            self._make(move, others, segment, excess)
+                break
+            self.moved.pop(move.bucket, None)
+            self.moved[move.bucket] = Decision(
+                subject=facts.buckets[move.bucket].id,
+                choice=level_text(move.level),
+                because=f"device short by {format_bytes(excess)} at {facts.graph.ops[memory.highest_op(segment)].id}",
+                cost_s=0.0 if move.cost_s <= _MIN_COST_S else move.cost_s,
+                saves_bytes=move.saves_bytes,
+                rejected=tuple(
+                    f"{facts.buckets[other.bucket].id} {level_text(other.level)} "
+                    f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
+                    for other in others
+                ),
+            )
+            self.levels[move.bucket] = move.level
+            self.fresh.clear()
+            for level in Level:
+                self.cost_s.pop((move.bucket, level), None)
+        # No single move lowers the peak: several moves together may still lower it.
+        furthest = self.evaluator.min_memory_levels
+        if memory.peak_bytes(furthest, self.ahead) > self._budget_bytes or not self._fits_host(furthest):
+            return False
+        for bucket, level in enumerate(furthest):
+            if level != self.levels[bucket]:
+                short = format_bytes(int(self._live_bytes(self.levels).max()) - self._budget_bytes)
+                self.moved[bucket] = Decision(
+                    subject=facts.buckets[bucket].id,
+                    choice=level_text(level),
+                    because=f"device still short by {short}, and no single move saves at the peak: all move together",
+                )
+                self.levels[bucket] = level
+        return True
 
     def undo_needless(self) -> None:
-        """Bring buckets back as far as the budget allows: the last move first, because it cost the most."""
-        for bucket in reversed(list(self.moved)):
-            for level in self.evaluator.facts.choices[bucket]:
-                if level >= self.levels[bucket]:
-                    break
-                if self._may_return(bucket, level):
-                    self.levels[bucket] = level
-                    break
+        """Bring buckets back as far as the budget allows: the last move first, because it cost the most.
 
-    def _may_return(self, bucket: int, level: Level) -> bool:
-        """Return whether the step still fits with `bucket` at `level`.
-
-        If the bucket does not return to its first level, the step must not get longer either.
+        If a bucket does not return to its first level, the step must not get longer either.
         """
-        levels = self._with(bucket, level)
-        if not self.evaluator.facts.allows(levels):
-            return False
-        if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
-            return False
-        if self.spares_host:
-            return self.evaluator.added_host_bytes(bucket, self.levels[bucket], level) <= 0
-        is_start = level is self.evaluator.facts.choices[bucket][0]
-        return is_start or self.evaluator.step_s(levels) <= self.evaluator.step_s(self.levels)
+
+        def may_return(bucket: int, level: Level) -> bool:
+            levels = self._with(bucket, level)
+            if not self.evaluator.facts.allows(levels):
+                return False
+            if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
+                return False
+            if self.spares_host:
+                return self.evaluator.added_host_bytes(bucket, self.levels[bucket], level) <= 0
+            is_start = level is self.evaluator.facts.choices[bucket][0]
+            return is_start or self.evaluator.step_s(levels) <= self.evaluator.step_s(self.levels)
+
+        for bucket in reversed(list(self.moved)):
+            now = self.levels[bucket]
+            nearer = (level for level in self.evaluator.facts.choices[bucket] if level < now)
+            self.levels[bucket] = next((level for level in nearer if may_return(bucket, level)), now)
 
     def _fits_host(self, levels: Sequence[Level]) -> bool:
         return (
@@ -300,24 +314,6 @@ class _Walk:
 
         The first is None if no move lowers the peak.
         """
-        moves = self._moves(segment, excess)
-        refreshes = 0
-        while moves:
-            moves.sort(key=lambda move: (-move.score, move.bucket, move.level))
-            best = moves[0]
-            key = (best.bucket, best.level)
-            if not self.spares_host and key not in self.fresh and refreshes < _MAX_REFRESHES:
-                refreshes += 1
-                self._simulate(best.bucket, best.level)
-                moves[0] = self._scored(best.bucket, best.level, best.saves_bytes, excess)
-                continue
-            # `own_bytes` leaves out prefetches and gradients on their way out: count the step after the move in full.
-            if int(self._live_bytes(self._with(best.bucket, best.level))[segment]) < peak_bytes:
-                return best, moves[1 : 1 + _NUM_REJECTED]
-            moves.pop(0)
-        return None, []
-
-    def _moves(self, segment: int, excess: int) -> list[_Move]:
         facts = self.evaluator.facts
         at_peak = self.own_bytes[:, :, segment]
         host_free = facts.problem.host_budget_bytes - self.evaluator.host_bytes(self.levels)
@@ -336,7 +332,21 @@ class _Walk:
                 if not self.spares_host and (bucket, level) not in self.cost_s:
                     self._simulate(bucket, level)
                 moves.append(self._scored(bucket, level, saves_bytes, excess))
-        return moves
+        refreshes = 0
+        while moves:
+            moves.sort(key=lambda move: (-move.score, move.bucket, move.level))
+            best = moves[0]
+            key = (best.bucket, best.level)
+            if not self.spares_host and key not in self.fresh and refreshes < _MAX_REFRESHES:
+                refreshes += 1
+                self._simulate(best.bucket, best.level)
+                moves[0] = self._scored(best.bucket, best.level, best.saves_bytes, excess)
+                continue
+            # `own_bytes` leaves out prefetches and gradients on their way out: count the step after the move in full.
+            if int(self._live_bytes(self._with(best.bucket, best.level))[segment]) < peak_bytes:
+                return best, moves[1 : 1 + _NUM_REJECTED]
+            moves.pop(0)
+        return None, []
 
     def _scored(self, bucket: int, level: Level, saves_bytes: int, excess: int) -> _Move:
         saved_bytes = min(saves_bytes, excess)
@@ -352,52 +362,26 @@ class _Walk:
         self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _MIN_COST_S)
         self.fresh.add((bucket, level))
 
-    def _make(self, move: _Move, others: list[_Move], segment: int, excess: int) -> None:
-        op = self.evaluator.facts.graph.ops[self.evaluator.memory.highest_op(segment)]
-        self.moved.pop(move.bucket, None)
-        self.moved[move.bucket] = Decision(
-            subject=self.evaluator.facts.buckets[move.bucket].id,
-            choice=level_text(move.level),
-            because=f"device short by {format_bytes(excess)} at {op.id}",
-            cost_s=0.0 if move.cost_s <= _MIN_COST_S else move.cost_s,
-            saves_bytes=move.saves_bytes,
-            rejected=tuple(
-                f"{self.evaluator.facts.buckets[other.bucket].id} {level_text(other.level)} "
-                f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
-                for other in others
-            ),
-        )
-        self.levels[move.bucket] = move.level
-        self.fresh.clear()
-        for level in Level:
-            self.cost_s.pop((move.bucket, level), None)
-
     def _price(self, move: _Move) -> str:
         if not self.spares_host:
             return f"costs {format_s(move.cost_s)}"
         added_bytes = self.evaluator.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
         return f"takes {format_bytes(added_bytes)} of the host"
 
-    def _move_all(self) -> bool:
-        """Move all buckets to the levels with the fewest bytes; return whether the step then fits.
-
-        Runs if no single move lowers the peak: several moves together may still lower it.
-        """
-        furthest = self.evaluator.min_memory_levels
-        if self.evaluator.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
-            return False
-        if not self._fits_host(furthest):
-            return False
-        for bucket, level in enumerate(furthest):
-            if level != self.levels[bucket]:
-                short = format_bytes(int(self._live_bytes(self.levels).max()) - self._budget_bytes)
-                self.moved[bucket] = Decision(
-                    subject=self.evaluator.facts.buckets[bucket].id,
-                    choice=level_text(level),
-                    because=f"device still short by {short}, and no single move saves at the peak: all move together",
-                )
-                self.levels[bucket] = level
-        return True
+    def draft(self) -> DraftPlan:
+        """Return the draft plan of the present levels, with the best moves found for them."""
+        evaluator, levels = self.evaluator, tuple(self.levels)
+        decisions: list[Decision] = []
+        for bucket, said in self.moved.items():
+            choice = level_text(levels[bucket])
+            if levels[bucket] != evaluator.facts.start_levels[bucket]:
+                # `undo_needless` may have changed the level.
+                because = f"{said.because}; brought back from {said.choice}, which was more than needed"
+                changed = Decision(subject=said.subject, choice=choice, because=because, rejected=said.rejected)
+                decisions.append(said if said.choice == choice else changed)
+        moves, step_s = best_moves(evaluator, levels)
+        modes = evaluator.facts.modes
+        return DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=tuple(decisions))
 
 
 def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:
@@ -434,32 +418,8 @@ def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_hos
         if not walk.descend():
             continue
         walk.undo_needless()
-        draft = _draft(evaluator, walk)
+        draft = walk.draft()
         key = (draft.step_s, evaluator.host_bytes(draft.levels))
         if best is None or key < best[0]:
             best = (key, draft)
     return None if best is None else best[1]
-
-
-def _draft(evaluator: Evaluator, walk: _Walk) -> DraftPlan:
-    levels = tuple(walk.levels)
-    starts = evaluator.facts.start_levels
-    decisions = tuple(
-        _restated(decision, levels[bucket])
-        for bucket, decision in walk.moved.items()
-        if levels[bucket] != starts[bucket]
-    )
-    moves, step_s = best_moves(evaluator, levels)
-    return DraftPlan(levels=levels, modes=evaluator.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
-
-
-def _restated(decision: Decision, level: Level) -> Decision:
-    """Return `decision` with the final `level` of its bucket, which `undo_needless` may have changed."""
-    if decision.choice == level_text(level):
-        return decision
-    return Decision(
-        subject=decision.subject,
-        choice=level_text(level),
-        because=f"{decision.because}; brought back from {decision.choice}, which was more than needed",
-        rejected=decision.rejected,
-    )

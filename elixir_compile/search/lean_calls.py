@@ -14,15 +14,17 @@ shorter than that of the search.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, takewhile
 
 from elixir_compile.base.errors import IllegalSchedule
-from elixir_compile.base.units import format_bytes, format_s
+from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
 from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
 from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
+from elixir_compile.search.outer import shortfall
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
@@ -50,7 +52,10 @@ def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan, deadline
     4,400 ops takes 1 s.
     """
     problem = evaluator.facts.problem
-    if not _may_have_lean_calls(problem, made):
+    calls, is_short = problem.calls, any(group.saving is not Saving.KEEP for group in made.activations)
+    # Other graphs that need memory between the halves are not counted here.
+    is_counted = problem.may_have_lean_calls and not (problem.between_bytes or problem.after_bytes)
+    if not (is_counted and is_short and calls.outstanding > 1 and calls.num <= MOST_CALLS_WITH_LEAN):
         return made
     plans = _plans(evaluator, draft, made)
     programs = [_Program(problem, plan, step_s) for plan, step_s in takewhile(lambda _: not deadline.is_over, plans)]
@@ -61,8 +66,11 @@ def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan, deadline
     for pair in [pair for pair in pairs if pair.step_s < limit_s][:_MOST_WRITTEN]:
         plan = paired(problem, pair.full.plan, pair.lean.plan, pair.num_full)
         expected = plan.prediction
-        if expected.device_peak_bytes <= problem.budget_bytes and expected.step_s < limit_s and _is_legal(plan):
-            return replace(plan, decisions=_decisions(pair, made, plan))
+        if expected.device_peak_bytes <= problem.budget_bytes and expected.step_s < limit_s:
+            with suppress(IllegalSchedule):
+                if plan.lean is not None:
+                    check_lean_moves(plan)
+                return replace(plan, decisions=tuple(_decisions(pair, made, plan)))
     return made
 
 
@@ -78,16 +86,6 @@ def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
     plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_bound_s=None)
     traffic = tensor_traffic(problem.graph, plan, problem.cluster)
     return replace(plan, prediction=predicted(problem, plan)[0], tensor=traffic)
-
-
-def _may_have_lean_calls(problem: Problem, made: Plan) -> bool:
-    """Return whether lean calls may make the step of `made` shorter, and this module counts all that the problem asks.
-
-    Other graphs that need memory between the halves are not counted here.
-    """
-    is_counted = problem.may_have_lean_calls and not (problem.between_bytes or problem.after_bytes)
-    is_short = any(group.saving is not Saving.KEEP for group in made.activations)
-    return is_counted and is_short and problem.calls.outstanding > 1 and problem.calls.num <= MOST_CALLS_WITH_LEAN
 
 
 class _Program:
@@ -169,22 +167,12 @@ def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> I
             more = num_full, peak_bytes
 
 
-def _is_legal(plan: Plan) -> bool:
-    try:
-        if plan.lean is not None:
-            check_lean_moves(plan)
-    except IllegalSchedule:
-        return False
-    return True
-
-
-def _decisions(pair: _Pair, before: Plan, plan: Plan) -> tuple[Decision, ...]:
-    """Return the decisions of `before` and that to make `pair` the plan `plan`."""
+def _decisions(pair: _Pair, before: Plan, plan: Plan) -> Iterator[Decision]:
+    """Yield the decision to make `pair` the plan `plan`, then the decisions of `before`: those on a layer say which
+    calls follow them, or are left out if none do."""
     calls, full, lean = plan.calls, pair.full, pair.lean
     num_lean, num = calls.outstanding - pair.num_full, num_full_calls(calls, pair.num_full)
-    saves_bytes = num_lean * (full.nbytes.waiting_bytes - lean.nbytes.waiting_bytes)
-    uniform = f"all {_said(before)}: {format_s(before.prediction.step_s - plan.prediction.step_s)} longer"
-    rejected = (uniform,)
+    rejected = (f"all {_said(before)}: {shortfall(before, plan)}",)
     because = f"the peak of {format_bytes(plan.prediction.device_peak_bytes)} fits {format_bytes(plan.budget_bytes)}"
     more, more_bytes = pair.more
     if more_bytes > plan.budget_bytes:
@@ -192,25 +180,20 @@ def _decisions(pair: _Pair, before: Plan, plan: Plan) -> tuple[Decision, ...]:
         because += f", and with {more} it would be {over} over it"
         rejected += (f"{more} of {calls.outstanding}: {over} over the budget",)
     choice = f"{pair.num_full} of {calls.outstanding} {_said(full.plan)}; the others {_said(lean.plan)}"
-    own = Decision(
+    yield Decision(
         subject="outstanding forwards",
         choice=choice if num_lean else f"all {_said(full.plan)}",
         because=because,
         cost_s=(calls.num - num) * (lean.call.step_s - full.call.step_s),
-        saves_bytes=saves_bytes,
+        saves_bytes=num_lean * (full.nbytes.waiting_bytes - lean.nbytes.waiting_bytes),
         rejected=rejected,
     )
-    return (own, *_decisions_before(pair, before))
-
-
-def _decisions_before(pair: _Pair, before: Plan) -> Iterator[Decision]:
-    """Yield the decisions of `before`; those on a layer say which calls follow them, or are left out if none do."""
     layers = {group.id.rpartition(".")[0] or group.id for group in before.activations}
     for decision in before.decisions:
         if decision.subject not in layers:
             yield decision
-        elif pair.full is not pair.lean and before in (pair.full.plan, pair.lean.plan):
-            kind = "full" if before is pair.full.plan else "lean"
+        elif full is not lean and before in (full.plan, lean.plan):
+            kind = "full" if before is full.plan else "lean"
             yield replace(decision, choice=f"{decision.choice}, in {kind} calls")
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -14,12 +15,13 @@ from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.base.options import Planner
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
-from elixir_compile.ir import Bucket, BucketId, Decision, Kind, Op, Plan, Tier
+from elixir_compile.ir import BucketId, Decision, Kind, Op, Plan, Tier
 from elixir_compile.ir.cost import disk_staging_bytes
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.evaluator import Candidate, Clock, DraftPlan, Evaluator, deadline_in, leanest, uniform_modes
 from elixir_compile.search.greedy import RULES, drafted, place_exhaustively, place_greedily
 from elixir_compile.search.lean_calls import with_lean_calls
+from elixir_compile.search.outer import answer, leaner
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, write_out
 from elixir_compile.search.space.buckets import Level, with_larger_buckets
@@ -52,28 +54,37 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     Raises NoFeasiblePlan if the host still has too little room.
     """
     in_memory = replace(problem, disk=False)
-    found = search(problem if _may_add(problem) else in_memory)
-    going = going_to_disk(problem, found)
+
+    def moved(found: Plan, asked: Problem = problem) -> Plan:
+        """Return `found` with the state on disk that the answer to `asked` puts there."""
+        return _moved(problem, found, going_to_disk(asked, found))
+
+    relaxed = search(problem if _may_add(problem) else in_memory)
+    going = going_to_disk(problem, relaxed)
     if not going:
-        return found
-    with_disk = _moved(problem, found, going)
+        return relaxed
+    with_disk = _moved(problem, relaxed, going)
     if host_bytes(with_disk) > problem.host_budget_bytes:
-        try:
-            with_disk = _with_room_for_staging(problem, with_disk, search)
-        except NoFeasiblePlan as refused:
-            try:
-                without = search(in_memory)
-            except NoFeasiblePlan as short:
-                is_less = short.memory == refused.memory and short.needed_bytes < refused.needed_bytes
-                raise (short if is_less else refused) from None
-            return _moved(problem, without, going_to_disk(in_memory, without))
+        # The staging buffers of the disk need room too: search beside them.
+        staging_bytes = disk_staging_bytes(with_disk.buckets)
+        less = replace(
+            problem,
+            host_budget_bytes=problem.host_budget_bytes - staging_bytes,
+            host_base_bytes=problem.host_base_bytes + staging_bytes,
+        )
+        found = answer(search, less)
+        if isinstance(found, NoFeasiblePlan):
+            without = answer(search, in_memory)
+            if isinstance(without, NoFeasiblePlan):
+                raise leaner(found, without).renewed()
+            return moved(without, in_memory)
+        with_disk = moved(_with_bounds_of(with_disk, found))
     if problem.on_disk.issuperset(going):
         return with_disk
-    try:
-        without = search(in_memory)
-    except NoFeasiblePlan:
+    without = answer(search, in_memory)
+    if isinstance(without, NoFeasiblePlan):
         return with_disk
-    without = _moved(problem, without, going_to_disk(in_memory, without))
+    without = moved(without, in_memory)
     if with_disk.prediction.step_s <= without.prediction.step_s:
         return with_disk
     log.debug("%s: state on disk makes no shorter step", problem.name)
@@ -84,21 +95,6 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
 def _with_bounds_of(relaxed: Plan, found: Plan) -> Plan:
     """Return `found` with the bounds of `relaxed`."""
     return replace(found, bound_s=relaxed.bound_s, binding=relaxed.binding, gib_bound_s=relaxed.gib_bound_s)
-
-
-def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Problem], Plan]) -> Plan:
-    """Return the plan found with the host budget reduced by the staging buffers, with the bound of `relaxed`.
-
-    `relaxed` is the plan with state on disk, which does not fit the host together with these buffers.
-    """
-    staging_bytes = disk_staging_bytes(relaxed.buckets)
-    less = replace(
-        problem,
-        host_budget_bytes=problem.host_budget_bytes - staging_bytes,
-        host_base_bytes=problem.host_base_bytes + staging_bytes,
-    )
-    found = _with_bounds_of(relaxed, search(less))
-    return _moved(problem, found, going_to_disk(problem, found))
 
 
 def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
@@ -113,7 +109,7 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
         if placement.optim is Tier.HOST and bucket.shard_state_nbytes()
     ]
     chosen = [bucket for bucket in order if bucket.id in there]
-    over_bytes = host_bytes(plan) - problem.host_budget_bytes - _state_bytes(chosen)
+    over_bytes = host_bytes(plan) - problem.host_budget_bytes - sum(own.shard_state_nbytes() for own in chosen)
     if chosen or (may_add and over_bytes > 0):
         over_bytes += disk_staging_bytes(order)
     for bucket in reversed(order):
@@ -134,47 +130,27 @@ def _may_add(problem: Problem) -> bool:
     return problem.disk and problem.hybrid
 
 
-def _state_bytes(buckets: list[Bucket]) -> int:
-    return sum(bucket.shard_state_nbytes() for bucket in buckets)
-
-
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
-    """Return `plan` with the state of the buckets `going` on disk, and with a new prediction."""
+    """Return `plan` with the state of the buckets `going` on disk, a decision for each, and a new prediction."""
     if not going:
         return plan
+    price, base_bytes = prices(problem.graph, plan.buckets, problem.cluster), problem.host_base_bytes
+    host, budget = (format_bytes(nbytes + base_bytes) for nbytes in (host_bytes(plan), problem.host_budget_bytes))
+    full = f"with all state in memory the host would hold {host} of {budget}"
+    found: list[Decision] = []
+    for bucket in plan.buckets:
+        if bucket.id in going:
+            disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
+            because = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
+            because += f"; {format_bytes(bucket.shard_state_nbytes())} are read and written in {format_s(disk_s)}"
+            cost_s = max(0.0, disk_s - update_s)
+            found.append(Decision(subject=bucket.id, choice="optim disk", because=because, cost_s=cost_s))
     placements = tuple(
         replace(placement, optim=Tier.DISK, streamed=False) if placement.bucket in going else placement
         for placement in plan.placements
     )
-    moved = replace(plan, placements=placements)
-    decisions = (*plan.decisions, *_decisions(problem, plan, going))
-    return replace(moved, prediction=predicted(problem, moved)[0], decisions=decisions)
-
-
-def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> list[Decision]:
-    """Return a decision for each bucket in `going`; `plan` still has their state on the host."""
-    price = prices(problem.graph, plan.buckets, problem.cluster)
-    base_bytes = problem.host_base_bytes
-    host = format_bytes(host_bytes(plan) + base_bytes)
-    full = (
-        f"with all state in memory the host would hold {host} of {format_bytes(problem.host_budget_bytes + base_bytes)}"
-    )
-    on_disk_before = "it is on disk since an earlier plan"
-    found: list[Decision] = []
-    for bucket in plan.buckets:
-        if bucket.id not in going:
-            continue
-        disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
-        moved = f"{format_bytes(bucket.shard_state_nbytes())} are read and written"
-        found.append(
-            Decision(
-                subject=bucket.id,
-                choice="optim disk",
-                because=f"{on_disk_before if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
-                cost_s=max(0.0, disk_s - update_s),
-            )
-        )
-    return found
+    made = replace(plan, placements=placements)
+    return replace(made, prediction=predicted(problem, made)[0], decisions=(*plan.decisions, *found))
 
 
 _PRICES = np.concatenate([[0.0], np.geomspace(1 / 16, 16, 33)])
@@ -218,18 +194,36 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
     to bisect. Returns `error` unchanged if more host bytes do not help.
     """
     deadline_s = time.monotonic() + timeout_s
-    refused_bytes = problem.host_budget_bytes
-    enough = _enough(problem, error, search)
-    if enough is None:
+
+    def tried(tried_bytes: int) -> Plan | NoFeasiblePlan:
+        return answer(search, replace(problem, host_budget_bytes=tried_bytes))
+
+    # Upward from the bytes in the error to a sufficient budget.
+    refused_bytes, found = problem.host_budget_bytes, error
+    enough_bytes = refused_bytes
+    for _ in range(_MAX_TRIES):
+        least_bytes = 2 * enough_bytes if found is not error else refused_bytes + 1
+        enough_bytes = max(least_bytes, found.needed_bytes - problem.host_base_bytes)
+        found = tried(enough_bytes)
+        if isinstance(found, Plan) or found.memory != "host":
+            break
+    if not isinstance(found, Plan):
         return error
-    enough_bytes, found = enough
     while enough_bytes - refused_bytes > 1 and time.monotonic() < deadline_s:
-        tried_bytes = _next(refused_bytes, host_bytes(found), enough_bytes)
-        tried = _tried(problem, tried_bytes, search)
-        if isinstance(tried, Plan):
-            enough_bytes, found = tried_bytes, tried
+        # First a byte less than the plan holds is tried, then exactly this, then the middle.
+        held_bytes = host_bytes(found)
+        tried_bytes = held_bytes if refused_bytes < held_bytes < enough_bytes else (refused_bytes + enough_bytes) // 2
+        tried_bytes = held_bytes - 1 if refused_bytes < held_bytes - 1 else tried_bytes
+        made = tried(tried_bytes)
+        if isinstance(made, Plan):
+            enough_bytes, found = tried_bytes, made
         else:
             refused_bytes = tried_bytes
+    disk_bytes = 0
+    may_add = problem.hybrid and not problem.disk
+    if may_add and isinstance(answer(search, replace(problem, disk=True)), Plan):
+        placed = zip(found.buckets, found.placements, strict=True)
+        disk_bytes = sum(bucket.shard_state_nbytes() for bucket, home in placed if home.optim is Tier.HOST)
     return NoFeasiblePlan(
         "",
         "",
@@ -237,58 +231,12 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
         enough_bytes + problem.host_base_bytes,
         {},
         "host",
-        _host_state_bytes(found) if _would_do_with_disk(problem, search) else 0,
+        disk_bytes,
         staying_bytes=error.staying_bytes,
         micro_batches=problem.micro_batches,
         is_static=problem.fractions is not None,
         beyond=error.beyond,
     )
-
-
-def _enough(problem: Problem, error: NoFeasiblePlan, search: Search) -> tuple[int, Plan] | None:
-    """Return a sufficient host budget and its plan, tried upward from the bytes in `error`; None if none was found."""
-    tried_bytes = max(problem.host_budget_bytes + 1, error.needed_bytes - problem.host_base_bytes)
-    for _ in range(_MAX_TRIES):
-        tried = _tried(problem, tried_bytes, search)
-        if isinstance(tried, Plan):
-            return tried_bytes, tried
-        if tried.memory != "host":
-            return None
-        tried_bytes = max(2 * tried_bytes, tried.needed_bytes - problem.host_base_bytes)
-    return None
-
-
-def _tried(problem: Problem, tried_bytes: int, search: Search) -> Plan | NoFeasiblePlan:
-    try:
-        return search(replace(problem, host_budget_bytes=tried_bytes))
-    except NoFeasiblePlan as error:
-        return error.renewed()
-
-
-def _next(refused_bytes: int, held_bytes: int, enough_bytes: int) -> int:
-    """Return the next budget to try, above `refused_bytes` and below `enough_bytes`.
-
-    The plan found for `enough_bytes` holds `held_bytes`. First a byte less than this is tried, then exactly this, then
-    the middle.
-    """
-    if refused_bytes < held_bytes - 1:
-        return held_bytes - 1
-    return held_bytes if refused_bytes < held_bytes < enough_bytes else (refused_bytes + enough_bytes) // 2
-
-
-def _would_do_with_disk(problem: Problem, search: Search) -> bool:
-    """Return whether the problem has a plan within its host budget if optimizer state may also go to disk.
-
-    False if the problem allows state on disk already, or if it has no hybrid optimizer.
-    """
-    may_add = problem.hybrid and not problem.disk
-    return may_add and isinstance(_tried(replace(problem, disk=True), problem.host_budget_bytes, search), Plan)
-
-
-def _host_state_bytes(plan: Plan) -> int:
-    """Return the bytes of optimizer state that each rank holds on the host under `plan`."""
-    placed = zip(plan.buckets, plan.placements, strict=True)
-    return sum(bucket.shard_state_nbytes() for bucket, placement in placed if placement.optim is Tier.HOST)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,46 +280,37 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
         made = write_out(evaluator, draft)
         return with_lean_calls(evaluator, draft, made, deadline_in(timeout_s)) if planner == "milp" else made
 
-    def search_without_solver(variant: Problem) -> Plan:
+    def without_solver(variant: Problem) -> Plan:
+        """Return the plan of the planner, or that of the first draft plan from which `milp` starts its search."""
         evaluator = Evaluator(gather_facts(variant))
-        return write_out(evaluator, _place_without_solver(evaluator, planner))
+        if planner != "milp":
+            return write_out(evaluator, _place(evaluator, planner, 0.0, Clock()))
+        _require_minimum(evaluator)
+        return write_out(evaluator, _first_draft(evaluator, _quick_draft))
+
+    def search_without_solver(variant: Problem) -> Plan:
+        return plan_with_disk(variant, without_solver)
 
     try:
         result = plan_with_disk(problem, search)
     except NoFeasiblePlan as error:
         if error.memory != "host":
             raise
-        result = _without_solver(
-            problem, error, lambda variant: plan_with_disk(variant, search_without_solver), timeout_s
-        )
+        result = answer(search_without_solver, problem)
+        if isinstance(result, NoFeasiblePlan):
+            raise with_min_host_bytes(problem, error, search_without_solver, timeout_s).renewed() from None
     verify(problem.graph, result)
     return result
 
 
-def _without_solver(
-    problem: Problem, error: NoFeasiblePlan, search: Callable[[Problem], Plan], timeout_s: float
-) -> Plan:
-    """Return the plan of `search` for `problem`, after a search with the solver raised `error`.
-
-    Raises `NoFeasiblePlan` with the fewest host bytes for which `search` finds a plan.
-    """
-    try:
-        return search(problem)
-    except NoFeasiblePlan:
-        raise with_min_host_bytes(problem, error, search, timeout_s).renewed() from None
-
-
-def _place_without_solver(evaluator: Evaluator, planner: Planner) -> DraftPlan:
-    """Return the draft plan of `planner`, or the first draft plan from which `milp` starts its search."""
-    if planner != "milp":
-        return _place(evaluator, planner, 0.0, Clock())
-    _require_minimum(evaluator)
-    return _first_draft(evaluator, _quick_draft)
-
-
 def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock) -> DraftPlan:
     if planner in RULES:
-        return _by_rule(evaluator, planner)
+        if evaluator.facts.problem.fractions is not None:
+            raise InvalidOption("planner", planner, '"milp" or "greedy", which keep fractions')
+        levels = RULES[planner](evaluator)
+        if not evaluator.fits(levels, ahead=0):
+            raise _no_plan(evaluator, _at_use(evaluator, levels))
+        return drafted(evaluator, levels, planner)
     _require_minimum(evaluator)
     if planner == "greedy":
         return _first_draft(evaluator, _greedy)
@@ -403,25 +342,17 @@ def _first_draft(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) 
         if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
                 return place(uniform)
-    raise _no_plan(evaluator, _fewest_host_bytes_of(evaluator, sorted(fit, key=lambda pair: pair[0])))
 
-
-def _fewest_host_bytes_of(evaluator: Evaluator, starts: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
-    """Return the draft plan with the fewest host bytes found within the device budget, at any modes in `starts`.
-
-    `starts` are pairs of a lower limit on host bytes and an evaluator, at least one pair, sorted by the limit.
-    """
-
-    def host_bytes(draft: DraftPlan) -> int:
+    def drafted_host_bytes(draft: DraftPlan) -> int:
         return evaluator.at(draft.modes).host_bytes(draft.levels)
 
-    (_, first), *others = starts
-    best = _fewest_host_bytes(first)
+    (_, leanest_host), *others = sorted(fit, key=lambda pair: pair[0])
+    best = _fewest_host_bytes(leanest_host)
     for host_floor, uniform in others:
-        if host_floor >= host_bytes(best):
+        if host_floor >= drafted_host_bytes(best):
             break
-        best = min(best, _fewest_host_bytes(uniform), key=host_bytes)
-    return best
+        best = min(best, _fewest_host_bytes(uniform), key=drafted_host_bytes)
+    raise _no_plan(evaluator, best)
 
 
 def _quick_draft(evaluator: Evaluator) -> DraftPlan:
@@ -443,15 +374,6 @@ def _is_large(evaluator: Evaluator) -> bool:
     facts = evaluator.facts
     num_choices = sum(map(len, facts.choices)) + sum(len(layer.modes) for layer in facts.layers)
     return len(facts.buckets) > _MANY_BUCKETS or num_choices > _MANY_CHOICES
-
-
-def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
-    if evaluator.facts.problem.fractions is not None:
-        raise InvalidOption("planner", planner, '"milp" or "greedy", which keep fractions')
-    levels = RULES[planner](evaluator)
-    if not evaluator.fits(levels, ahead=0):
-        raise _no_plan(evaluator, _at_use(evaluator, levels))
-    return drafted(evaluator, levels, planner)
 
 
 def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
@@ -512,37 +434,26 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(smallest.levels, ahead=0))
     homes = (Tier.DEVICE, Tier.HOST) if problem.accumulates else ()
     staying_bytes = {home: made.staying_gradient_bytes(home) for home in homes}
-    beyond = _BEYOND_DDP if problem.params_stay else ""
+    no_plan = partial(
+        NoFeasiblePlan,
+        micro_batches=problem.micro_batches,
+        is_static=problem.fractions is not None,
+        beyond=_BEYOND_DDP if problem.params_stay else "",
+    )
     if device_bytes > problem.budget_bytes:
-        staying, where = staying_bytes.get(Tier.DEVICE, 0), op.source or op.module
-        returned = _returned(evaluator, made, op)
-        return NoFeasiblePlan(
+        return no_plan(
             op.id,
-            where,
+            op.source or op.module,
             problem.budget_bytes,
             device_bytes,
             by_kind,
-            returned=returned,
-            staying_bytes=staying,
-            micro_batches=problem.micro_batches,
-            is_static=problem.fractions is not None,
-            beyond=beyond,
+            returned=_returned(evaluator, made, op),
+            staying_bytes=staying_bytes.get(Tier.DEVICE, 0),
         )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     # Staying gradients on the device count too: other bytes are on the host in their place.
-    return NoFeasiblePlan(
-        "",
-        "",
-        budget_bytes,
-        needed_bytes,
-        {},
-        "host",
-        staying_bytes=sum(staying_bytes.values()),
-        micro_batches=problem.micro_batches,
-        is_static=problem.fractions is not None,
-        beyond=beyond,
-    )
+    return no_plan("", "", budget_bytes, needed_bytes, {}, "host", staying_bytes=sum(staying_bytes.values()))
 
 
 def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:

@@ -122,9 +122,19 @@ _FULL = 1 - 1e-3
 
 
 def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
-    """Return the limits reached at the relaxed optimum x: lanes of the longest paths, and full memories."""
+    """Return the limits reached at the relaxed optimum x: for each phase how its longest path divides over lanes, and
+    full memories. A longer path that crosses several phases replaces the labels of these phases."""
     facts, live_bytes = milp.evaluator.facts, milp.live_bytes(x)
-    labels = _longest_labels(milp, x)
+    sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in milp.phases]
+    across = max((phase.longest(x) for phase in milp.across), key=lambda path: path.seconds, default=None)
+    labels = [side.label for side in sides]
+    whole = next((shop for shop in milp.whole_step if longest_s(shop, x) >= milp.lower_s(x)), None)
+    if whole is not None:
+        labels = ["step: host memory is busy" if whole.name == HOST_MEMORY else whole.longest(x).label]
+    elif across is not None and across.seconds > sum(sides[number].seconds for number in milp.spanned):
+        names = " and ".join(side[0].name for number, side in enumerate(milp.phases) if number in milp.spanned)
+        rest = [side.label for number, side in enumerate(sides) if number not in milp.spanned]
+        labels = [f"{names}: {across.label.partition(': ')[2]}", *rest]
     fullest = int(live_bytes.argmax())
     if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:
         op = facts.graph.ops[milp.memory.highest_op(fullest)]
@@ -133,23 +143,6 @@ def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
     if host.values @ x[host.columns] >= host.limit * _FULL:
         labels.append("host memory is full")
     return tuple(dict.fromkeys(labels))
-
-
-def _longest_labels(milp: Milp, x: Vector) -> list[str]:
-    """Return for each phase how its longest path divides over lanes.
-
-    If a longer path crosses several phases, its label replaces the labels of these phases.
-    """
-    sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in milp.phases]
-    for shop in milp.whole_step:
-        if longest_s(shop, x) >= milp.lower_s(x):
-            return ["step: host memory is busy" if shop.name == HOST_MEMORY else shop.longest(x).label]
-    across = max((phase.longest(x) for phase in milp.across), key=lambda path: path.seconds, default=None)
-    if across is None or across.seconds <= sum(sides[number].seconds for number in milp.spanned):
-        return [side.label for side in sides]
-    names = " and ".join(side[0].name for number, side in enumerate(milp.phases) if number in milp.spanned)
-    rest = [side.label for number, side in enumerate(sides) if number not in milp.spanned]
-    return [f"{names}: {across.label.partition(': ')[2]}", *rest]
 
 
 _NUM_REJECTED = 6
@@ -178,8 +171,28 @@ def decisions(milp: Milp, draft: DraftPlan, deadline: Deadline | None = None) ->
         return ()
     x = milp.vector(draft.candidate, draft.moves.streamed)
     num_priced = max(1, min(_NUM_REJECTED, _MAX_PRICED // len(changes)))
-    chosen = _Chosen(milp, x, milp.live_bytes(x), milp.host_bytes(x), milp.lower_s(x), num_priced)
-    return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
+    chosen = _Chosen(milp, x, milp.live_bytes(x), milp.host_bytes(x), milp.lower_s(x))
+    found: list[Decision] = []
+    for subject, change in changes:
+        at_start, before = chosen.with_option(change, change.before), change.texts[change.before]
+        saves_bytes = at_start.peak_bytes - chosen.peak_bytes
+        because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
+        if saves_bytes <= 0:
+            more = format_bytes(int(at_start.more_bytes.max()))
+            because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
+        is_over = deadline is not None and deadline.is_over
+        others = [] if is_over else sorted(_alternatives(chosen, change, num_priced), key=lambda other: other.rank)
+        found.append(
+            Decision(
+                subject=subject,
+                choice=change.texts[change.now],
+                because=because,
+                cost_s=0.0 if is_over else max(0.0, chosen.step_s - at_start.step_s),
+                saves_bytes=saves_bytes,
+                rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
+            )
+        )
+    return tuple(found)
 
 
 class _Chosen(NamedTuple):
@@ -190,11 +203,15 @@ class _Chosen(NamedTuple):
     live_bytes: Vector
     host_bytes: int
     step_s: float
-    num_priced: int
 
     @property
     def peak_bytes(self) -> int:
         return int(self.live_bytes.max())
+
+    def with_option(self, change: "_Change", option: int) -> "_Other":
+        """Return the candidate with another `option` for the bucket or layer of `change`."""
+        choices = self.milp.choices
+        return _Other(self, choices[change.i, change.now], choices[change.i, option])
 
 
 class _Change(NamedTuple):
@@ -235,41 +252,13 @@ class _Other(NamedTuple):
         return self.chosen.milp.lower_s(x)
 
 
-def _decision(chosen: _Chosen, subject: str, change: _Change, deadline: Deadline | None) -> Decision:
-    at_start = _moved(chosen, change, change.before)
-    saves_bytes = at_start.peak_bytes - chosen.peak_bytes
-    before = change.texts[change.before]
-    because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
-    if saves_bytes <= 0:
-        more = format_bytes(int(at_start.more_bytes.max()))
-        because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
-    if deadline is not None and deadline.is_over:
-        return Decision(
-            subject=subject, choice=change.texts[change.now], because=because, cost_s=0.0, saves_bytes=saves_bytes
-        )
-    others = sorted(_alternatives(chosen, change), key=lambda other: other.rank)
-    return Decision(
-        subject=subject,
-        choice=change.texts[change.now],
-        because=because,
-        cost_s=max(0.0, chosen.step_s - at_start.step_s),
-        saves_bytes=saves_bytes,
-        rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
-    )
-
-
-def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
-    choices = chosen.milp.choices
-    return _Other(chosen, choices[change.i, change.now], choices[change.i, after])
-
-
 class _Alternative(NamedTuple):
     rank: tuple[int, float]
     """Fitting options first, by added seconds; then options over a budget, by bytes over it."""
     text: str
 
 
-def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
+def _alternatives(chosen: _Chosen, change: _Change, num_priced: int) -> list[_Alternative]:
     """Return every other option of `change` with its effect.
 
     Of the options that fit, only the `num_priced` with the highest peak get seconds; the rest are left out.
@@ -279,7 +268,7 @@ def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
     for option, text in change.texts.items():
         if option == change.now:
             continue
-        other = _moved(chosen, change, option)
+        other = chosen.with_option(change, option)
         peak_bytes = other.peak_bytes
         over_bytes = peak_bytes - problem.budget_bytes
         host_over_bytes = other.host_bytes - problem.host_budget_bytes
@@ -290,7 +279,7 @@ def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
             found.append(_Alternative((2, host_over_bytes), f"{text}: {over} over the host's memory"))
         else:
             fitting.append((peak_bytes, other, text))
-    for _, other, text in sorted(fitting, key=lambda entry: -entry[0])[: chosen.num_priced]:
+    for _, other, text in sorted(fitting, key=lambda entry: -entry[0])[:num_priced]:
         added_s = max(0.0, other.step_s - chosen.step_s)
         longer = f"{format_s(added_s)} longer" if added_s else "no shorter once the times of transfers are simulated"
         found.append(_Alternative((0, added_s), f"{text}: {longer}"))
@@ -314,11 +303,20 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
             unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_bound_s=proved.gib_bound_s
         )
     prediction, record = predicted(problem, unpredicted)
+    said = list(draft.decisions)
+    if not said:
+        fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(unpredicted.budget_bytes)}"
+        said.append(Decision(subject="every bucket", choice="stays where it is", because=fit))
+    if draft.moves.residencies:
+        distances, number = Counter(num_ahead(draft.moves.residencies)), len(draft.moves.residencies)
+        ahead = sorted(distances.items(), reverse=True)
+        choice = ", ".join(f"{count} of {number} copies {windows} windows early" for windows, count in ahead)
+        said.append(Decision(subject="prefetch", choice=choice, because="as far as memory allows"))
     return replace(
         unpredicted,
         prediction=prediction,
         decisions=(
-            *_decisions(draft, unpredicted, prediction),
+            *said,
             *unused_memory(unpredicted, prediction),
             *update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record)),
         ),
@@ -425,19 +423,3 @@ def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
             because=f"the search ended with a gap of {gap:.1%} before it found a use for them",
         ),
     )
-
-
-def _decisions(draft: DraftPlan, made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
-    decisions = list(draft.decisions)
-    if not decisions:
-        fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(made.budget_bytes)}"
-        decisions.append(Decision(subject="every bucket", choice="stays where it is", because=fit))
-    distances = Counter(num_ahead(draft.moves.residencies))
-    if draft.moves.residencies:
-        choice = ", ".join(
-            f"{distances[ahead]} of {len(draft.moves.residencies)} copies {ahead} windows early"
-            for ahead in sorted(distances, reverse=True)
-        )
-        because = "as far as memory allows"
-        decisions.append(Decision(subject="prefetch", choice=choice, because=because))
-    return tuple(decisions)

@@ -4,7 +4,7 @@ differ into one order.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -36,16 +36,13 @@ from elixir_compile.step.structure import Collective, collective_of, collectives
 # The skeleton: the equal part of the plans of ranks that differ, so that their collectives come in one order.
 #
 #   equal on all ranks    buckets and their shards, the sequence of gathers and reduces, the time of updates, loss
-# chunks,
-#                         shares
-#   each rank's own       homes, activations, micro-batches, offloads, and where in its compute each collective is
-# issued
+#                         chunks, shares
+#   each rank's own       homes, activations, micro-batches, offloads, and where in its compute a collective is issued
 #
 # A sequence for all is made of the plans of all classes of ranks:
 #
 #   gathers     in the order of the plan with the most of them; gathers that only other plans have are put in where
-# those
-#               plans have them
+#               those plans have them
 #   reduces     each after the gathers that some plan needs before it, and after those that every plan issues before it.
 #               So no rank gathers further ahead than the rank with the least room
 #
@@ -149,45 +146,32 @@ def common_sequence(plans: Sequence[Plan]) -> tuple[Collective | Use, ...]:
     base = max(walks, key=lambda walk: len(walk.gathers))
     if any(walk.reduces.keys() != base.reduces.keys() for walk in walks):
         raise InvalidPlan("the plans of the ranks reduce the gradients of other buckets.")
-    uses = _uses_of_all(base, walks)
-    places = {use: place for place, use in enumerate(uses)}
-    needed, wanted = ([_num_before(walk, base, places, by) for walk in walks] for by in ("wait", "gather"))
-    sequence: list[Collective | Use] = []
-    done = 0
-    for number, bucket in enumerate(base.reduces):
-        least = max(counts[number] for counts in needed)
-        before = max(done, least, min(counts[number] for counts in wanted))
-        sequence += [*uses[done:before], Collective(Verb.REDUCE, bucket)]
-        done = before
-    return (*sequence, *uses[done:])
-
-
-def _uses_of_all(base: _Walked, walks: Sequence[_Walked]) -> list[Use]:
-    """Return the gathers of `base` in order, and those that only others of `walks` have, each behind the gather that
-    comes before it there."""
+    # The gathers of `base`, and those that only others have, each behind the gather that comes before it there.
     uses = [issued.use for issued in base.gathers]
     for walk in walks:
-        known = set(uses)
-        behind = -1
+        known, behind = set(uses), -1
         for issued in walk.gathers:
             if issued.use not in known:
                 first_backward = next((i for i, use in enumerate(uses) if use.phase is Phase.BACKWARD), len(uses))
                 behind = behind if issued.use.phase is Phase.FORWARD else max(behind, first_backward - 1)
                 uses.insert(behind + 1, issued.use)
             behind = uses.index(issued.use)
-    return uses
+    places = {use: place for place, use in enumerate(uses)}
 
+    def num_before(walk: _Walked, at: int, by: str) -> int:
+        """Return how many gathers come before the action `at`: issued before it ("gather"), or needed ("wait")."""
+        return max((places[issued.use] + 1 for issued in walk.gathers if getattr(issued, by) < at), default=0)
 
-def _num_before(walk: _Walked, base: _Walked, places: Mapping[Use, int], by: str) -> list[int]:
-    """Return, for each reduce in the order of `base`, how many gathers of the sequence come before it in `walk`.
-
-    By its "gather", a gather comes before a reduce if it is issued before it; by its "wait", if it is needed before.
-    """
-    reduced_at = accumulate((walk.reduces[bucket] for bucket in base.reduces), max)
-    return [
-        max((places[issued.use] + 1 for issued in walk.gathers if getattr(issued, by) < at), default=0)
-        for at in reduced_at
-    ]
+    reduced_at = [list(accumulate((walk.reduces[bucket] for bucket in base.reduces), max)) for walk in walks]
+    sequence: list[Collective | Use] = []
+    done = 0
+    for bucket, *places_at in zip(base.reduces, *reduced_at, strict=True):
+        least = max(num_before(walk, at, "wait") for walk, at in zip(walks, places_at, strict=True))
+        wanted = min(num_before(walk, at, "gather") for walk, at in zip(walks, places_at, strict=True))
+        before = max(done, least, wanted)
+        sequence += [*uses[done:before], Collective(Verb.REDUCE, bucket)]
+        done = before
+    return (*sequence, *uses[done:])
 
 
 def following(plan: Plan, sequence: Sequence[Collective | Use], released: frozenset[BucketId]) -> Iterator[Plan]:
@@ -237,9 +221,15 @@ class _Follower:
         for at, action in enumerate(self._plan.schedules[0].actions):
             target = action.target
             if at in self._gathers:
-                self._want(self._gathers[at])
+                self._wanted.add(self._gathers[at])
+                if self._is_early and self._gathers[at] in self._sequence[self._next :]:
+                    ahead = self._sequence.index(self._gathers[at], self._next) + 1
+                    while self._next < ahead and self._is_next_free():
+                        self._issue_next()
+                self._issue_ready()
             elif at in self._waits:
-                self._reach(self._waits[at])
+                if self._waits[at] not in self._sequence[: self._next]:
+                    self._issue_up_to(self._waits[at])
                 self._held[self._waits[at].bucket] = True
                 self._written.append(action)
             elif action.verb is Verb.REDUCE and isinstance(target, BucketRef):
@@ -249,38 +239,22 @@ class _Follower:
                 self._ready[target.bucket].append(action)
             else:
                 if action.verb is Verb.UPDATE:
-                    self._issue_all()
+                    self._issue_up_to(None)
                 self._written.append(action)
                 if action.verb is Verb.RELEASE and isinstance(target, BucketRef):
                     self._held.pop(target.bucket, None)
                     self._issue_ready()
-        self._issue_all()
+        self._issue_up_to(None)
         return tuple(self._written)
-
-    def _want(self, use: Use) -> None:
-        """Note that the plan gathers `use` here; issue it, with the gathers before it if gathers are early."""
-        self._wanted.add(use)
-        if self._is_early and use in self._sequence[self._next :]:
-            ahead = self._sequence.index(use, self._next) + 1
-            while self._next < ahead and self._is_next_free():
-                self._issue_next()
-        self._issue_ready()
 
     def _issue_ready(self) -> None:
         """Issue the next collectives of the sequence as long as the plan is past their place."""
         while self._next < len(self._sequence):
-            upcoming = self._upcoming_reduce()
-            is_due = self._sequence[self._next] in self._wanted or (upcoming is not None and upcoming in self._ready)
+            reduces = (entry.bucket for entry in self._sequence[self._next :] if isinstance(entry, Collective))
+            is_due = self._sequence[self._next] in self._wanted or next(reduces, None) in self._ready
             if not (is_due and self._is_next_free()):
                 return
             self._issue_next()
-
-    def _upcoming_reduce(self) -> BucketId | None:
-        """Return the bucket of the next reduce of the sequence, if the plan is past the gathers before it or may be."""
-        for entry in self._sequence[self._next :]:
-            if isinstance(entry, Collective):
-                return entry.bucket
-        return None
 
     def _is_next_free(self) -> bool:
         """Return whether the next collective may be issued now."""
@@ -290,24 +264,17 @@ class _Follower:
         # A second copy that this rank has no use for takes the place of the first.
         return entry.bucket not in self._held or entry not in self._own
 
-    def _reach(self, use: Use) -> None:
-        """Issue the sequence up to `use`, which is awaited now, if it is not issued."""
-        if use in self._sequence[: self._next]:
-            return
+    def _issue_up_to(self, last: Use | None) -> None:
+        """Issue the sequence up to `last`, which is awaited now, or all of it if that is None."""
         while self._next < len(self._sequence):
             entry = self._sequence[self._next]
             if not self._is_next_free():
                 raise _OutOfOrderError
             self._issue_next()
-            if entry == use:
+            if entry == last:
                 return
-        raise _OutOfOrderError
-
-    def _issue_all(self) -> None:
-        while self._next < len(self._sequence):
-            if not self._is_next_free():
-                raise _OutOfOrderError
-            self._issue_next()
+        if last is not None:
+            raise _OutOfOrderError
 
     def _issue_next(self) -> None:
         entry = self._sequence[self._next]
@@ -366,7 +333,16 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
     if facts.laps:
         starts |= {start for span in facts.spans for start in (span.first, span.last + 1)}
     else:
-        starts |= _layer_starts(facts, sorted(starts))
+        # A layer gets no start of its own if the plan acts between its first op and its first matrix product. If the
+        # plan acts nowhere but at the start of a phase, regions begin at the product, so that the ops between two
+        # layers stay in one kernel.
+        acting = sorted(starts)
+        acts = not starts <= {0, facts.num_forward}
+        starts |= {
+            span.first if acts else span.product
+            for span in facts.spans
+            if bisect_left(acting, span.first) == bisect_left(acting, span.product + 1)
+        }
     ordered = sorted(start for start in starts if start < facts.num_run)
     cuts: list[Cut] = []
     num_forward = bisect_left(ordered, facts.num_forward)
@@ -377,26 +353,16 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
     return cuts
 
 
-def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
-    """Return the first ops of the regions of equal layers, given the starts of regions at which the plan acts.
-
-    A layer gets no start of its own if a start in `acting` lies between its first op and its first matrix product. If
-    the plan acts nowhere but at the start of a phase, regions begin at the product, so that the ops between two layers
-    stay in one kernel.
-    """
-    acts = any(start not in (0, facts.num_forward) for start in acting)
-    return {
-        span.first if acts else span.product
-        for span in facts.spans
-        if bisect_left(acting, span.first) == bisect_left(acting, span.product + 1)
-    }
-
-
 def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, Target]]:
     """Return the actions of a step as pairs of a verb and its target."""
     buckets, grads, groups = facts.targets.buckets, facts.targets.gradients, facts.targets.groups
     moving = (*buckets, *groups)
-    leaving = _leaving_activations(facts, moves)
+    # Per op the offloads started after it, then the waits for offloads due by then.
+    leaving: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
+    for interval, group in zip(facts.offload_intervals, groups, strict=True):
+        leaving[interval.leave].append((Verb.OFFLOAD, group))
+    for number, end in moves.leave_ends.items():
+        leaving[end].append((Verb.WAIT, groups[number]))
     gathers: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
     waits: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
     releases: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
@@ -422,8 +388,13 @@ def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequ
             if not (leaves or facts.has_moment(bucket)):
                 actions.append((Verb.REDUCE, buckets[bucket]))
             else:
-                ending = [grads[other] for other, end in under_way.items() if end <= op]
-                actions += _reduce(facts, bucket, ending, goes=leaves and levels[bucket].has_param_on_host)
+                # Earlier gradients make room for the buffers of the reduce. On one rank it comes before the waits for
+                # them: there it has no buffers and is no transfer.
+                ending = [(Verb.WAIT, grads[other]) for other, end in under_way.items() if end <= op]
+                reduce = (Verb.REDUCE, buckets[bucket])
+                actions += [*ending, reduce] if facts.has_moment(bucket) else [reduce, *ending]
+                if leaves and levels[bucket].has_param_on_host:
+                    actions.append((Verb.OFFLOAD, grads[bucket]))
                 under_way = {other: end for other, end in under_way.items() if end > op}
             if leaves:
                 under_way[bucket] = moves.grad_ends[bucket]
@@ -436,32 +407,14 @@ def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequ
     return actions
 
 
-def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, Target]]]:
-    """Return per op the offloads started after it, then the waits for offloads due by then."""
-    found: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
-    for interval, group in zip(facts.offload_intervals, facts.targets.groups, strict=True):
-        found[interval.leave].append((Verb.OFFLOAD, group))
-    for number, end in moves.leave_ends.items():
-        found[end].append((Verb.WAIT, facts.targets.groups[number]))
-    return found
-
-
-def _reduce(facts: Facts, bucket: int, ending: Sequence[GradientRef], *, goes: bool) -> list[tuple[Verb, Target]]:
-    """Return the reduce of a bucket's gradients, their offload if that `goes` to the host, and the waits for the
-    earlier gradients in `ending`, which make room for the buffers of the reduce.
-
-    On one rank the reduce comes before the waits: there it has no buffers and is no transfer.
-    """
-    waits = [(Verb.WAIT, grad) for grad in ending]
-    reduces = [(Verb.REDUCE, facts.targets.buckets[bucket])]
-    offloads = [(Verb.OFFLOAD, facts.targets.gradients[bucket])] if goes else []
-    return [*waits, *reduces, *offloads] if facts.has_moment(bucket) else [*reduces, *waits, *offloads]
-
-
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
     """Return `cuts` as regions of a plan, each with the buckets read by its ops."""
     ops = facts.graph.ops
-    used = _uses(facts)
+    owner = {param: bucket.id for bucket in facts.buckets for param in bucket.params}
+    reads: dict[BucketId, list[int]] = {bucket.id: [] for bucket in facts.buckets}
+    for i, op in enumerate(ops[: facts.num_run]):
+        for bucket in {owner[name] for name in op.reads if name in owner}:
+            reads[bucket].append(i)
     micro_batches = {lap.first: lap.micro_batches for lap in facts.laps}
     return tuple(
         Region(
@@ -471,7 +424,7 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
             last=ops[cut.last].id,
             buckets=tuple(
                 name
-                for name, indices in used
+                for name, indices in reads.items()
                 if (at := bisect_left(indices, cut.first)) < len(indices) and indices[at] <= cut.last
             ),
             micro_batches=micro_batches.get(ops[cut.first].id, 1),
@@ -483,13 +436,3 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
 def schedule(actions: Sequence[tuple[Verb, Target]]) -> Schedule:
     """Return the pairs of `step_actions` as the schedule of rank 0."""
     return Schedule(rank=0, actions=tuple(Action(verb=verb, target=target) for verb, target in actions))
-
-
-def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:
-    """Return per bucket the sorted indices of the forward and backward ops reading it."""
-    owner = {param: i for i, bucket in enumerate(facts.buckets) for param in bucket.params}
-    indices: list[list[int]] = [[] for _ in facts.buckets]
-    for i, op in enumerate(facts.graph.ops[: facts.num_run]):
-        for bucket in {owner[name] for name in op.reads if name in owner}:
-            indices[bucket].append(i)
-    return [(bucket.id, reads) for bucket, reads in zip(facts.buckets, indices, strict=True)]

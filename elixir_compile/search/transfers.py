@@ -3,7 +3,7 @@
 import functools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,58 +34,39 @@ def raise_prefetch(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
     moves = evaluator.at_use(levels)
     placed, ends, leaving = list(moves.residencies), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves)
-    is_beside = leaves_beside(evaluator)
+    facts, memory, is_beside = evaluator.facts, evaluator.memory, leaves_beside(evaluator)
+    behind = memory.segment_behind
+
+    def delay(waits: dict[int, int], later: Mapping[int, int], bytes_of: Callable[[int], int]) -> None:
+        """Let transfers end where they do `later` if what they take is free until then."""
+        for number, end in later.items():
+            now = waits[number]
+            if now < end and reserve(free_bytes, behind(now), behind(end), bytes_of(number)):
+                waits[number] = end
+
     for ahead, lag in _ROUNDS:
-        _gather_early(evaluator, levels, ahead, placed, free_bytes)
+        issued: dict[int, int] = {}
+        for i, wanted in enumerate(residencies(facts, levels, ahead)):
+            now = placed[i]
+            phase = facts.phase_start(now.first)
+            # Lanes are first in, first out, so a gather is not issued before gathers needed earlier.
+            gather = max(wanted.gather, issued.get(phase, 0))
+            first, end = memory.segment_of(gather), memory.segment_of(now.gather)
+            if gather < now.gather and reserve(free_bytes, first, end, memory.early_bytes(now, levels)):
+                placed[i] = now._replace(gather=gather)
+            issued[phase] = placed[i].gather
         if is_beside:
-            _leave_late(evaluator, ahead, leaving, free_bytes)
+            later = leave_ends(facts.offload_intervals, facts.num_forward, ahead)
+            delay(leaving, later, lambda number: facts.offload_intervals[number].leaving_bytes)
         if lag and is_beside:
-            _wait_late(evaluator, levels, lag, ends, free_bytes)
+            later = gradient_ends(facts, levels, lag)
+            delay(ends, later, lambda bucket: memory.late_bytes(bucket, levels[bucket]))
     return Moves(tuple(placed), ends, leaving, moves.streamed)
 
 
 def leaves_beside(evaluator: Evaluator) -> bool:
     """Return whether any transfer from the device runs beside compute; if not, it ends before the next op begins."""
     return any(evaluator.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
-
-
-def _gather_early(
-    evaluator: Evaluator,
-    levels: Sequence[Level],
-    ahead: int,
-    placed: list[Residency],
-    free_bytes: NDArray[np.int64],
-) -> None:
-    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
-    issued: dict[int, int] = {}
-    for i, wanted in enumerate(residencies(facts, levels, ahead)):
-        now = placed[i]
-        phase = facts.phase_start(now.first)
-        # Lanes are first in, first out, so a gather is not issued before gathers needed earlier.
-        gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = evaluator.memory.early_bytes(now, levels)
-        if gather < now.gather and reserve(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
-            placed[i] = now._replace(gather=gather)
-        issued[phase] = placed[i].gather
-
-
-def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
-    facts, behind = evaluator.facts, evaluator.memory.segment_behind
-    for number, end in leave_ends(facts.offload_intervals, facts.num_forward, lag).items():
-        now = leaving[number]
-        nbytes = facts.offload_intervals[number].leaving_bytes
-        if now < end and reserve(free_bytes, behind(now), behind(end), nbytes):
-            leaving[number] = end
-
-
-def _wait_late(
-    evaluator: Evaluator, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
-) -> None:
-    facts, behind = evaluator.facts, evaluator.memory.segment_behind
-    for bucket, end in gradient_ends(facts, levels, lag).items():
-        now, nbytes = ends[bucket], evaluator.memory.late_bytes(bucket, levels[bucket])
-        if now < end and reserve(free_bytes, behind(now), behind(end), nbytes):
-            ends[bucket] = end
 
 
 def reserve(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
@@ -132,19 +113,22 @@ class _JustInTime:
     """By bucket, the op before which its latest residency was released."""
 
     def gathered(self, at_use: Sequence[Residency]) -> list[Residency]:
-        """Return the residencies `at_use` with each gather at the op from `_wanted`, or later if memory is short."""
-        return [self._placed(residency, op) for residency, op in zip(at_use, self._wanted(at_use), strict=True)]
-
-    def _wanted(self, at_use: Sequence[Residency]) -> list[int]:
-        """Return the op before which each gather has to be issued to be done at its use, by the prices of its lanes."""
+        """Return the residencies `at_use`, each with its gather at the op before which it has to be issued to be done
+        at its use, by the prices of its lanes, or later if memory is short."""
         facts, prices = self.evaluator.facts, self.evaluator.prices
-        wanted: list[int] = []
+        wanted: list[tuple[int, list[Lane]]] = []
         phase, gather_s, copy_s = -1, math.inf, math.inf
         for residency in reversed(at_use):
             start = facts.phase_start(residency.first)
             if start != phase:
                 phase, gather_s, copy_s = start, math.inf, math.inf
-            all_gather_s, copied_s = self._seconds(residency)
+            if residency.bucket < len(facts.buckets):
+                name = facts.buckets[residency.bucket].id
+                is_sent = self.levels[residency.bucket].has_param_on_host
+                all_gather_s, copied_s = prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
+            else:
+                group = facts.offload_intervals[residency.bucket - len(facts.buckets)].group
+                all_gather_s, copied_s = 0.0, prices.h2d_s[str(group)]
             begin_s = prices.before_s[residency.first]
             if all_gather_s:
                 gather_s = min(begin_s, gather_s) - all_gather_s
@@ -154,50 +138,32 @@ class _JustInTime:
                 begin_s = copy_s
             op = bisect_right(prices.before_s, begin_s) - 1 if begin_s > prices.before_s[start] else start
             region = self.starts[bisect_right(self.starts, max(op, start)) - 1]
-            wanted.append(max(start, min(residency.first, region)))
-        return wanted[::-1]
+            lanes = [Lane.GATHER] * bool(all_gather_s) + [Lane.H2D] * (bool(copied_s) or not all_gather_s)
+            wanted.append((max(start, min(residency.first, region)), lanes))
+        return [self._placed(residency, *own) for residency, own in zip(at_use, reversed(wanted), strict=True)]
 
-    def _seconds(self, residency: Residency) -> tuple[float, float]:
-        """Return the seconds of the all-gather for a residency, and of the copy from the host before it."""
-        facts, prices = self.evaluator.facts, self.evaluator.prices
-        if residency.bucket >= len(facts.buckets):
-            return 0.0, prices.h2d_s[str(facts.offload_intervals[residency.bucket - len(facts.buckets)].group)]
-        name = facts.buckets[residency.bucket].id
-        is_sent = self.levels[residency.bucket].has_param_on_host
-        return prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
-
-    def _lanes(self, residency: Residency) -> Sequence[Lane]:
-        all_gather_s, copied_s = self._seconds(residency)
-        if all_gather_s and copied_s:
-            return (Lane.GATHER, Lane.H2D)
-        return (Lane.GATHER,) if all_gather_s else (Lane.H2D,)
-
-    def _placed(self, residency: Residency, wanted: int) -> Residency:
-        """Return `residency` with its gather at op `wanted` or later, and reserve its memory."""
-        facts, segment_of = self.evaluator.facts, self.evaluator.memory.segment_of
-        phase = facts.phase_start(residency.first)
+    def _placed(self, residency: Residency, wanted: int, on: Sequence[Lane]) -> Residency:
+        """Return `residency` with its gather, which takes the lanes `on`, at op `wanted` or later, and reserve its
+        memory."""
+        segment_of, use = self.evaluator.memory.segment_of, residency.first
+        phase = self.evaluator.facts.phase_start(use)
         # A lane is first in, first out, so a transfer is not issued before transfers needed earlier on its own lanes.
-        lanes = [(phase, lane) for lane in self._lanes(residency)]
+        lanes = [(phase, lane) for lane in on]
         issued = max(self._issued.get(lane, 0) for lane in lanes)
         gather = max(wanted, issued, self._released.get(residency.bucket, 0))
         nbytes = self.evaluator.memory.early_bytes(residency, self.levels)
-        gather = self._first_free(gather, residency.first, nbytes)
-        if gather < residency.first:
+        first = segment_of(gather)
+        short = np.flatnonzero(self.free_bytes[first : segment_of(use)] < nbytes)
+        if gather < use and len(short):
+            # The first start of a region, not before the gather, from which the bytes are free until the use.
+            free_from = first + int(short[-1]) + 1
+            later = self.starts[bisect_left(self.starts, gather) : bisect_left(self.starts, use)]
+            gather = next((start for start in later if segment_of(start) >= free_from), use)
+        if gather < use:
             reserve(self.free_bytes, segment_of(gather), segment_of(residency.gather), nbytes)
-        self._issued |= dict.fromkeys(lanes, min(gather, residency.first))
+        self._issued |= dict.fromkeys(lanes, min(gather, use))
         self._released[residency.bucket] = residency.last + 1
-        return residency._replace(gather=min(gather, residency.first))
-
-    def _first_free(self, gather: int, use: int, nbytes: int) -> int:
-        """Return the first start of a region, not before op `gather`, from which `nbytes` are free until op `use`."""
-        segment_of = self.evaluator.memory.segment_of
-        first, end = segment_of(gather), segment_of(use)
-        short = np.flatnonzero(self.free_bytes[first:end] < nbytes)
-        if gather >= use or not len(short):
-            return gather
-        free_from = first + int(short[-1]) + 1
-        later = self.starts[bisect_left(self.starts, gather) : bisect_left(self.starts, use)]
-        return next((start for start in later if segment_of(start) >= free_from), use)
+        return residency._replace(gather=min(gather, use))
 
     def extend_activations(self, leaving: dict[int, int]) -> None:
         """Delay the ends in `leaving` until the copies of offloaded activations are done, as far as memory is free.
@@ -279,7 +245,9 @@ def best_moves(
     the step shorter than `limit_s`. `near` is a number of streamed buckets that was good for similar levels.
     """
     trial = _Trial(evaluator, levels)
-    if not _is_any_beside(evaluator):
+    lanes = (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H)
+    if all(evaluator.prices.lane_of[lane] is Lane.COMPUTE for lane in lanes):
+        # No transfer runs beside compute, so their times change nothing.
         return _with_streams(evaluator, levels, trial, raise_prefetch(evaluator, levels), limit_s, near)
     moves, step_s = _with_streams(evaluator, levels, trial, just_in_time(evaluator, levels), limit_s, near)
     if good_s is not None and step_s <= good_s(moves.streamed):
@@ -287,12 +255,6 @@ def best_moves(
     early = raise_prefetch(evaluator, levels)._replace(streamed=moves.streamed)
     early_s = trial.step_s(early)
     return (early, early_s) if early_s < step_s else (moves, step_s)
-
-
-def _is_any_beside(evaluator: Evaluator) -> bool:
-    """Return whether any transfer runs beside compute; if none does, the times of transfers change nothing."""
-    lane_of = evaluator.prices.lane_of
-    return any(lane_of[lane] is not Lane.COMPUTE for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
 
 
 def _with_streams(
@@ -315,8 +277,13 @@ def _with_streams(
     def seconds(count: int) -> float:
         return trial.step_s(moves._replace(streamed=moves.streamed.union(order[:count])))
 
+    count = 0
     if near is None or len(order) <= _MAX_BISECTED:
-        count = _bisected(seconds, len(order))
+        # Each further stream makes the step shorter as long as the host is late, and longer from then on.
+        high = len(order)
+        while count < high:
+            middle = (count + high) // 2
+            count, high = (middle + 1, high) if seconds(middle + 1) < seconds(middle) else (count, middle)
     else:
         count = _climbed(seconds, len(order), near)
     return moves._replace(streamed=moves.streamed.union(order[:count])), seconds(count)
@@ -337,21 +304,6 @@ class _Trial:
         known_s = self.stalled_s.get(moves.streamed, math.inf)
         self.stalled_s[moves.streamed] = min(known_s, played.stalled_s)
         return played.step_s
-
-
-def _bisected(seconds: Callable[[int], float], high: int) -> int:
-    """Return the number of streams, from 0 to `high`, with the shortest step, by bisection.
-
-    Each further stream makes the step shorter as long as the host is late, and longer from then on.
-    """
-    low = 0
-    while low < high:
-        middle = (low + high) // 2
-        if seconds(middle + 1) < seconds(middle):
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _climbed(seconds: Callable[[int], float], high: int, near: int) -> int:

@@ -40,9 +40,19 @@ from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.joint.ranks import plan_classes
 from elixir_compile.search.joint.variants import Chunks, LossAttempt, with_chosen_loss
+from elixir_compile.search.outline import LEAST_ROWS
 from elixir_compile.search.question import Question, question_of
-from elixir_compile.search.shares.choose import LEAST_ROWS, Ask, Budget, Choice, ShareSearch, State
-from elixir_compile.search.shares.refine import FoundChoice, SimulatedStep, by_formula, refined
+from elixir_compile.search.shares.choose import (
+    Ask,
+    Budget,
+    Choice,
+    FoundChoice,
+    ShareSearch,
+    SimulatedStep,
+    State,
+    by_formula,
+    refined,
+)
 from elixir_compile.search.stages.choose import StageAsk, StageSearch
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.machine import device_budget_bytes, host_budget_bytes, machine, named_fleet

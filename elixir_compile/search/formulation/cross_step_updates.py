@@ -191,19 +191,38 @@ class RunTables:
         facts, prices = self.facts, self.prices
         events = _events(facts, span, self._trips, self._numbers)
         table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), self.columns)
-        _fill_compute(table, prices, events, span.end)
+        # Ops up to the next place belong to the last event at their place.
+        row = table.lanes.index(Lane.COMPUTE)
+        for number, (event, stop) in enumerate(
+            zip(events, [*(own.place for own in events[1:]), span.end], strict=True)
+        ):
+            if stop > event.place:
+                table.constants_s[row, number] = prices.run_s(event.place, stop - 1)
         event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
         self._add_modes(table, span, events, event_of, has_trips)
+        # Copies to the device may be counted on every path, unless a copy is work for compute: it can run early, before
+        # a path that begins with all-gathers reaches compute. Then the all-gather behind it is left out as well.
+        counts_copies = prices.lane_of[Lane.H2D] is not Lane.COMPUTE or prices.lane_of[Lane.GATHER] is Lane.COMPUTE
         for i, level in of_buckets(facts, self.columns):
+            gradients, name, is_away = facts.gradients[i], facts.buckets[i].id, level.has_param_on_host
             if not is_gathered(facts.buckets[i], level):
                 continue
             for first_use, _ in spans(facts, i, level):
-                if span.holds(first_use):
-                    _add_gather(table, prices, facts, (i, level), event_of[first_use, True, i])
-            gradients = facts.gradients[i]
+                if span.holds(first_use) and (counts_copies or not is_away):
+                    event = event_of[first_use, True, i]
+                    _add(table, prices, Lane.H2D, event, (i, level), prices.h2d_s[name] if is_away else 0.0)
+                    _add(table, prices, Lane.GATHER, event, (i, level), prices.gather_s[name])
             if gradients is not None and span.holds(gradients.complete):
-                _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
-        _add_sums(table, prices, facts, span, of_buckets(facts, self.columns), len(events) - 1)
+                event, shared_s = event_of[gradients.complete + 1, False, i], prices.reduce_s[name]
+                shared_s += prices.average_s.get(name, 0.0)
+                _add(table, prices, Lane.REDUCE, event, (i, level), shared_s)
+                _add(table, prices, Lane.D2H, event, (i, level), prices.d2h_s[name] if is_away else 0.0)
+        # Gradients are added to their sums at the end of the backward.
+        for i, level in of_buckets(facts, self.columns) if prices.add_s else ():
+            gradients, add_s = facts.gradients[i], prices.add_s.get((facts.buckets[i].id, level.home), 0.0)
+            is_here = level.home is not Tier.HOST or prices.is_one_memory
+            if is_here and gradients is not None and span.holds(gradients.complete):
+                table.add(Lane.COMPUTE, len(events) - 1, (i, level), add_s)
         return RunTable(table, event_of)
 
     def _add_modes(
@@ -262,52 +281,6 @@ def _events(facts: Facts, span: Span, trips: Iterable[Trip], numbers: Mapping[Gr
         if gradients is not None and first <= gradients.complete < end:
             found.add(_Event(gradients.complete + 1, False, i))
     return sorted(found)
-
-
-def _fill_compute(table: Table, prices: Prices, events: Sequence[_Event], end: int) -> None:
-    """Add the seconds of all ops; ops up to the next place belong to the last event at their place."""
-    row = table.lanes.index(Lane.COMPUTE)
-    for number, event in enumerate(events):
-        stop = events[number + 1].place if number + 1 < len(events) else end
-        if stop > event.place:
-            table.constants_s[row, number] = prices.run_s(event.place, stop - 1)
-
-
-def _add_gather(table: Table, prices: Prices, facts: Facts, choice: tuple[int, Level], event: int) -> None:
-    bucket = facts.buckets[choice[0]].id
-    if choice[1].has_param_on_host and _is_copy_on_a_path(prices):
-        _add(table, prices, Lane.H2D, event, choice, prices.h2d_s[bucket])
-    # If the copy is work for compute, no path has it before the all-gather, so the all-gather is left out as well.
-    if not choice[1].has_param_on_host or _is_copy_on_a_path(prices):
-        _add(table, prices, Lane.GATHER, event, choice, prices.gather_s[bucket])
-
-
-def _is_copy_on_a_path(prices: Prices) -> bool:
-    """Whether copies to the device may be counted on every path.
-
-    A copy that is work for compute can run early, before a path that begins with all-gathers reaches compute.
-    """
-    return prices.lane_of[Lane.H2D] is not Lane.COMPUTE or prices.lane_of[Lane.GATHER] is Lane.COMPUTE
-
-
-def _add_leaving(table: Table, prices: Prices, facts: Facts, choice: tuple[int, Level], event: int) -> None:
-    bucket = facts.buckets[choice[0]].id
-    shared_s = prices.reduce_s[bucket] + prices.average_s.get(bucket, 0.0)
-    _add(table, prices, Lane.REDUCE, event, choice, shared_s)
-    if choice[1].has_param_on_host:
-        _add(table, prices, Lane.D2H, event, choice, prices.d2h_s[bucket])
-
-
-def _add_sums(
-    table: Table, prices: Prices, facts: Facts, span: Span, choices: Iterable[tuple[int, Level]], last_event: int
-) -> None:
-    """Add the seconds of compute at the end of the backward in which gradients are added to their sums."""
-    for i, level in choices if prices.add_s else ():
-        if level.home is Tier.HOST and not prices.is_one_memory:
-            continue
-        gradients, seconds = facts.gradients[i], prices.add_s.get((facts.buckets[i].id, level.home), 0.0)
-        if gradients is not None and span.holds(gradients.complete) and seconds:
-            table.add(Lane.COMPUTE, last_event, (i, level), seconds)
 
 
 def _add_trip(

@@ -128,7 +128,10 @@ class Phase:
         found: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
         for lane in range(len(self.lanes)):
             if lane:
-                ready_s = self._ready_s(lane, found[-1][1])
+                # Work may begin when the lane before ends its own, behind compute that of the event before.
+                before_s = found[-1][1]
+                follows = self._follows_compute(lane)
+                ready_s = np.concatenate([np.zeros_like(before_s[:1]), before_s[:-1]]) if follows else before_s
             total_s = np.cumsum(work_s[lane], axis=0)
             late_s = np.maximum.accumulate(ready_s - (total_s - work_s[lane]), axis=0)
             found.append((late_s, late_s + total_s))
@@ -156,12 +159,6 @@ class Phase:
     def _follows_compute(self, lane: int) -> bool:
         """Whether `lane` comes right after compute: its work at an event follows the ops before the event."""
         return self.compute >= 0 and lane == self.compute + 1
-
-    def _ready_s(self, lane: int, before_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return when the work of each event may begin on `lane`, if the lane before ends its work at `before_s`."""
-        if not self._follows_compute(lane):
-            return before_s
-        return np.concatenate([np.zeros_like(before_s[:1]), before_s[:-1]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,27 +296,21 @@ class Chain:
         """Return the longest paths of the shops at x, one behind the other."""
         paths = [shop.longest(x) for shop in self.shops]
         lanes_s: Counter[Lane] = Counter()
+        coefficients_s = np.zeros(max(len(path.coefficients_s) for path in paths))  # what a shorter one lacks is 0
         for path in paths:
             lanes_s.update(path.lanes_s)
+            coefficients_s[: len(path.coefficients_s)] += path.coefficients_s
         return Path(
             name=self.name,
             lanes_s=lanes_s,
             constant_s=sum(path.constant_s for path in paths),
-            coefficients_s=_sum([path.coefficients_s for path in paths]),
+            coefficients_s=coefficients_s,
             seconds=sum(path.seconds for path in paths),
         )
 
     def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of the longest paths of the shops, one behind the other, at each column of `xs`."""
         return np.sum([shop.longest_each_s(xs) for shop in self.shops], axis=0)
-
-
-def _sum(vectors: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Return the sum of `vectors`; what a shorter one lacks is 0."""
-    found = np.zeros(max(map(len, vectors)))
-    for vector in vectors:
-        found[: len(vector)] += vector
-    return found
 
 
 class _Work(NamedTuple):

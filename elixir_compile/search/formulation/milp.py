@@ -6,7 +6,7 @@ step and both budgets equal `SCALE`, because the solver's tolerances are absolut
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from elixir_compile.ir import Tier
 from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Gate, Path, Shop
-from elixir_compile.search.space.buckets import Level, Quota, is_gathered, meets
+from elixir_compile.search.space.buckets import Level, is_gathered, meets
 from elixir_compile.search.space.memory import MemoryModel
 
 SCALE = 1000.0
@@ -93,9 +93,7 @@ class Milp:
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
-        self._lasting_rows = [self.host_row, *(self._stream_row(i, home) for i, home in self.streams)]
-        self._lasting_rows += [row for quota in facts.quotas for row in self._quota_rows(quota)]
-        self._lasting_rows += [row for gate in gates for row in self._gate_rows(gate)]
+        self._lasting_rows = [self.host_row, *self._rows_of_choices(gates)]
         self.rows += self._lasting_rows
 
     def with_trips(self) -> "Milp":
@@ -131,29 +129,29 @@ class Milp:
         """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
         return bool(self.streams)
 
-    def _stream_row(self, i: int, home: Tier) -> Row:
-        """Return the row: bucket i streams only if its level has its state on the host and its parameters at `home`."""
-        levels = [self.choices[i, level] for level in self.levels_at(i, home)]
-        columns = np.array([self.choices[self.streams[i, home]], *levels], dtype=np.int64)
-        return Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
-
-    def _quota_rows(self, quota: Quota) -> list[Row]:
-        """Return the rows: the elements of buckets that meet the option of `quota` are within its limits."""
-        pairs = [(i, level) for i, levels in enumerate(self.evaluator.facts.choices) for level in levels]
-        counted = [(i, level) for i, level in pairs if quota.numels[i] and meets(quota.option, level)]
-        columns = np.array([self.choices[pair] for pair in counted], dtype=np.int64)
-        shares = np.array([quota.numels[i] for i, _ in counted], dtype=np.float64) / max(quota.most, 1) * SCALE
-        return [Row(columns, shares, SCALE), Row(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)]
-
-    def _gate_rows(self, gate: Gate) -> list[Row]:
-        """Return the rows: y of each taker is at least the share of the taker, and y of the next one."""
-        behind = self.num_choices + len(self.phases) + gate.first
-        rows = [
-            Row(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
-            for i, taker in enumerate(gate.takers)
-        ]
-        later = range(behind + 1, behind + len(gate.takers))
-        return rows + [Row(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0) for y in later]
+    def _rows_of_choices(self, gates: Sequence[Gate]) -> Iterator[Row]:
+        """Yield the rows for what may be chosen together: streams, quotas and gates."""
+        facts = self.evaluator.facts
+        # A bucket streams only if its level has its state on the host and its parameters at the home of the stream.
+        for (i, home), choice in self.streams.items():
+            levels = [self.choices[i, level] for level in self.levels_at(i, home)]
+            columns = np.array([self.choices[choice], *levels], dtype=np.int64)
+            yield Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
+        # The elements of buckets that meet the option of a quota are within its limits.
+        pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
+        for quota in facts.quotas:
+            counted = [(i, level) for i, level in pairs if quota.numels[i] and meets(quota.option, level)]
+            columns = np.array([self.choices[pair] for pair in counted], dtype=np.int64)
+            shares = np.array([quota.numels[i] for i, _ in counted], dtype=np.float64) / max(quota.most, 1) * SCALE
+            yield Row(columns, shares, SCALE)
+            yield Row(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)
+        # y of each taker of a gate is at least the share of the taker, and y of the next one.
+        for gate in gates:
+            behind = self.num_choices + len(self.phases) + gate.first
+            for i, taker in enumerate(gate.takers):
+                yield Row(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
+            for y in range(behind + 1, behind + len(gate.takers)):
+                yield Row(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0)
 
     def levels_at(self, i: int, home: Tier) -> list[Level]:
         """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""
@@ -214,19 +212,19 @@ class Milp:
 
     def lower_each_s(self, xs: Sequence[Vector]) -> Vector:
         """Return `lower_s` of each of `xs`. Hundreds of them take the time of ten."""
-        parts = [np.array(xs[at : at + _AT_ONCE]).T for at in range(0, len(xs), _AT_ONCE)]
-        return np.concatenate([self._lower_each_s(part) for part in parts]) if parts else np.zeros(0)
 
-    def _lower_each_s(self, xs: Vector) -> Vector:
-        nothing = np.zeros(xs.shape[1])
+        def longest_s(shops: Sequence[Shop], part: Vector) -> Vector:
+            return np.max([np.zeros(part.shape[1]), *(shop.longest_each_s(part) for shop in shops)], axis=0)
 
-        def longest_s(shops: Sequence[Shop]) -> Vector:
-            return np.max([nothing, *(shop.longest_each_s(xs) for shop in shops)], axis=0)
-
-        phases_s = [longest_s(shops) for shops in self.phases]
-        spanned_s = sum((phases_s[number] for number in self.spanned), nothing)
-        across_s = np.maximum(0.0, longest_s(self.across) - spanned_s)
-        return np.maximum(sum(phases_s, nothing) + across_s, longest_s(self.whole_step))
+        found = [np.zeros(0)]
+        for at in range(0, len(xs), _AT_ONCE):
+            part = np.array(xs[at : at + _AT_ONCE]).T
+            nothing = np.zeros(part.shape[1])
+            phases_s = [longest_s(shops, part) for shops in self.phases]
+            spanned_s = sum((phases_s[number] for number in self.spanned), nothing)
+            across_s = np.maximum(0.0, longest_s(self.across, part) - spanned_s)
+            found.append(np.maximum(sum(phases_s, nothing) + across_s, longest_s(self.whole_step, part)))
+        return np.concatenate(found)
 
     # Rows.
 
@@ -267,35 +265,24 @@ class Milp:
         stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
         fullest = [int(segments[live_bytes[segments].argmax()]) for segments in stretches]
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
-        has_new = sum([self._add_segment(segment) for segment in over]) > 0
+        new = [segment for segment in over if ("segment", segment) not in self._seen]
+        for segment in new:
+            self._seen.add(("segment", segment))
+            columns = np.flatnonzero(self.bytes_of[segment])
+            self._append_memory(segment, columns, self.bytes_of[segment][columns])
+        has_new = bool(new)
+        # A streamed update fits beside all buckets and activations. Others pass through the device at other times.
         in_update = self.memory.segment_of(self.evaluator.facts.num_run)
         for (i, home), choice in self.streams.items() if in_update < len(live_bytes) else ():
             column, nbytes = self.choices[choice], self.evaluator.memory.streamed_bytes(i, home)
-            if live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE):
-                has_new |= self._add_streamed(in_update, column, nbytes)
+            is_over = live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE)
+            if is_over and ("streamed", column) not in self._seen:
+                self._seen.add(("streamed", column))
+                columns = np.flatnonzero(self.bytes_of[in_update])
+                own = np.append(self.bytes_of[in_update][columns], float(nbytes))
+                self._append_memory(in_update, np.append(columns, column), own)
+                has_new = True
         return has_new
-
-    def _add_streamed(self, segment: int, column: int, nbytes: int) -> bool:
-        """Add the row: the update streamed in `column` fits into `segment` beside all buckets and activations.
-
-        Other streamed updates are left out, because they pass through the device at other times.
-        """
-        if ("streamed", column) in self._seen:
-            return False
-        self._seen.add(("streamed", column))
-        columns = np.flatnonzero(self.bytes_of[segment])
-        self._append_memory(
-            segment, np.append(columns, column), np.append(self.bytes_of[segment][columns], float(nbytes))
-        )
-        return True
-
-    def _add_segment(self, segment: int) -> bool:
-        if ("segment", segment) in self._seen:
-            return False
-        self._seen.add(("segment", segment))
-        columns = np.flatnonzero(self.bytes_of[segment])
-        self._append_memory(segment, columns, self.bytes_of[segment][columns])
-        return True
 
     def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
         budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
@@ -309,49 +296,38 @@ class Milp:
         gradients of bucket i are live in segment s if bucket i leaves and no bucket completed between i and s leaves.
         A column `z >= leaves[i] - sum of leaves in between` expresses it.
         """
-        evaluator = self.evaluator
+        evaluator, facts, memory = self.evaluator, self.evaluator.facts, self.memory
         levels = candidate.levels
-        kept = self.vector(Candidate(levels, evaluator.facts.modes))
-        exact_bytes = self.memory.live_bytes(levels, evaluator.at_use(levels)) - self.bytes_of @ kept
+        kept = self.vector(Candidate(levels, facts.modes))
+        exact_bytes = memory.live_bytes(levels, evaluator.at_use(levels)) - self.bytes_of @ kept
         live_bytes = exact_bytes - self.rest_bytes + self.live_bytes(self.vector(candidate))
-        over = np.flatnonzero(live_bytes > evaluator.facts.problem.budget_bytes)
-        added = False
-        for segment in over[np.argsort(-live_bytes[over], kind="stable")][:4]:
-            if ("leaving", int(segment)) not in self._seen:
-                self._seen.add(("leaving", int(segment)))
-                self._add_exact_segment(int(segment))
-                added = True
-        return added
+        over = np.flatnonzero(live_bytes > facts.problem.budget_bytes)
+        fullest = [int(segment) for segment in over[np.argsort(-live_bytes[over], kind="stable")][:4]]
+        new = [segment for segment in fullest if ("leaving", segment) not in self._seen]
+        for segment in new:
+            self._seen.add(("leaving", segment))
+            # All leaving gradients have left when the backward ends.
+            is_update = segment >= memory.segment_of(facts.num_run)
+            before = [] if is_update else memory.completed_before(segment)
+            columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
+            nbytes[0] = nbytes[0][columns[0]]
+            # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
+            for place, i in enumerate(before[:-1]):
+                z = self.num_choices + len(self.phases) + self.num_extra
+                self.num_extra += 1
+                columns.append(np.array([z]))
+                # The fewest of all levels: a row with more would exclude levels that fit.
+                leaving = self._leaving(i)
+                nbytes.append(np.array([float(min((memory.late_bytes(i, level) for level in leaving), default=0))]))
+                own = [self.choices[i, level] for level in leaving]
+                between = [self.choices[j, level] for j in before[place + 1 :] for level in self._leaving(j)]
+                values = np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]])
+                self.rows.append(Row(np.array([*own, *between, z], dtype=np.int64), values, 0.0))
+            self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
+        return bool(new)
 
-    def _add_exact_segment(self, segment: int) -> None:
-        # All leaving gradients have left when the backward ends.
-        is_update = segment >= self.memory.segment_of(self.evaluator.facts.num_run)
-        before = [] if is_update else self.memory.completed_before(segment)
-        columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
-        nbytes[0] = nbytes[0][columns[0]]
-        # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
-        for place, i in enumerate(before[:-1]):
-            z = self.num_choices + len(self.phases) + self.num_extra
-            self.num_extra += 1
-            columns.append(np.array([z]))
-            # The fewest of all levels: a row with more would exclude levels that fit.
-            late_bytes = min((self.memory.late_bytes(i, level) for level in self._leaving_levels(i)), default=0)
-            nbytes.append(np.array([float(late_bytes)]))
-            leaving = self._leaving_columns(i)
-            between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
-            self.rows.append(
-                Row(
-                    np.concatenate([leaving, between, [z]]).astype(np.int64),
-                    np.concatenate([np.ones(len(leaving)), -np.ones(len(between)), [-1.0]]),
-                    0.0,
-                )
-            )
-        self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
-
-    def _leaving_columns(self, i: int) -> list[int]:
-        return [self.choices[i, level] for level in self._leaving_levels(i)]
-
-    def _leaving_levels(self, i: int) -> list[Level]:
+    def _leaving(self, i: int) -> list[Level]:
+        """Return the levels of bucket i at which its gradients leave the device."""
         facts = self.evaluator.facts
         return [level for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 

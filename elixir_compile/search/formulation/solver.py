@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -468,12 +468,23 @@ class CountedMilp:
 
     def __init__(self, milp: Milp) -> None:
         self._milp = milp
-        self.classes = _classes(milp)
+        evaluator, facts = milp.evaluator, milp.evaluator.facts
+        classes: dict[Hashable, list[int]] = {}
+        for i, bucket in enumerate(facts.buckets):
+            key = (facts.choices[i], bucket.flat_nbytes, bucket.state_nbytes, bucket.trainable, len(facts.windows[i]))
+            classes.setdefault(key, []).append(i)
+        for i, (layer, profiles) in enumerate(zip(facts.layers, evaluator.profiles, strict=True)):
+            depths = tuple((mode.depth, len(mode.away)) for mode in layer.modes)
+            trips = tuple(trip.nbytes for profile in profiles for trip in profile.trips)
+            classes.setdefault((depths, trips), []).append(len(facts.buckets) + i)
+        self.classes = list(classes.values())
         """Indices of buckets, and of layers behind the number of buckets, with equal options."""
+        # The levels of a bucket, or the modes of a layer.
+        options = [*facts.choices, *(range(len(layer.modes)) for layer in facts.layers)]
         self._options = [
             _Count(number, option, tuple(milp.choices[i, option] for i in members))
             for number, members in enumerate(self.classes)
-            for option in _options(milp, members[0])
+            for option in options[members[0]]
         ]
         homes = dict.fromkeys(home for _, home in milp.streams)
         streams = [
@@ -483,8 +494,12 @@ class CountedMilp:
             if (members := [i for i in class_members if (i, home) in milp.streams])
         ]
         self._counts = [*self._options, *streams]
-        self._mean = _mean_matrix([count.columns for count in self._counts], milp.num_choices)
-        """The MILP's columns as means of counts."""
+        columns = [count.columns for count in self._counts]
+        values = np.concatenate([np.full(len(own), 1.0 / len(own)) for own in columns])
+        counts = np.repeat(np.arange(len(columns)), [len(own) for own in columns])
+        shape = (milp.num_choices, len(columns))
+        self._mean = sparse.csr_array((values, (np.concatenate(columns), counts)), shape=shape)
+        """The MILP's columns as means of counts: choices x counts, with 1 / n for each of the n columns of a count."""
 
     def optima(self, deadline: Deadline, more_bytes: int) -> Iterator[Spread]:
         """Yield the optimum with `more_bytes` added to the device budget, then, as long as its candidate exceeds the
@@ -492,33 +507,28 @@ class CountedMilp:
         milp = self._milp
         budget_bytes = milp.evaluator.facts.problem.budget_bytes
         for _ in range(_MAX_REPAIRS):
-            spread = self._optimum(deadline, more_bytes)
-            if spread is None:
+            # The relaxed optimum, under rows that are added until it breaks none.
+            found: Vector | None = None
+            for _ in range(_MAX_ROUNDS):
+                if deadline.is_over:
+                    break
+                found = self._solved(deadline, more_bytes)
+                if found is None:
+                    return
+                x = self._mean @ found
+                has_new = milp.add_memory(x, more_bytes)
+                has_new |= milp.add_paths(x)
+                if not has_new:
+                    break
+            if found is None:
                 return
+            spread = self._spread(found)
             yield spread
             evaluator = milp.evaluator.at(spread.candidate.modes)
             over_bytes = evaluator.memory.peak_bytes(spread.candidate.levels, ahead=0) - budget_bytes
             if over_bytes <= 0:
                 return
             more_bytes -= over_bytes
-
-    def _optimum(self, deadline: Deadline, more_bytes: int) -> Spread | None:
-        """Return the relaxed optimum, under rows that are added until it breaks none or `_MAX_ROUNDS` are over."""
-        milp = self._milp
-        found: Vector | None = None
-        for _ in range(_MAX_ROUNDS):
-            if deadline.is_over:
-                break
-            solved = self._solved(deadline, more_bytes)
-            if solved is None:
-                return None
-            found = solved
-            x = self._mean @ found
-            has_new = milp.add_memory(x, more_bytes)
-            has_new |= milp.add_paths(x)
-            if not has_new:
-                break
-        return None if found is None else self._spread(found)
 
     @without_notes()
     def _solved(self, deadline: Deadline, more_bytes: int) -> Vector | None:
@@ -567,35 +577,6 @@ class CountedMilp:
             at_home = [i for i in members if levels[i] in milp.levels_at(i, Tier(home))]
             streamed.update(at_home[: round(amount)])
         return Spread(self._mean @ counts, candidate, frozenset(streamed))
-
-
-def _options(milp: Milp, owner: int) -> Sequence[int]:
-    """Return the levels of a bucket, or, if `owner` is at least the number of buckets, the modes of a layer."""
-    facts = milp.evaluator.facts
-    if owner < len(facts.buckets):
-        return facts.choices[owner]
-    return range(len(facts.layers[owner - len(facts.buckets)].modes))
-
-
-def _classes(milp: Milp) -> list[list[int]]:
-    """Return the classes: indices of buckets, and of layers behind the number of buckets, with equal options."""
-    evaluator = milp.evaluator
-    facts, classes = evaluator.facts, dict[Hashable, list[int]]()
-    for i, bucket in enumerate(facts.buckets):
-        key = (facts.choices[i], bucket.flat_nbytes, bucket.state_nbytes, bucket.trainable, len(facts.windows[i]))
-        classes.setdefault(key, []).append(i)
-    for i, (layer, profiles) in enumerate(zip(facts.layers, evaluator.profiles, strict=True)):
-        depths = tuple((mode.depth, len(mode.away)) for mode in layer.modes)
-        trips = tuple(trip.nbytes for profile in profiles for trip in profile.trips)
-        classes.setdefault((depths, trips), []).append(len(facts.buckets) + i)
-    return list(classes.values())
-
-
-def _mean_matrix(columns: Sequence[Sequence[int]], num_choices: int) -> sparse.csr_array:
-    """Return the matrix choices x counts with 1 / n for each of the n `columns` of a count."""
-    values = np.concatenate([np.full(len(own), 1.0 / len(own)) for own in columns])
-    counts = np.repeat(np.arange(len(columns)), [len(own) for own in columns])
-    return sparse.csr_array((values, (np.concatenate(columns), counts)), shape=(num_choices, len(columns)))
 
 
 def evenly(wanted: Mapping[int, float], num_members: int) -> Iterator[int]:

@@ -32,6 +32,7 @@ from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Phase, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
 from elixir_compile.search.joint.variants import candidates
+from elixir_compile.search.outer import Refusal, Variants, first_of
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import away_bytes
 
@@ -93,8 +94,13 @@ def plan_jointly(
     if any(numbers):
         with suppress(NoFeasiblePlan):
             return _planned_between(requests, found, search)
+
+        def lowest(problem: Problem, numbers: Sequence[int], whole: Extent) -> Extent:
+            divided = [extents(replace(problem, micro_batches=number))[0] for number in numbers]
+            return min((whole, *divided), key=lambda extent: (extent.peak_bytes, extent.left_bytes))
+
         found = [
-            (_lowest(request.problem, own, low), high)
+            (lowest(request.problem, own, low), high)
             for request, own, (low, high) in zip(requests, numbers, found, strict=True)
         ]
     return _planned_between(requests, found, search)
@@ -137,13 +143,6 @@ def plan_in_least(
     return enough
 
 
-def _lowest(problem: Problem, numbers: Sequence[int], whole: Extent) -> Extent:
-    """Return the extent with the fewest bytes of `whole`, that of the whole batch, and those at `numbers` of
-    micro-batches."""
-    divided = [extents(replace(problem, micro_batches=number))[0] for number in numbers]
-    return min((whole, *divided), key=lambda extent: (extent.peak_bytes, extent.left_bytes))
-
-
 def _planned_between(
     requests: Sequence[GraphRequest],
     found: Sequence[tuple[Extent, Extent]],
@@ -154,6 +153,8 @@ def _planned_between(
     """Return the plans of `plan_jointly` with bytes of each graph between the two extents in `found`; if `is_least`,
     with the fewest."""
     share = _largest_share(requests, found)
+    # Raised from numbers: a local variable with the caught error would keep its traceback alive, and with the traceback
+    # the activations of earlier forwards in the frames of the callers.
     budget_bytes, needed_bytes = _tightest(requests, [low for low, _ in found])
     memory = "device"
     host_needs: dict[int, int] = {}
@@ -173,8 +174,6 @@ def _planned_between(
         shares.pop(0)
         if all(plan.prediction.device_peak_bytes <= plan.budget_bytes for _, plan in planned):
             return planned
-    # Raised from numbers: a local variable with the caught error would keep its traceback alive, and with the traceback
-    # the activations of earlier forwards in the frames of the callers.
     raise NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, memory)
 
 
@@ -330,18 +329,16 @@ def _least(problem: Problem, extent: Extent, search: Callable[[Problem], Plan]) 
         between_bytes=max(0, extent.peak_bytes - extent.resident_bytes - extent.left_bytes),
         after_bytes=max(0, extent.peak_bytes - extent.resident_bytes - extent.grad_bytes),
     )
-    try:
-        return search(asked)
-    except NoFeasiblePlan as error:
-        # Values that die in the last op of the forward are there beside what is left.
-        more_bytes = error.needed_bytes - asked.budget_bytes
-    return search(
-        replace(
-            asked,
-            between_bytes=max(0, asked.between_bytes - more_bytes),
-            after_bytes=max(0, asked.after_bytes - more_bytes),
-        )
-    )
+
+    def variants() -> Variants[Problem, Refusal]:
+        found = yield asked
+        if isinstance(found, NoFeasiblePlan):
+            # Values that die in the last op of the forward are there beside what is left.
+            more_bytes = found.needed_bytes - asked.budget_bytes
+            between_bytes, after_bytes = asked.between_bytes - more_bytes, asked.after_bytes - more_bytes
+            yield replace(asked, between_bytes=max(0, between_bytes), after_bytes=max(0, after_bytes))
+
+    return first_of(variants(), search)
 
 
 def _more_host_bytes(

@@ -4,6 +4,7 @@ ranks of which some wait for others.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.base.units import format_bytes
@@ -19,9 +20,7 @@ from elixir_compile.ir import (
     Phase,
     Placement,
     Plan,
-    Prediction,
     RankClass,
-    Record,
     Region,
     RegionId,
     RegionRef,
@@ -34,14 +33,14 @@ from elixir_compile.ir import (
     Verb,
 )
 from elixir_compile.search.joint.variants import is_pressed, plans_with_fewest_narrower
+from elixir_compile.search.outer import Refusal, Variants, first_of, leaner
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import unpredicted_plan
 from elixir_compile.search.schedule import Use, common_sequence, following, released_by
 from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
-from elixir_compile.search.space.layers import activations_of, deepest, layers_of
+from elixir_compile.search.space.layers import activations_of, alike, layers_of
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.step.formula import peak_formula
-from elixir_compile.step.liveness import Depth
 from elixir_compile.step.pipeline import prediction_of
 from elixir_compile.step.seconds import RankStep, busy_share, simulate, simulate_ranks
 from elixir_compile.step.structure import Collective
@@ -76,12 +75,16 @@ def homes_in_step(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Homes, .
     4. All buckets go to the host.
     """
     in_force = {placement.bucket: placement for placement in problem.placements}
-    new = [_on_device(bucket, resident=True) for bucket in buckets]
+    new = [Placement(bucket=own.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for own in buckets]
     first = tuple(in_force.get(placement.bucket, placement) for placement in new)
-    released = tuple(
-        home if bucket.id in in_force else _released(bucket, home) for bucket, home in zip(buckets, first, strict=True)
+    # The gathered copy is released after each use, if the bucket is gathered at all.
+    all_released = tuple(
+        replace(home, resident=home.resident and not (bucket.is_sharded or home.param is not Tier.DEVICE))
+        for bucket, home in zip(buckets, first, strict=True)
     )
-    all_released = tuple(_released(bucket, home) for bucket, home in zip(buckets, first, strict=True))
+    released = tuple(
+        home if home.bucket in in_force else other for home, other in zip(first, all_released, strict=True)
+    )
     away = tuple(
         replace(home, param=Tier.HOST, optim=Tier.HOST if home.optim is Tier.DEVICE else home.optim)
         for home in all_released
@@ -100,7 +103,21 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
         # Regions are whole phases here, and a phase is more than one lap.
         problem = replace(problem, micro_batches=1)
         undivided = (Decision(subject="micro_batches", choice="the whole batch at once", because=because),)
-    unpredicted = _within_budgets(problem, buckets, homes, because)
+    said: tuple[Decision, ...] = ()
+    layers = layers_of(graph, problem.savings & {Saving.KEEP, Saving.RECOMPUTE})
+
+    def variants() -> Variants[tuple[Activations, ...], Refusal]:
+        """Yield no activations, which keeps all, and if that does not fit the device, all recomputed that can be."""
+        nonlocal said
+        kept, recomputed = (yield ()), activations_of(layers, alike(layers))
+        if isinstance(kept, NoFeasiblePlan) and kept.memory == "device" and recomputed:
+            reason = f"with all kept the step needs {format_bytes(kept.needed_bytes)}"
+            said = (Decision(subject="activations", choice="are recomputed where they can be", because=reason),)
+            found = yield recomputed
+            if isinstance(found, NoFeasiblePlan) and found.memory == "device":
+                raise leaner(kept, found).renewed()
+
+    unpredicted = first_of(variants(), lambda activations: _fitting(problem, buckets, homes, activations, because))
     peak = plan_timeline(graph, unpredicted).peak
     record = simulate(graph, unpredicted, problem.cluster, problem.measured)
     prediction = prediction_of(record, peak.nbytes, peak.op)
@@ -110,7 +127,7 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     made = replace(
         unpredicted,
         prediction=prediction,
-        decisions=(decision, *unpredicted.decisions, *undivided),
+        decisions=(decision, *said, *undivided),
         formula=peak_formula(graph, unpredicted),
         symbols=graph.symbols,
     )
@@ -118,67 +135,35 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     return made
 
 
-def _within_budgets(problem: Problem, buckets: Sequence[Bucket], homes: Homes, because: str) -> Plan:
-    """Return the unpredicted plan with all activations kept, or, if it does not fit, with all recomputed that can be.
-
-    Raises NoFeasiblePlan if neither fits, with the missing host bytes or the smaller number of device bytes.
-    """
-    kept = _unpredicted(problem, buckets, homes, ())
-    try:
-        _require_fit(problem, kept, because)
-    except NoFeasiblePlan as error:
-        recomputed = _recomputed(problem)
-        if error.memory != "device" or not recomputed:
-            raise
-        made = _unpredicted(problem, buckets, homes, recomputed)
-        try:
-            _require_fit(problem, made, because)
-        except NoFeasiblePlan as other:
-            is_host_short = other.memory != "device"
-            raise (other if is_host_short or other.needed_bytes < error.needed_bytes else error) from None
-        reason = f"with all kept the step needs {format_bytes(error.needed_bytes)}"
-        chosen = Decision(subject="activations", choice="are recomputed where they can be", because=reason)
-        return replace(made, decisions=(chosen,))
-    return kept
-
-
-def _recomputed(problem: Problem) -> tuple[Activations, ...]:
-    """Return the activations of a plan that recomputes all it can, if `problem` allows it; empty if none can be."""
-    layers = layers_of(problem.graph, problem.savings & {Saving.KEEP, Saving.RECOMPUTE})
-    return activations_of(layers, [deepest(layer, Depth.FIXED, leaves=False) for layer in layers])
-
-
-def _unpredicted(
-    problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...]
+def _fitting(
+    problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...], because: str
 ) -> Plan:
-    """Return the plan with an empty prediction."""
+    """Return the plan with an empty prediction. Raises NoFeasiblePlan, with `because`, if it does not fit the
+    budgets of `problem`."""
     step = problem.as_run(activations)
-    regions = _regions(step, buckets)
-    schedule = Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes)))
-    return unpredicted_plan(problem, buckets, homes, activations, regions, schedule, IN_STEP)
-
-
-def _on_device(bucket: Bucket, *, resident: bool) -> Placement:
-    return Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=resident)
-
-
-def _released(bucket: Bucket, home: Placement) -> Placement:
-    """Return `home` with the gathered copy released after each use, if the bucket is gathered at all."""
-    is_gathered = bucket.is_sharded or home.param is not Tier.DEVICE
-    return replace(home, resident=home.resident and not is_gathered)
-
-
-def _regions(graph: StepGraph, buckets: Sequence[Bucket]) -> tuple[Region, ...]:
-    """Return a region for all ops of the forward and a region for all ops of the backward."""
     owners = {param: bucket.id for bucket in buckets for param in bucket.params}
     found: list[Region] = []
     for phase, name in ((Phase.FORWARD, "fwd.0"), (Phase.BACKWARD, "bwd.0")):
-        ops = [op for op in graph.ops if op.phase is phase]
+        ops = [op for op in step.ops if op.phase is phase]
         if ops:
             read = {owners[storage] for op in ops for storage in op.reads if storage in owners}
             used = tuple(bucket.id for bucket in buckets if bucket.id in read)
             found.append(Region(id=RegionId(name), phase=phase, first=ops[0].id, last=ops[-1].id, buckets=used))
-    return tuple(found)
+    schedule = Schedule(rank=0, actions=tuple(_actions(step, found, buckets, homes)))
+    made = unpredicted_plan(problem, buckets, homes, activations, tuple(found), schedule, IN_STEP)
+    peak = plan_timeline(problem.graph, made).peak
+    if peak.nbytes > problem.budget_bytes:
+        # The peak may be at a recomputed op, whose name is not in the graph: look it up in the step as it runs.
+        op = next(op for op in step.ops if op.id == peak.op)
+        by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
+        where = op.source or op.module
+        raise NoFeasiblePlan(op.id, where, problem.budget_bytes, peak.nbytes, by_kind, because=because)
+    needed_bytes = host_bytes(made)
+    if needed_bytes > problem.host_budget_bytes:
+        base_bytes = problem.host_base_bytes
+        budget_bytes = problem.host_budget_bytes + base_bytes
+        raise NoFeasiblePlan("", "", budget_bytes, needed_bytes + base_bytes, {}, "host", because=because)
+    return made
 
 
 def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Bucket], homes: Homes) -> list[Action]:
@@ -201,34 +186,12 @@ def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Buck
         trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
         for bucket, home in placed:
             if bucket.trainable and not trained.isdisjoint(bucket.params):
-                actions += _reduced(bucket, home)
+                gradient, is_away = GradientRef(bucket.id), home.param is not Tier.DEVICE
+                actions.append((Verb.REDUCE, BucketRef(bucket.id)))
+                actions += [(Verb.OFFLOAD, gradient)] * is_away
+                actions += [(Verb.WAIT, gradient)] * (is_away or bucket.is_sharded)
         actions += [(Verb.UPDATE, BucketRef(bucket.id)) for bucket in buckets if bucket.trainable]
     return [Action(verb=verb, target=target) for verb, target in actions]
-
-
-def _reduced(bucket: Bucket, home: Placement) -> list[tuple[Verb, Target]]:
-    """Return the actions on a bucket's gradients, from their reduce to their end on the device."""
-    gradient = GradientRef(bucket.id)
-    is_away = home.param is not Tier.DEVICE
-    actions: list[tuple[Verb, Target]] = [(Verb.REDUCE, BucketRef(bucket.id))]
-    actions += [(Verb.OFFLOAD, gradient)] if is_away else []
-    return actions + ([(Verb.WAIT, gradient)] if is_away or bucket.is_sharded else [])
-
-
-def _require_fit(problem: Problem, made: Plan, because: str) -> None:
-    """Raise NoFeasiblePlan, with `because`, if `made` does not fit the budgets of `problem`."""
-    peak = plan_timeline(problem.graph, made).peak
-    if peak.nbytes > problem.budget_bytes:
-        # The peak may be at a recomputed op, whose name is not in the graph: look it up in the step as it runs.
-        op = next(op for op in problem.as_run(made.activations).ops if op.id == peak.op)
-        by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
-        where = op.source or op.module
-        raise NoFeasiblePlan(op.id, where, problem.budget_bytes, peak.nbytes, by_kind, because=because)
-    needed_bytes = host_bytes(made)
-    if needed_bytes > problem.host_budget_bytes:
-        base_bytes = problem.host_base_bytes
-        budget_bytes = problem.host_budget_bytes + base_bytes
-        raise NoFeasiblePlan("", "", budget_bytes, needed_bytes + base_bytes, {}, "host", because=because)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -264,27 +227,32 @@ def plan_classes(
     Raises NoFeasiblePlan if a class has no plan, and InvalidPlan if the plans cannot follow one sequence of collectives
     within their budgets.
     """
-    return tuple(
-        plans_with_fewest_narrower(problems, lambda variants: _plan_in_one_order(variants, members, search, each))
-    )
 
+    def planned(problems: Sequence[Problem]) -> Sequence[Plan]:
+        asked = [with_buckets_formed(problem) for problem in problems]
 
-def _plan_in_one_order(
-    problems: Sequence[Problem],
-    members: Sequence[Sequence[int]],
-    search: Callable[[Problem], Plan],
-    each: Each,
-) -> tuple[Plan, ...]:
-    """Return the plans of `plan_classes` with the moments that `problems` have."""
-    asked = [with_buckets_formed(problem) for problem in problems]
-    plans = list(each(lambda number: search(asked[number])))
-    for _ in range(_MOST_PASSES - 1):
-        released = frozenset[BucketId]().union(*map(released_by, plans))
-        behind = [number for number, plan in enumerate(plans) if released_by(plan) != released]
-        if not behind:
-            break
-        plans = _searched_again(asked, plans, released, behind, search, each)
-    return _as_predicted(asked, members, _in_one_order(asked, plans))
+        def again(before: Sequence[Plan], released: frozenset[BucketId], number: int) -> Plan:
+            """Return the plan of a class that kept a released bucket. Its bound is that of the first search: it
+            holds for any plan."""
+            if released_by(before[number]) == released:
+                return before[number]
+            found = search(replace(asked[number], released=released))
+            return replace(found, bound_s=before[number].bound_s)
+
+        plans = list(each(lambda number: search(asked[number])))
+        for _ in range(_MOST_PASSES - 1):
+            released = frozenset[BucketId]().union(*map(released_by, plans))
+            if all(released_by(plan) == released for plan in plans):
+                break
+            plans = list(each(partial(again, plans, released)))
+        # Updates are at one time.
+        late = any(plan.update is Update.ACROSS_STEPS for plan in plans)
+        plans = [replace(plan, update=Update.ACROSS_STEPS if late else plans[0].update) for plan in plans]
+        sequence, released = common_sequence(plans), frozenset[BucketId]().union(*map(released_by, plans))
+        ordered = [_followed(*own, sequence, released) for own in zip(asked, plans, strict=True)]
+        return _as_predicted(asked, members, ordered)
+
+    return tuple(plans_with_fewest_narrower(problems, planned))
 
 
 def with_buckets_formed(problem: Problem) -> Problem:
@@ -298,40 +266,6 @@ def with_buckets_formed(problem: Problem) -> Problem:
     there = [Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for bucket in new]
     placements = (*problem.placements, *there)
     return replace(problem, buckets=(*own, *new), placements=placements, may_have_lean_calls=False)
-
-
-def _searched_again(
-    asked: Sequence[Problem],
-    plans: Sequence[Plan],
-    released: frozenset[BucketId],
-    behind: Sequence[int],
-    search: Callable[[Problem], Plan],
-    each: Each,
-) -> list[Plan]:
-    """Return `plans`, those of the classes `behind` searched again with the buckets `released`.
-
-    Their bounds are those of the first search, which hold for any plan.
-    """
-
-    def again(number: int) -> Plan:
-        if number not in behind:
-            return plans[number]
-        found = search(replace(asked[number], released=released))
-        return replace(found, bound_s=plans[number].bound_s)
-
-    return list(each(again))
-
-
-def _in_one_order(asked: Sequence[Problem], plans: Sequence[Plan]) -> list[Plan]:
-    """Return `plans` with their collectives in one order, and updates at one time."""
-    sequence = common_sequence(plans)
-    released = frozenset[BucketId]().union(*map(released_by, plans))
-    updates = {plan.update for plan in plans}
-    update = Update.ACROSS_STEPS if Update.ACROSS_STEPS in updates else plans[0].update
-    return [
-        _followed(problem, replace(plan, update=update), sequence, released)
-        for problem, plan in zip(asked, plans, strict=True)
-    ]
 
 
 def _followed(
@@ -355,23 +289,6 @@ def _followed(
     )
 
 
-def _class_of(ranks: Sequence[int], problem: Problem, plan: Plan, prediction: Prediction, record: Record) -> RankClass:
-    """Return the class of `ranks`, all with the same `plan`; `problem` is the problem of a single rank."""
-    share = problem.shares[ranks[0]] if problem.shares else None
-    return RankClass(
-        ranks=tuple(ranks),
-        device=problem.cluster.device.name,
-        budget_bytes=plan.budget_bytes,
-        device_peak_bytes=prediction.device_peak_bytes,
-        host_peak_bytes=prediction.host_peak_bytes,
-        busy_share=busy_share(record),
-        is_pressed=is_pressed(plan),
-        num_rows=problem.graph.batch if share is None else share.num_rows,
-        micro_batches=micro_batches_of(plan),
-        state=1 / problem.num_shards if share is None else share.state,
-    )
-
-
 def _as_predicted(
     asked: Sequence[Problem], members: Sequence[Sequence[int]], plans: Sequence[Plan]
 ) -> tuple[Plan, ...]:
@@ -384,8 +301,21 @@ def _as_predicted(
     )
     peaks = [plan_timeline(problem.graph, plan).peak for problem, plan in zip(asked, plans, strict=True)]
     predictions = [prediction_of(record, peak.nbytes, peak.op) for record, peak in zip(records, peaks, strict=True)]
-    lines = zip(members, asked, plans, predictions, records, strict=True)
-    classes = tuple(_class_of(*line) for line in lines)
+    classes = tuple(
+        RankClass(
+            ranks=tuple(ranks),
+            device=problem.cluster.device.name,
+            budget_bytes=plan.budget_bytes,
+            device_peak_bytes=prediction.device_peak_bytes,
+            host_peak_bytes=prediction.host_peak_bytes,
+            busy_share=busy_share(record),
+            is_pressed=is_pressed(plan),
+            num_rows=problem.shares[ranks[0]].num_rows if problem.shares else problem.graph.batch,
+            micro_batches=micro_batches_of(plan),
+            state=problem.shares[ranks[0]].state if problem.shares else 1 / problem.num_shards,
+        )
+        for ranks, problem, plan, prediction, record in zip(members, asked, plans, predictions, records, strict=True)
+    )
     bounds_s = [plan.bound_s for plan in plans if plan.bound_s is not None]
     found: list[Plan] = []
     for problem, plan, prediction in zip(asked, plans, predictions, strict=True):

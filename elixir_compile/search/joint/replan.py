@@ -39,7 +39,8 @@ from elixir_compile.ir import (
     label,
 )
 from elixir_compile.ir.cost import Measured, Stretch
-from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link
+from elixir_compile.ir.hardware import Cluster, Link, Node
+from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
 from elixir_compile.step.pipeline import prediction_of
 from elixir_compile.step.prices import Prices, prices
@@ -51,8 +52,6 @@ _MAX_RATIO = 1e4
 """Largest ratio by which a rate is corrected: the clock is too coarse for larger ones."""
 _Work = tuple[Lane, str]
 """A lane and a label."""
-_GAIN = 0.01
-"""Share of the step that a new plan must save before it is worth compiling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +100,17 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
         Stretch(first=region.first, last=region.last, run_s=seconds[run])
         for region, run in zip(plan.regions, runs, strict=True)
     )
-    cluster = _with_links(problem, plan, seconds)
+    # The measured peak is in excess if it is over the budget, or more than 10 % above the planned peak. A lower one is
+    # no error, as the planned peak is an upper bound. Foreign bytes, as of a second model, are outside the budget.
+    excess_bytes, planned_bytes = 0, plan.prediction.device_peak_bytes
+    if stats.device_peak_bytes is not None:
+        peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
+        is_over = peak_bytes > min((1 + TOLERANCE) * planned_bytes, plan.budget_bytes)
+        excess_bytes = peak_bytes - planned_bytes if is_over else 0
     return Correction(
-        cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
+        cluster=_corrected(problem, plan, seconds),
         measured=Measured(stretches=stretches, activations=plan.activations, micro_batches=problem.micro_batches),
-        excess_bytes=_excess_bytes(plan, stats),
+        excess_bytes=excess_bytes,
     )
 
 
@@ -133,21 +138,8 @@ def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[_Work, float]:
     return median_s
 
 
-def _excess_bytes(plan: Plan, stats: StepStats) -> int:
-    """Return the device bytes of the measured peak above the planned peak, without foreign bytes.
-
-    Returns 0 if the measured peak is within the budget and at most 10 % above the planned peak. A lower peak is no
-    error, as the planned peak is an upper bound. Foreign bytes, as of a second model, are outside the budget.
-    """
-    if stats.device_peak_bytes is None:
-        return 0
-    peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
-    planned_bytes = plan.prediction.device_peak_bytes
-    allowed_bytes = min((1 + TOLERANCE) * planned_bytes, plan.budget_bytes)
-    return 0 if peak_bytes <= allowed_bytes else peak_bytes - planned_bytes
-
-
-def _with_links(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
+def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
+    """Return the machine of `problem` with the rates of links, and then of updates, corrected by `seconds`."""
     price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
     groups = {str(group.id): GroupRef(group.id) for group in plan.activations}
     buckets = {str(bucket.id): BucketRef(bucket.id) for bucket in plan.buckets}
@@ -155,28 +147,32 @@ def _with_links(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) ->
     arriving |= {name: label(Verb.PREFETCH, ref) for name, ref in groups.items()}
     leaving = {name: label(Verb.OFFLOAD, GradientRef(ref.bucket)) for name, ref in buckets.items()}
     leaving |= {name: label(Verb.OFFLOAD, ref) for name, ref in groups.items()}
-    h2d = _ratio(seconds, {(Lane.H2D, arriving[name]): own_s for name, own_s in price.h2d_s.items()})
-    d2h = _ratio(seconds, {(Lane.D2H, leaving[name]): own_s for name, own_s in price.d2h_s.items()})
+    to_device = _ratio(seconds, {(Lane.H2D, arriving[name]): own_s for name, own_s in price.h2d_s.items()})
+    to_host = _ratio(seconds, {(Lane.D2H, leaving[name]): own_s for name, own_s in price.d2h_s.items()})
     nodes = tuple(
-        replace(node, h2d=_slowed_link(node.h2d, h2d or d2h), d2h=_slowed_link(node.d2h, d2h or h2d))
+        replace(
+            node, h2d=_slowed_link(node.h2d, to_device or to_host), d2h=_slowed_link(node.d2h, to_host or to_device)
+        )
         for node in problem.cluster.nodes
     )
-    return replace(problem.cluster, nodes=nodes)
-
-
-def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
-    """Return the cluster of `problem`, whose links are corrected already, with corrected update rates."""
-    cluster = problem.cluster
+    cluster = replace(problem.cluster, nodes=nodes)
     price = prices(problem.graph, plan.buckets, cluster)
-    device = _ratio(seconds, _update_prices(plan, price, Tier.DEVICE))
-    host = _ratio(seconds, _update_prices(plan, price, Tier.HOST))
+    on_device = _ratio(seconds, _update_prices(plan, price, Tier.DEVICE))
+    on_host = _ratio(seconds, _update_prices(plan, price, Tier.HOST))
     if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
-        device, host = device or host, host or device
-    nodes = tuple(
-        replace(node, device=_slowed_device(node.device, device), host=_slowed_host(node.host, host))
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=nodes)
+        on_device, on_host = on_device or on_host, on_host or on_device
+
+    def slowed(node: Node) -> Node:
+        device, host = node.device, node.host
+        if on_device is not None:
+            device = replace(device, update_elements_per_s=device.update_elements_per_s / on_device)
+        if on_host is not None:
+            busy_per_s = _slowed_rate(host.busy_update_elements_per_s, on_host)
+            own_per_s = host.update_elements_per_s / on_host
+            host = replace(host, update_elements_per_s=own_per_s, busy_update_elements_per_s=busy_per_s)
+        return replace(node, device=device, host=host)
+
+    return replace(cluster, nodes=tuple(map(slowed, cluster.nodes)))
 
 
 def _update_prices(plan: Plan, price: Prices, tier: Tier) -> Mapping[_Work, float]:
@@ -213,22 +209,6 @@ def _slowed_link(link: Link, ratio: float | None) -> Link:
     )
 
 
-def _slowed_device(device: DeviceProfile, ratio: float | None) -> DeviceProfile:
-    if ratio is None:
-        return device
-    return replace(device, update_elements_per_s=device.update_elements_per_s / ratio)
-
-
-def _slowed_host(host: HostProfile, ratio: float | None) -> HostProfile:
-    if ratio is None:
-        return host
-    return replace(
-        host,
-        update_elements_per_s=host.update_elements_per_s / ratio,
-        busy_update_elements_per_s=_slowed_rate(host.busy_update_elements_per_s, ratio),
-    )
-
-
 def _slowed_rate(rate_per_s: float | None, ratio: float) -> float | None:
     return None if rate_per_s is None else rate_per_s / ratio
 
@@ -252,49 +232,47 @@ def replan(
     `problem` is the problem of `plan`. `search` answers it again at the corrected prices. If `search` is
     None, or if `plan` moves nothing and still fits, the plan stays and gets the corrected prediction.
     """
-    corrected = correction.applied_to(problem)
-    repriced = _repriced(corrected, plan, correction.excess_bytes)
-    was_s, planned_s = repriced.prediction.step_s, plan.prediction.step_s
-    if abs(was_s - planned_s) <= TOLERANCE * planned_s and not correction.excess_bytes:
-        return None
-    facts = f"step is {format_s(was_s)} at measured prices, planned {format_s(planned_s)}; regions measured; "
-    if correction.excess_bytes:
-        facts = f"peak was {format_bytes(correction.excess_bytes)} above the plan; {facts}"
-    has_to_move = repriced.prediction.device_peak_bytes > plan.budget_bytes
-    if search is None or not (has_to_move or _moves_anything(plan)):
-        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}nothing to plan again")
-    better = _searched(corrected, plan, search)
-    if better is None or not (has_to_move or better.prediction.step_s < (1 - _GAIN) * was_s):
-        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}no better plan found")
-    num_moved = _num_moved(plan, better)
-    moved = f"{num_moved} {'bucket' if num_moved == 1 else 'buckets'} moved"
-    num_changed = _num_changed(plan, better)
-    moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
-    line = f"replanned: {facts}{moved}, planned step now {format_s(better.prediction.step_s)}"
-    return Outcome(plan=better, is_new=True, line=line)
-
-
-def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
-    """Return `plan` with the prediction at the corrected prices, and without its bound, proved at other prices."""
+    corrected, excess_bytes = correction.applied_to(problem), correction.excess_bytes
+    # The plan at the corrected prices, and without its bound, proved at other prices.
     record = simulate(corrected.graph, plan, corrected.cluster, corrected.measured)
     peak_bytes = plan.prediction.device_peak_bytes + excess_bytes
-    prediction = prediction_of(record, peak_bytes, plan.prediction.device_peak_at)
-    return replace(
+    repriced = replace(
         plan,
         base_bytes=plan.base_bytes + excess_bytes,
-        prediction=prediction,
+        prediction=prediction_of(record, peak_bytes, plan.prediction.device_peak_at),
         bound_s=None,
         binding=(),
         gib_bound_s=None,
         formula=f"{plan.formula} + {excess_bytes}" if plan.formula and excess_bytes else plan.formula,
     )
-
-
-def _moves_anything(plan: Plan) -> bool:
+    was_s, planned_s = repriced.prediction.step_s, plan.prediction.step_s
+    if abs(was_s - planned_s) <= TOLERANCE * planned_s and not excess_bytes:
+        return None
+    facts = f"step is {format_s(was_s)} at measured prices, planned {format_s(planned_s)}; regions measured; "
+    if excess_bytes:
+        facts = f"peak was {format_bytes(excess_bytes)} above the plan; {facts}"
+    has_to_move = peak_bytes > plan.budget_bytes
     verbs = {action.verb for schedule in plan.schedules for action in schedule.actions}
     is_all_on_device = all(placement.optim is Tier.DEVICE for placement in plan.placements)
     is_all_kept = all(group.saving is Saving.KEEP for group in plan.activations)
-    return not (is_all_on_device and is_all_kept and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
+    moves_anything = not (is_all_on_device and is_all_kept and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
+    if search is None or not (has_to_move or moves_anything):
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}nothing to plan again")
+    # Every bucket of the plan may move.
+    better = answer(search, with_buckets_free(corrected, plan))
+    if isinstance(better, NoFeasiblePlan) or not (has_to_move or is_worth(better.prediction.step_s, was_s)):
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}no better plan found")
+    homes = {placement.bucket: placement for placement in plan.placements}
+    num_moved = sum(homes.get(placement.bucket) != placement for placement in better.placements)
+    then, now = (
+        {(group.id, group.saving) for group in own.activations if group.saving is not Saving.KEEP}
+        for own in (plan, better)
+    )
+    num_changed = len({group for group, _ in then ^ now})
+    moved = f"{num_moved} {'bucket' if num_moved == 1 else 'buckets'} moved"
+    moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
+    line = f"replanned: {facts}{moved}, planned step now {format_s(better.prediction.step_s)}"
+    return Outcome(plan=better, is_new=True, line=line)
 
 
 def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
@@ -308,24 +286,3 @@ def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
         for name in buckets
     )
     return replace(problem, buckets=tuple(buckets.values()), placements=placements)
-
-
-def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
-    """Return a new plan in which every bucket of `plan` may move; None if no plan fits at the corrected prices."""
-    try:
-        return search(with_buckets_free(corrected, plan))
-    except NoFeasiblePlan:
-        return None
-
-
-def _num_changed(before: Plan, after: Plan) -> int:
-    """Return the number of groups of activations treated differently by the two plans."""
-    then, now = (
-        {(g.id, g.saving) for g in plan.activations if g.saving is not Saving.KEEP} for plan in (before, after)
-    )
-    return len({group for group, _ in then ^ now})
-
-
-def _num_moved(before: Plan, after: Plan) -> int:
-    homes = {placement.bucket: placement for placement in before.placements}
-    return sum(homes.get(placement.bucket) != placement for placement in after.placements)

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Lane, Plan, Record, Update, Verb
-from elixir_compile.ir.hardware import Cluster, Node
+from elixir_compile.ir.hardware import Node
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, deadline_in, uniform_modes
+from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
@@ -76,16 +77,14 @@ def splits(
         if is_near and (power not in found or _roundness(number) > _roundness(found[power][0])):
             found[power] = number, forwards
     if not found:
-        raise InvalidOption("tokens_per_step", tokens, _nearest(tokens, unit * math.lcm(rows or 1, divisor), unit))
+        # Multiples of the tokens of so many rows on each rank.
+        num_rows = math.lcm(rows or 1, divisor)
+        step = unit * num_rows
+        near = sorted({max(1, tokens // step) * step, -(-tokens // step) * step})
+        of_rows = "a row" if num_rows == 1 else f"{num_rows} rows"
+        expected = f"{' or '.join(map(str, near))}: a multiple of {step}, the tokens of {of_rows} on each rank"
+        raise InvalidOption("tokens_per_step", tokens, expected)
     return [found[power] for power in sorted(found, reverse=True)]
-
-
-def _nearest(tokens: int, step: int, unit: int) -> str:
-    """Return a text with the multiples of `step` next to `tokens`; `unit` are the tokens of a row on each rank."""
-    near = sorted({max(1, tokens // step) * step, -(-tokens // step) * step})
-    named = " or ".join(map(str, near))
-    rows = "a row" if step == unit else f"{step // unit} rows"
-    return f"{named}: a multiple of {step}, the tokens of {rows} on each rank"
 
 
 def _roundness(rows: int) -> int:
@@ -140,8 +139,15 @@ def again_bound_s(problem: Problem, deadline: Deadline) -> float:
 
     It is the relaxed optimum of the step without optimizer state, with updates that take no time.
     """
+
+    def instant(node: Node) -> Node:
+        """Return `node` with updates that take no time."""
+        device = replace(node.device, update_elements_per_s=_INSTANT)
+        host = replace(node.host, update_elements_per_s=_INSTANT, busy_update_elements_per_s=None)
+        return replace(node, device=device, host=host)
+
+    cluster = replace(problem.cluster, nodes=tuple(map(instant, problem.cluster.nodes)))
     params = {name: replace(param, state_nbytes=0) for name, param in problem.params.items()}
-    cluster = _with_instant_updates(problem.cluster)
     free = replace(problem, cluster=cluster, params=params, hybrid=False, update=None, disk=False)
     evaluator = evaluator_of(free)
     bound_s = relaxed_bound_s(evaluator, max(sum(evaluator.prices.before_s[-1:]), 1e-12), deadline)
@@ -149,15 +155,6 @@ def again_bound_s(problem: Problem, deadline: Deadline) -> float:
         return 0.0
     # An update that takes no time is still launched once for each bucket.
     return max(0.0, bound_s - len(evaluator.facts.buckets) * problem.cluster.device.launch_s)
-
-
-def _with_instant_updates(cluster: Cluster) -> Cluster:
-    def instant(node: Node) -> Node:
-        device = replace(node.device, update_elements_per_s=_INSTANT)
-        host = replace(node.host, update_elements_per_s=_INSTANT, busy_update_elements_per_s=None)
-        return replace(node, device=device, host=host)
-
-    return replace(cluster, nodes=tuple(map(instant, cluster.nodes)))
 
 
 def evaluator_of(problem: Problem) -> Evaluator:
@@ -275,8 +272,6 @@ def order(trial: Trial) -> tuple[bool, float, bool, float]:
 # The best setting of each number of bytes of state is proved apart from the others: state is a choice of precision.
 
 
-GAIN = 0.01
-"""A setting is not searched if its bound shows that it is faster by at most this share."""
 _MOST_SLOWER = 2
 """So many numbers of rows in turn may be slower before the search goes on in the order of the bounds."""
 
@@ -321,20 +316,15 @@ def tune(
         deadline = clock.until(timeout_s * number / len(states))
         trials += search.trials_of(own, trials, deadline)
     if all(trial.plan is None for trial in trials):
-        raise _smallest_need(trials, questions).renewed()
+        # The error of the setting that needs the fewest bytes.
+        too_large = [trial for trial in trials if trial.stage is Stage.TOO_LARGE]
+        least = min(too_large, key=lambda trial: trial.needed_bytes)
+        error = least.needed
+        if not isinstance(error, NoFeasiblePlan):
+            error = answer(questions.plan, least.setting)
+        assert isinstance(error, NoFeasiblePlan), f"{least.setting} needs {least.needed} bytes, and fits in fewer"
+        raise error.renewed()
     return Tuned(trials=tuple(sorted(trials, key=order)))
-
-
-def _smallest_need(trials: Sequence[Trial], questions: Questions) -> NoFeasiblePlan:
-    """Return the error of the setting that needs the fewest bytes."""
-    least = min((trial for trial in trials if trial.stage is Stage.TOO_LARGE), key=lambda trial: trial.needed_bytes)
-    if isinstance(least.needed, NoFeasiblePlan):
-        return least.needed
-    try:
-        questions.plan(least.setting)
-    except NoFeasiblePlan as error:
-        return error.renewed()
-    raise AssertionError(f"{least.setting} needs {least.needed} bytes, and a plan was found in fewer")
 
 
 @dataclass(slots=True)
@@ -365,7 +355,12 @@ class _Search:
                 for trial in waiting:
                     trial.stage = Stage.NOT_SEARCHED
                 break
-            self._refine(min(waiting, key=_by_bound), _best_s(trials), deadline)
+            # The lowest bound; of equal bounds, the most rows, then the fewest micro-batches.
+            lowest = min(
+                waiting,
+                key=lambda own: (own.bound_s / own.setting.tokens, -own.setting.rows, own.setting.micro_batches),
+            )
+            self._refine(lowest, _best_s(trials), deadline)
         return trials
 
     def _begin(self, trials: Sequence[Trial], start: Trial | None, deadline: Deadline) -> None:
@@ -381,7 +376,8 @@ class _Search:
         num_slower = 0
         for rows in sorted({trial.setting.rows for trial in trials}, reverse=True):
             before_s, waiting = _best_s(trials), self._waiting(trials)
-            own = sorted((trial for trial in waiting if trial.setting.rows == rows), key=_by_micro_batches)
+            own = [trial for trial in waiting if trial.setting.rows == rows]
+            own.sort(key=lambda trial: trial.setting.micro_batches)
             any(self._plan_if_it_fits(trial) for trial in own)
             num_slower = num_slower + 1 if _best_s(trials) == before_s < math.inf else 0
             if num_slower == _MOST_SLOWER or (deadline.is_over and _best_s(trials) < math.inf):
@@ -392,8 +388,12 @@ class _Search:
         best_s = _best_s(trials)
         for trial in trials:
             if trial.stage is Stage.MORE_ROWS:
-                trial.bound_s = max(trial.bound_s, self._known_compute_s(trial.setting))
-            if trial.stage < Stage.SEARCHED and trial.bound_s / trial.setting.tokens >= best_s * (1 - GAIN):
+                # Fewer rows never take fewer seconds per row, so a bound of more rows holds.
+                setting = trial.setting
+                known = min((rows for rows in self.compute_s if rows >= setting.rows), default=None)
+                known_s = 0.0 if known is None else self.compute_s[known] / known * setting.rows * setting.forwards
+                trial.bound_s = max(trial.bound_s, known_s)
+            if trial.stage < Stage.SEARCHED and not is_worth(trial.bound_s / trial.setting.tokens, best_s):
                 trial.stage = Stage.NOT_BETTER
         return [trial for trial in trials if trial.stage < Stage.SEARCHED]
 
@@ -425,14 +425,6 @@ class _Search:
         else:
             self.report(f"{setting}: plan")
             self._plan(trial)
-
-    def _known_compute_s(self, setting: Setting) -> float:
-        """Return the bound on the seconds of `setting` by the forward and backward of the same or the next more rows
-        whose bound is known, 0 if there are none: fewer rows never take fewer seconds per row."""
-        known = [rows for rows in self.compute_s if rows >= setting.rows]
-        if not known:
-            return 0.0
-        return self.compute_s[min(known)] / min(known) * setting.rows * setting.forwards
 
     def _compute_bound_s(self, setting: Setting) -> float:
         """Return a bound on the seconds of `setting` for any micro-batches and any state.
@@ -475,17 +467,17 @@ class _Search:
             step_s = relaxed_bound_s(evaluator, max(self.compute_s[setting.rows], 1e-12), deadline)
             more_s = 0.0 if setting.forwards == 1 else again_bound_s(problem, deadline)
             found.append(0.0 if step_s is None else step_s + (setting.forwards - 1) * more_s)
-            if found[-1] < best_s * (1 - GAIN):
+            if is_worth(found[-1], best_s):
                 return 0.0
         return min(found, default=0.0)
 
     def _plan(self, trial: Trial) -> None:
         setting = trial.setting
-        try:
-            plan, problem = self.questions.plan(setting)
-        except NoFeasiblePlan as error:
-            trial.needed, trial.stage = error.renewed(), Stage.TOO_LARGE
+        found = answer(self.questions.plan, setting)
+        if isinstance(found, NoFeasiblePlan):
+            trial.needed, trial.stage = found, Stage.TOO_LARGE
             return
+        plan, problem = found
         num_more = setting.forwards - 1
         again, more_bound_s = None, 0.0
         if num_more:
@@ -502,16 +494,6 @@ class _Search:
 def _best_s(trials: Sequence[Trial]) -> float:
     """Return the fewest seconds per token of a trial with a plan; infinite if none has a plan."""
     return min((trial.step_s / trial.setting.tokens for trial in trials), default=math.inf)
-
-
-def _by_bound(trial: Trial) -> tuple[float, int, int]:
-    """Return a key for the lowest bound; of equal bounds, for the most rows, then for the fewest micro-batches."""
-    setting = trial.setting
-    return trial.bound_s / setting.tokens, -setting.rows, setting.micro_batches
-
-
-def _by_micro_batches(trial: Trial) -> int:
-    return trial.setting.micro_batches
 
 
 class _Forms:

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import format_s
-from elixir_compile.ir import Phase, StepGraph
-from elixir_compile.ir.cost import op_s
+from elixir_compile.ir import StepGraph
 from elixir_compile.ir.hardware import DeviceProfile
 from elixir_compile.ir.share import largest_remainder
+from elixir_compile.search.outline import seconds_of_ops
 from elixir_compile.step.batch_rows import graph_of_rows
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,11 @@ def assign(
     rooms = [np.where(offer.room_bytes >= part_bytes, offer.room_bytes, _NONE) for offer in offers]
     if equal_parts:
         rooms = [np.minimum(room, 0) for room in rooms]
-    orders, times = _orders(offers)
+    # By class, the place of each offer among all by (step_s, busy_s).
+    pairs = np.concatenate([np.stack([offer.step_s.ravel(), offer.busy_s.ravel()], axis=1) for offer in offers])
+    distinct, places = np.unique(pairs, axis=0, return_inverse=True)
+    split = np.split(places.reshape(-1), np.cumsum([offer.step_s.size for offer in offers])[:-1])
+    orders = [own.reshape(offer.step_s.shape) for own, offer in zip(split, offers, strict=True)]
     needed_bytes = 0 if equal_parts else state_bytes
     ranks = _fastest_first(offers, class_of)
 
@@ -85,7 +89,7 @@ def assign(
     def has_room(limit: int) -> bool:
         return bool(_joined(within(limit), [class_of[rank] for rank in ranks])[0][-1] >= needed_bytes)
 
-    lowest, highest = 0, len(times) - 1
+    lowest, highest = 0, len(distinct) - 1
     if highest < 0 or not has_room(highest):
         return None
     while lowest < highest:
@@ -93,10 +97,15 @@ def assign(
         lowest, highest = (lowest, middle) if has_room(middle) else (middle + 1, highest)
     _, taken = _joined(within(lowest), [class_of[rank] for rank in ranks])
     quanta = _traced(taken, ranks)
-    ways = tuple(
-        _way(orders[number], rooms[number], offers[number], count, lowest, is_roomiest=not equal_parts)
-        for number, count in zip(class_of, quanta, strict=True)
-    )
+
+    def way_of(number: int, count: int) -> int:
+        """Return the way in which a rank runs its quanta: the one with the most room, or of equal parts, the
+        fastest."""
+        order, room = orders[number][count], rooms[number][count]
+        allowed = np.flatnonzero((order <= lowest) & (room > _NONE // 2))
+        return min((0 if equal_parts else -int(room[way]), int(order[way]), int(way)) for way in allowed)[-1]
+
+    ways = tuple(way_of(number, count) for number, count in zip(class_of, quanta, strict=True))
     chosen = [rooms[number][count, way] for number, count, way in zip(class_of, quanta, ways, strict=True)]
     parts = (1 / len(class_of),) * len(class_of)
     if not equal_parts:
@@ -131,17 +140,6 @@ def assign_fixed(
             parts = filled(chosen, state_bytes)
         return Assignment(step_s=float(limit_s), quanta=tuple(counts), ways=ways, parts=parts)
     return None
-
-
-def _orders(offers: Sequence[Offers]) -> tuple[list[_Bytes], list[tuple[float, float]]]:
-    """Return, by class, the place of each offer among all by (step_s, busy_s), and the distinct pairs in order."""
-    pairs = np.concatenate([np.stack([offer.step_s.ravel(), offer.busy_s.ravel()], axis=1) for offer in offers])
-    distinct, places = np.unique(pairs, axis=0, return_inverse=True)
-    ends = np.cumsum([offer.step_s.size for offer in offers])[:-1]
-    cut = np.split(places.reshape(-1), ends)
-    return [own.reshape(offer.step_s.shape) for own, offer in zip(cut, offers, strict=True)], [
-        (float(step_s), float(busy_s)) for step_s, busy_s in distinct
-    ]
 
 
 def _fastest_first(offers: Sequence[Offers], class_of: Sequence[int]) -> list[int]:
@@ -182,14 +180,6 @@ def _traced(taken: Sequence[_Bytes], ranks: Sequence[int]) -> tuple[int, ...]:
         found[rank] = int(took[left])
         left -= found[rank]
     return tuple(found)
-
-
-def _way(order: _Bytes, room: _Bytes, offer: Offers, count: int, limit: int, *, is_roomiest: bool) -> int:
-    """Return the way in which a rank runs `count` quanta within `limit`: the one with the most room if `is_roomiest`,
-    else the fastest."""
-    allowed = np.flatnonzero((order[count] <= limit) & (room[count] > _NONE // 2))
-    keys = [(-int(room[count, way]) if is_roomiest else 0, int(order[count, way]), int(way)) for way in allowed]
-    return min(keys)[-1]
 
 
 def filled(rooms: Sequence[int], state_bytes: int) -> tuple[float, ...]:
@@ -250,6 +240,10 @@ def greedy(offers: Sequence[Offers], class_of: Sequence[int]) -> tuple[int, ...]
     return largest_remainder(total, [speeds[number] for number in class_of])
 
 
+_Option = tuple[int, int, float, int]
+"""Quanta, size of a micro-batch in quanta, seconds, and bytes of room."""
+
+
 def cephalo(
     offers: Sequence[Offers], class_of: Sequence[int], micro_batches: Sequence[int], state_bytes: int
 ) -> tuple[int, ...] | None:
@@ -265,7 +259,16 @@ def cephalo(
     table[0, 0] = 0.0
     choices: list[np.ndarray] = []
     most = total if len(class_of) <= _FEW_RANKS else min(total, _MOST_TIMES * -(-total // len(class_of)))
-    options = [_options(offer, micro_batches, most) for offer in offers]
+    options: list[list[_Option]] = []
+    for offer in offers:
+        # Of ways with equal quanta and sizes, the fastest.
+        found_options: dict[tuple[int, int], _Option] = {}
+        for quanta in range(1, most + 1):
+            for way, number in enumerate(micro_batches):
+                step_s, size = float(offer.step_s[quanta, way]), -(-quanta // number)
+                if np.isfinite(step_s) and step_s < found_options.get((quanta, size), (0, 0, np.inf, 0))[2]:
+                    found_options[quanta, size] = (quanta, size, step_s, int(offer.room_bytes[quanta, way]))
+        options.append(list(found_options.values()))
     for number in class_of:
         best, choice = np.full(shape, np.inf), np.full(shape, -1, dtype=np.int64)
         for place, (quanta, size, step_s, _) in enumerate(options[number]):
@@ -280,38 +283,16 @@ def cephalo(
     for sizes in range(1, total + 1):
         if not np.isfinite(table[total, sizes]):
             continue
-        taken = _traced_options(choices, options, class_of, total, sizes)
+        taken: list[_Option] = []
+        at = total, sizes
+        for choice, number in zip(reversed(choices), reversed(class_of), strict=True):
+            taken.append(options[number][int(choice[at])])
+            at = at[0] - taken[-1][0], at[1] - taken[-1][1]
+        taken.reverse()
         room_bytes = sum(room for _, _, _, room in taken)
         if table[total, sizes] < shortest_s and (room_bytes >= state_bytes or found is None):
             found, shortest_s = tuple(quanta for quanta, _, _, _ in taken), float(table[total, sizes])
     return found
-
-
-_Option = tuple[int, int, float, int]
-"""Quanta, size of a micro-batch in quanta, seconds, and bytes of room."""
-
-
-def _options(offer: Offers, micro_batches: Sequence[int], most: int) -> list[_Option]:
-    """Return the options of a rank, up to `most` quanta: of ways with equal quanta and sizes, the fastest."""
-    found: dict[tuple[int, int], _Option] = {}
-    for quanta in range(1, most + 1):
-        for way, number in enumerate(micro_batches):
-            step_s = float(offer.step_s[quanta, way])
-            size = -(-quanta // number)
-            if np.isfinite(step_s) and step_s < found.get((quanta, size), (0, 0, np.inf, 0))[2]:
-                found[quanta, size] = (quanta, size, step_s, int(offer.room_bytes[quanta, way]))
-    return list(found.values())
-
-
-def _traced_options(
-    choices: Sequence[np.ndarray], options: Sequence[list[_Option]], class_of: Sequence[int], quanta: int, sizes: int
-) -> list[_Option]:
-    found: list[_Option] = []
-    for choice, number in zip(reversed(choices), reversed(class_of), strict=True):
-        option = options[number][int(choice[quanta, sizes])]
-        found.append(option)
-        quanta, sizes = quanta - option[0], sizes - option[1]
-    return found[::-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -337,14 +318,8 @@ def fixed_share(graph: StepGraph, device: DeviceProfile) -> float:
         double = graph_of_rows(graph, 2 * graph.batch)
     except InvalidPlan:
         return 0.0
-    own_s, double_s = _priced_s(graph, device), _priced_s(double, device)
+    own_s, double_s = (sum(seconds for _, seconds in seconds_of_ops(step, device)) for step in (graph, double))
     return min(max(2 - double_s / own_s, 0.0), 1.0) if own_s else 0.0
-
-
-def _priced_s(graph: StepGraph, device: DeviceProfile) -> float:
-    dtypes = {storage.id: storage.dtype for storage in graph.storages}
-    ops = [op for op in graph.ops if op.phase is not Phase.UPDATE]
-    return sum(op_s(op, device, dtypes[op.writes[0]] if op.writes else "float32") for op in ops)
 
 
 def balanced_rows(rows: Sequence[int], busy_s: Sequence[float], fixed: Sequence[float] = ()) -> tuple[int, ...]:

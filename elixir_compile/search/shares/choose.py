@@ -1,244 +1,33 @@
 """Choose the shares of all ranks of a fleet for one captured step, from the seconds and bytes of the step for any
-number of rows on any machine.
+number of rows on any machine, and refine them by the simulation of all ranks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from elixir_compile.base.errors import InvalidOption, NoFeasibleShares
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes
-from elixir_compile.ir import Activations, Batched, Kind, Phase, Saving, StepGraph, StorageId
+from elixir_compile.ir import Saving, StepGraph
 from elixir_compile.ir.cost import collective_s
 from elixir_compile.ir.hardware import Cluster, Fleet
-from elixir_compile.ir.share import Share
+from elixir_compile.ir.share import Outcome, Share, Shares
+from elixir_compile.search.evaluator import Deadline
+from elixir_compile.search.outer import GAIN
+from elixir_compile.search.outline import LEAST_ROWS, MixedWay, Numbers, Way, mixed_ways, treatments_of, ways_of
 from elixir_compile.search.shares import assign as rules
-from elixir_compile.search.shares.assign import Assignment, Offers, assign, assign_fixed, fixed_share, most_room
-from elixir_compile.search.space.layers import activations_of, deepest, depths_of, layers_of
-from elixir_compile.step.as_run import as_run, laps_at
-from elixir_compile.step.batch_rows import counted_by_rows, graph_of_rows, moved_shares, require_rows
-from elixir_compile.step.divide import arrived_name, laps, leaving_name
-from elixir_compile.step.liveness import liveness
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Price a step for any number of rows on any machine: seconds of each lap, and bytes.
-#
-# One capture says everything. The ops and the live bytes of a step in n micro-batches are affine in the rows of the
-# batch: `step.batch_rows` has the rule. So each way to run the step (the number of micro-batches and the treatment of
-# activations) is a few arrays with an entry per op, from which the seconds and bytes of all numbers of rows follow:
-#
-#   op      launches l + max(flops / rate, moved bytes / rate)        flops and bytes are  same + rows x each
-#   lap k   F_k, B_k    sum of its ops;  AG_k, RS_k   collectives of its parameters and gradients
-#
-# The sums of a step are made of these arrays.
-
-
-_Numbers = npt.NDArray[np.float64]
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""The numbers of micro-batches that are offered, if they divide the rows."""
-LEAST_ROWS = 2
-"""The fewest rows that a rank runs: torch traces a batch of one row in another way, so its graph would differ from the
-graphs of the other ranks. A rank without rows runs as many, and they count 0."""
-_IN_FLIGHT = 2
-"""Gathered parameters and gradients of so many laps are on the device at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """One treatment of the activations of all layers: kept, recomputed or offloaded."""
-
-    text: str
-    """Such as `kept`."""
-    activations: tuple[Activations, ...]
-
-
-def treatments_of(graph: StepGraph, savings: frozenset[Saving] = frozenset(Saving)) -> tuple[Treatment, ...]:
-    """Return how the activations of `graph` may be saved under `savings`, alike in all layers: kept, recomputed, and
-    recomputed with the rest on the host."""
-    found = [Treatment(text="kept", activations=())]
-    layers = layers_of(graph, savings)
-    if not layers:
-        return tuple(found)
-    depth = max(depths_of(layers))
-    names = {Saving.RECOMPUTE: "recomputed", Saving.OFFLOAD: "offloaded"}
-    for leaves in (False, True):
-        activations = activations_of(layers, [deepest(layer, depth, leaves=leaves) for layer in layers])
-        used = {group.saving for group in activations}
-        text = ", ".join(name for saving, name in names.items() if saving in used)
-        if activations and all(activations != other.activations for other in found):
-            found.append(Treatment(text=text, activations=activations))
-    return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Way:
-    """One way to run the step, as arrays: with an entry per op, or per lap.
-
-    It has more than 15 fields, because figures that are proportional to the rows and constant figures are in arrays of
-    their own.
-    """
-
-    micro_batches: int
-    treatment: Treatment
-    launches: _Numbers
-    flops_same: _Numbers
-    flops_each: _Numbers
-    moved_same: _Numbers
-    moved_each: _Numbers
-    dtypes: tuple[str, ...]
-    """The dtype of each op, whose rate it has."""
-    live_same: _Numbers
-    live_each: _Numbers
-    """Bytes of inputs and activations that are live at each op, those of one row apart."""
-    starts: tuple[int, ...]
-    """The index of the first op of each lap."""
-    is_backward: npt.NDArray[np.bool_]
-    gathered_bytes: _Numbers
-    """Bytes of the parameters of each lap."""
-    reduced_bytes: _Numbers
-    """Bytes of the gradients of each lap."""
-    moves_each: _Numbers
-    """Bytes of one row that each lap offloads or brings back."""
-    away_each: float
-    """Bytes of one row that are on the host between forward and backward."""
-
-    @cached_property
-    def in_flight_bytes(self) -> float:
-        """Bytes of gathered parameters and of gradients that are on the device beside activations and state."""
-        return float(_IN_FLIGHT * self.gathered_bytes.max(initial=0) + self.reduced_bytes.max(initial=0))
-
-    def lap_s(self, rows: Sequence[int], cluster: Cluster) -> _Numbers:
-        """Return the seconds of compute of each lap (columns) with each number of `rows` on the device of `cluster`."""
-        device = cluster.device
-        rates = device.flops_per_s
-        flops_per_s = np.array([rates.get(dtype, rates["float32"]) for dtype in self.dtypes])
-        counts = np.asarray(rows, dtype=float)[:, None]
-        flops_s = (self.flops_same + counts * self.flops_each) / flops_per_s
-        moved_s = (self.moved_same + counts * self.moved_each) / device.memory_bytes_per_s
-        op_s = self.launches * device.launch_s + np.maximum(flops_s, moved_s)
-        return np.add.reduceat(op_s, np.array(self.starts), axis=1)
-
-    def peak_bytes(self, rows: Sequence[int]) -> _Numbers:
-        """Return the most live bytes of inputs and activations with each number of `rows`."""
-        counts = np.asarray(rows, dtype=float)[:, None]
-        return (self.live_same + counts * self.live_each).max(axis=1, initial=0)
-
-
-def ways_of(graph: StepGraph, treatments: Sequence[Treatment], most: int) -> tuple[Way, ...]:
-    """Return the ways to run `graph`: each treatment in each of `MICRO_BATCHES` up to `most`.
-
-    Raises InvalidPlan if the graph does not say which bytes and operations belong to the rows of its batch.
-    """
-    require_rows(graph)
-    graph = _constant(graph)
-    found: list[Way] = []
-    for treatment in treatments:
-        for number in MICRO_BATCHES:
-            if number == 1 or (number <= most and laps_at(graph, treatment.activations, number)):
-                found.append(_way(graph, treatment, number))
-    return tuple(found)
-
-
-def _constant(graph: StepGraph) -> StepGraph:
-    """Return `graph` with constant sizes: a dynamic number of rows would be cut into micro-batches of unequal sizes."""
-    if not graph.symbols:
-        return graph
-    storages = tuple(replace(storage, size="") for storage in graph.storages)
-    ops = tuple(replace(op, flops_size="") for op in graph.ops)
-    return replace(graph, ops=ops, storages=storages, symbols=(), batch_size="")
-
-
-def _way(graph: StepGraph, treatment: Treatment, micro_batches: int) -> Way:
-    cut = laps_at(graph, treatment.activations, micro_batches)
-    step = as_run(graph, treatment.activations, cut)
-    ops = [op for op in step.ops if op.phase is not Phase.UPDATE]
-    index = {op.id: place for place, op in enumerate(ops)}
-    starts = tuple(index[lap.first] for lap in laps(as_run(graph, treatment.activations), 1) if lap.first in index)
-    storages = {storage.id: storage for storage in step.storages}
-    counted, moved = counted_by_rows(step), moved_shares(step)
-    batch = graph.batch
-    flops = np.array([float(op.flops) for op in ops])
-    flops_each = np.where([op.id in counted for op in ops], flops, 0.0)
-    bytes_moved = np.array([float(op.moved_bytes) for op in ops])
-    bytes_each = bytes_moved * np.array([moved[op.id] for op in ops])
-    offloaded = {name for group in treatment.activations if group.saving is Saving.OFFLOAD for name in group.storages}
-    live_same, live_each = _live(step, len(ops), offloaded)
-    gathered, reduced, moves = _by_lap(step, starts, offloaded)
-    whole_bytes = {storage.id: storage.nbytes for storage in graph.storages}
-    return Way(
-        micro_batches=micro_batches,
-        treatment=treatment,
-        launches=np.array([float(op.times * op.launches) if op.flops or op.moved_bytes else 0.0 for op in ops]),
-        flops_same=flops - flops_each,
-        flops_each=flops_each / batch,
-        moved_same=bytes_moved - bytes_each,
-        moved_each=bytes_each / batch,
-        dtypes=tuple(storages[op.writes[0]].dtype if op.writes else "float32" for op in ops),
-        live_same=live_same,
-        live_each=live_each / batch,
-        starts=starts,
-        is_backward=np.array([ops[start].phase is Phase.BACKWARD for start in starts]),
-        gathered_bytes=gathered,
-        reduced_bytes=reduced,
-        moves_each=moves / batch,
-        away_each=sum(whole_bytes[name] for name in offloaded) / batch,
-    )
-
-
-def _live(step: StepGraph, num_ops: int, offloaded: set[StorageId]) -> tuple[_Numbers, _Numbers]:
-    """Return the live bytes of inputs, buffers and activations at each op: those equal for any rows, and the others."""
-    lives = liveness(step).lives
-    changes = {Batched.EACH: np.zeros(num_ops + 1), Batched.SAME: np.zeros(num_ops + 1)}
-    for storage in step.storages:
-        life = lives.get(storage.id)
-        if life is None or storage.kind in (Kind.PARAM, Kind.GRAD, Kind.BUFFER):
-            continue
-        own = changes[Batched.EACH if storage.batched is Batched.EACH else Batched.SAME]
-        spans = [(life.first, life.last)]
-        if storage.id in offloaded:
-            touches = [place for place, op in enumerate(step.ops) if storage.id in op.reads or storage.id in op.writes]
-            forward = [place for place in touches if step.ops[place].phase is Phase.FORWARD]
-            backward = [place for place in touches if step.ops[place].phase is Phase.BACKWARD]
-            spans = [(places[0], places[-1]) for places in (forward, backward) if places]
-        for first, last in spans:
-            own[min(first, num_ops)] += storage.nbytes
-            own[min(last + 1, num_ops)] -= storage.nbytes
-    same, each = (np.cumsum(changes[batched])[:num_ops] for batched in (Batched.SAME, Batched.EACH))
-    return same, each
-
-
-def _by_lap(step: StepGraph, starts: Sequence[int], offloaded: set[StorageId]) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Return for each lap the bytes of its parameters, of the gradients that it makes, and of the activations that it
-    offloads, or brings back in the backward."""
-    storages = {storage.id: storage for storage in step.storages}
-    # In micro-batches, slices of an offloaded storage have names of their own.
-    whole = {name: name for name in offloaded}
-    whole |= {new(name): name for name in offloaded for new in (leaving_name, arrived_name)}
-    ops = [op for op in step.ops if op.phase is not Phase.UPDATE]
-    found = [np.zeros(len(starts)) for _ in range(3)]
-    seen: set[tuple[StorageId, Phase]] = set()
-    for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
-        params = {name for op in ops[start:end] for name in op.reads if storages[name].kind is Kind.PARAM}
-        found[0][number] = sum(storages[name].nbytes for name in params)
-        for op in ops[start:end]:
-            for own in (*op.reads, *op.writes):
-                name, storage = whole.get(own, own), storages[own]
-                key = (name, op.phase)
-                if key in seen:
-                    continue
-                if storage.kind is Kind.GRAD and name in op.writes:
-                    seen.add(key)
-                    found[1][number] += storage.nbytes
-                elif name in offloaded:
-                    seen.add(key)
-                    found[2][number] += storages[name].nbytes
-    return found[0], found[1], found[2]
-
+from elixir_compile.search.shares.assign import (
+    Assignment,
+    Offers,
+    assign,
+    assign_fixed,
+    balanced_rows,
+    fixed_share,
+    most_room,
+)
+from elixir_compile.step.batch_rows import graph_of_rows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The seconds of a step and the room for state of each rank, for any number of rows in any way to run them.
@@ -251,10 +40,6 @@ def _by_lap(step: StepGraph, starts: Sequence[int], offloaded: set[StorageId]) -
 #
 # The maximum over ranks of these sums is a lower bound of the step in which ranks wait for each other lap by lap. A
 # plan treats some layers in one way and others in another: between two ways, seconds and bytes are interpolated.
-
-
-_SHARES = tuple(Fraction(eighths, 8) for eighths in range(1, 9))
-"""The shares of layers whose activations are not kept that are offered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,59 +62,6 @@ class State:
     """Bytes of parameters, gradients and optimizer state."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MixedWay:
-    """A way to run the step in which the activations of a share of the layers are not kept."""
-
-    kept: Way
-    treated: Way
-    """The way that treats all layers, in as many micro-batches; `kept` itself if the share is 0."""
-    share: Fraction = Fraction(0)
-
-    @property
-    def micro_batches(self) -> int:
-        return self.kept.micro_batches
-
-    @property
-    def text(self) -> str:
-        """The treatment of activations in words, such as `recomputed in 3/8`."""
-        text = self.treated.treatment.text
-        return text if self.share in (0, 1) else f"{text} in {self.share}"
-
-    @property
-    def in_flight_bytes(self) -> float:
-        """Bytes of gathered parameters and of gradients on the device beside activations and state."""
-        return max(self.kept.in_flight_bytes, self.treated.in_flight_bytes)
-
-    @property
-    def away_each(self) -> float:
-        """Bytes of one row that are on the host between forward and backward."""
-        return float(self.share) * self.treated.away_each
-
-    def peak_bytes(self, rows: Sequence[int]) -> _Numbers:
-        """Return the most live bytes of inputs and activations with each number of `rows`: never too few, as the peaks
-        of both ways may be at other ops."""
-        return self.mixed(self.kept.peak_bytes(rows), self.treated.peak_bytes(rows))
-
-    def mixed(self, kept: _Numbers, treated: _Numbers) -> _Numbers:
-        """Return the figures of this way between those of both ways."""
-        return (1 - float(self.share)) * kept + float(self.share) * treated
-
-
-def mixed_ways(ways: Sequence[Way]) -> tuple[MixedWay, ...]:
-    """Return `ways`, first those that keep all activations, and mixed ways between them: each treatment of some layers,
-    beside layers whose activations are kept."""
-    kept = {way.micro_batches: way for way in ways if not way.treatment.activations}
-    found: list[MixedWay] = []
-    for way in ways:
-        base = kept[way.micro_batches]
-        if way is base:
-            found.append(MixedWay(kept=base, treated=base))
-        else:
-            found += [MixedWay(kept=base, treated=way, share=share) for share in _SHARES]
-    return tuple(found)
-
-
 def offers_of(
     ways: Sequence[MixedWay], rows: Sequence[int], cluster: Cluster, budget: Budget, state: State, num_ranks: int
 ) -> Offers:
@@ -344,12 +76,15 @@ def offers_of(
     room_bytes = np.full(shape, -1, dtype=np.int64)
     pure = {id(way): way for mixed in ways for way in (mixed.kept, mixed.treated)}
     figures = {name: _figures(way, counts, cluster) for name, way in pure.items()}
+    part_bytes, elements = state.nbytes / num_ranks, state.num_elements / num_ranks
+    host_per_s = cluster.host.update_elements_per_s / cluster.num_local_ranks
     for column, way in enumerate(ways):
         kept, treated = figures[id(way.kept)], figures[id(way.treated)]
         lap_s, laps_s, peak_bytes = (way.mixed(*pair) for pair in zip(kept, treated, strict=True))
         on_device = budget.device_bytes - way.in_flight_bytes - peak_bytes
         on_host = budget.host_bytes - np.asarray(counts, dtype=float) * way.away_each
-        update = _update_s(on_device, cluster, state, num_ranks)
+        share = np.clip(on_device / part_bytes, 0.0, 1.0) if part_bytes else np.ones_like(on_device)
+        update = elements * (share / cluster.device.update_elements_per_s + (1 - share) / host_per_s)
         is_offered = np.array([count % way.micro_batches == 0 and count >= LEAST_ROWS for count in counts])
         fits = (on_device >= 0) & (on_host >= 0)
         room = np.where(fits, on_device + on_host, np.minimum(on_device, on_host).clip(max=-1))
@@ -359,7 +94,7 @@ def offers_of(
     return Offers(step_s=step_s, busy_s=busy_s, room_bytes=room_bytes)
 
 
-def _figures(way: Way, counts: Sequence[int], cluster: Cluster) -> tuple[_Numbers, _Numbers, _Numbers]:
+def _figures(way: Way, counts: Sequence[int], cluster: Cluster) -> tuple[Numbers, Numbers, Numbers]:
     """Return for each number of rows the seconds of compute of all laps, the same with the transfers that a lap waits
     for, and the most bytes of activations."""
     lap_s = way.lap_s(counts, cluster)
@@ -369,15 +104,6 @@ def _figures(way: Way, counts: Sequence[int], cluster: Cluster) -> tuple[_Number
     link_s = moves / np.where(way.is_backward, cluster.h2d.bytes_per_s, cluster.d2h.bytes_per_s)
     others_s = np.maximum(np.where(way.is_backward, gather_s + reduce_s, gather_s), link_s)
     return lap_s.sum(axis=1), np.maximum(lap_s, others_s).sum(axis=1), way.peak_bytes(counts)
-
-
-def _update_s(on_device: _Numbers, cluster: Cluster, state: State, num_ranks: int) -> _Numbers:
-    """Return the seconds of the update of an equal part of the state, if `on_device` bytes of it fit the device."""
-    part_bytes = state.nbytes / num_ranks
-    share = np.clip(on_device / part_bytes, 0.0, 1.0) if part_bytes else np.ones_like(on_device)
-    elements = state.num_elements / num_ranks
-    host_per_s = cluster.host.update_elements_per_s / cluster.num_local_ranks
-    return elements * (share / cluster.device.update_elements_per_s + (1 - share) / host_per_s)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -448,25 +174,26 @@ class ShareSearch:
         self._firsts = [ranks[0] for ranks in classes]
         with collector_off():
             self.ways = mixed_ways(ways_of(ask.graph, treatments_of(ask.graph, ask.savings), ask.batch))
-        self.offers = [self._with_zero_apart(offers) for offers in self._offers(self._rows())]
+        self.offers = self._offers(range(0, ask.batch + 1, self.quantum))
+        if self.quantum <= LEAST_ROWS <= ask.batch // len(self.class_of):
+            # A rank without rows takes as long as one with the fewest rows, and its work is lost.
+            for offers in self.offers:
+                offers.room_bytes[0] = -1
 
     def best(self) -> Choice:
         """Return the shares with the shortest step: equal parts of the state if they fit, else parts of any size.
 
         Raises NoFeasibleShares with the room of all classes if nothing fits.
         """
-        found: Assignment | None = None
-        for equal_parts in (True, False):
-            if found is None:
-                found = assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=equal_parts)
-        made = None
+        found = assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=True)
+        found = found or assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=False)
+        choices: list[Choice | None] = [self.even()]  # equal rows need not be whole quanta
         if found is not None:
-            made = self._choice(found, self.offers, [self.quantum * count for count in found.quanta])
-        # Equal rows need not be whole quanta.
-        choices = [choice for choice in (made, self.even()) if choice is not None]
-        if not choices:
+            choices.insert(0, self._choice(found, self.offers, [self.quantum * count for count in found.quanta]))
+        fitting = [choice for choice in choices if choice is not None]
+        if not fitting:
             raise self.no_room()
-        return min(choices, key=lambda choice: choice.step_s)
+        return min(fitting, key=lambda choice: choice.step_s)
 
     def even(self) -> Choice | None:
         """Return equal shares; None if they do not fit some rank."""
@@ -519,9 +246,6 @@ class ShareSearch:
             for number, count in set(zip(self.class_of, rows, strict=True))
         )
 
-    def _rows(self) -> list[int]:
-        return list(range(0, self.ask.batch + 1, self.quantum))
-
     def _offers(self, rows: Sequence[int]) -> list[Offers]:
         """Return the offers of each class of ranks for each number of `rows`."""
         ask = self.ask
@@ -530,38 +254,24 @@ class ShareSearch:
             for rank in self._firsts
         ]
 
-    def _with_zero_apart(self, offers: Offers) -> Offers:
-        """Return `offers` without those of no rows, if every rank can have some.
-
-        A rank without rows takes as long as one with the fewest rows, and its work is lost.
-        """
-        if self.quantum <= LEAST_ROWS <= self.ask.batch // len(self.class_of):
-            offers.room_bytes[0] = -1
-        return offers
-
     def _choice(self, found: Assignment, offers: Sequence[Offers], rows: Sequence[int]) -> Choice:
         shares: list[Share] = []
         ranks: list[RankOutlook] = []
         for rank, (number, count, place) in enumerate(zip(self.class_of, found.quanta, found.ways, strict=True)):
-            way = self.ways[place]
-            shares.append(
-                Share(rank=rank, num_rows=rows[rank], micro_batches=way.micro_batches, state=found.parts[rank])
+            way, part, own_rows = self.ways[place], found.parts[rank], max(rows[rank], LEAST_ROWS)
+            shares.append(Share(rank=rank, num_rows=rows[rank], micro_batches=way.micro_batches, state=part))
+            working_bytes = int(way.peak_bytes([own_rows])[0] + way.in_flight_bytes)
+            state_bytes = round(part * self.ask.state.nbytes)
+            on_device = max(0, min(state_bytes, self.ask.budgets[rank].device_bytes - working_bytes))
+            ranks.append(
+                RankOutlook(
+                    treatment=way.text,
+                    busy_s=float(offers[number].busy_s[count, place]),
+                    peak_bytes=working_bytes + on_device,
+                    host_bytes=state_bytes - on_device + round(own_rows * way.away_each),
+                )
             )
-            ranks.append(self._outlook(rank, way, rows[rank], found.parts[rank], offers[number].busy_s[count, place]))
         return Choice(shares=tuple(shares), step_s=found.step_s, ranks=tuple(ranks))
-
-    def _outlook(self, rank: int, way: MixedWay, rows: int, part: float, busy_s: float) -> RankOutlook:
-        count = max(rows, LEAST_ROWS)
-        budget = self.ask.budgets[rank]
-        working_bytes = int(way.peak_bytes([count])[0] + way.in_flight_bytes)
-        state_bytes = round(part * self.ask.state.nbytes)
-        on_device = max(0, min(state_bytes, budget.device_bytes - working_bytes))
-        return RankOutlook(
-            treatment=way.text,
-            busy_s=float(busy_s),
-            peak_bytes=working_bytes + on_device,
-            host_bytes=state_bytes - on_device + round(count * way.away_each),
-        )
 
     def no_room(self) -> NoFeasibleShares:
         """Return the error with the room of each class, each with the rows that leave the most room in all."""
@@ -594,3 +304,102 @@ def quantum_of(batch: int) -> int:
     if batch // found < 2:
         raise InvalidOption("batch", batch, "a multiple of a number of rows that ranks can share out, such as of 8")
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From the shares of the formula to shares that are better in the simulation of all ranks.
+#
+# The formula of the search treats activations in eighths of the layers, and lets no rank wait for another. The plans of
+# the ranks do better on some ranks than on others, so rows move once more, by the seconds in which each rank computes:
+#
+#   shares of the formula --plans of all ranks--> busy seconds of each rank --even out--> other rows --plans--> ...
+#
+# The shares of the rules are simulated too, unless the compute of a rank alone takes as long as the best step so far.
+# So the result is never worse in the simulation than theirs. Moved rows have to gain a percent: where ranks wait for
+# collectives, rows hardly matter. The search ends early when its time is over; its outcome says so.
+
+
+_MOST_ROUNDS = 3
+"""Times that rows move: the plans of a model of 1.5 billion parameters take half a minute."""
+_SURELY = 1.05
+"""The shares of a rule are not simulated if its slowest rank computes for this times the best step so far, with memory
+for everything. Layers that recompute a part of their activations may take a little less than the formula knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """A step in the simulation of all ranks together."""
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    """Seconds in which each rank computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundChoice:
+    """Shares with how they were found."""
+
+    choice: Choice
+    outcome: Outcome
+
+    @property
+    def shares(self) -> Shares:
+        """The shares of all ranks."""
+        return Shares(self.choice.shares, self.outcome)
+
+
+Simulate = Callable[[Choice], SimulatedStep | None]
+"""Returns the step of all ranks with a choice, or None if they have no plans for it."""
+
+
+def refined(search: ShareSearch, simulate: Simulate, deadline: Deadline | None = None) -> FoundChoice:
+    """Return the shares with the shortest step in the simulation: of those of `search`, of those that even out the busy
+    seconds of ranks, and of those of the rules. Those of the formula if no plans exist for any of them.
+
+    After the `deadline` no simulation begins; one that has begun is completed. Raises NoFeasibleShares if nothing fits.
+    """
+    tried: dict[tuple[int, ...], SimulatedStep | None] = {}
+    shortest: list[tuple[Choice, SimulatedStep]] = []
+    """Each shorter than those before it."""
+    is_complete = True
+
+    def simulated(choice: Choice, least_gain: float = 0.0) -> SimulatedStep | None:
+        """Return the step of `choice`, and keep it if it is shorter than all before by the share `least_gain` of
+        theirs; None if it has no plans, or if there is no time."""
+        nonlocal is_complete
+        if choice.rows not in tried:
+            if deadline is not None and deadline.is_over:
+                is_complete = False
+                return None
+            step = tried[choice.rows] = simulate(choice)
+            if step is not None and (not shortest or step.step_s < (1 - least_gain) * shortest[-1][1].step_s):
+                shortest.append((choice, step))
+        return tried[choice.rows]
+
+    best = search.best()
+    simulated(best)
+    for rule in RULES:
+        other = search.of_rule(rule)
+        if other is not None and not (shortest and search.least_s(other.rows) > _SURELY * shortest[-1][1].step_s):
+            simulated(other)
+    # Even out the busy seconds of the shortest choice so far, and again those of the result.
+    own = shortest[-1] if shortest else None
+    for _ in range(_MOST_ROUNDS):
+        if own is None:
+            break
+        rows = balanced_rows(own[0].rows, own[1].busy_s, search.fixed_shares(own[0]))
+        choice = None if rows in tried else search.of_rows(rows)
+        step = None if choice is None else simulated(choice, GAIN)
+        own = None if choice is None or step is None else (choice, step)
+    if not shortest:
+        return by_formula(best, is_complete=is_complete)
+    choice, step = shortest[-1]
+    number = sum(step is not None for step in tried.values())
+    outcome = Outcome(step_s=step.step_s, num_simulated=number, is_complete=is_complete)
+    return FoundChoice(choice=choice, outcome=outcome)
+
+
+def by_formula(choice: Choice, *, is_complete: bool = False) -> FoundChoice:
+    """Return `choice` as the shares with the shortest step by the formula; the search `is_complete` if no ranks had
+    plans to simulate."""
+    return FoundChoice(choice=choice, outcome=Outcome(step_s=choice.step_s, is_complete=is_complete))

@@ -4,7 +4,7 @@ the user allow.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
@@ -19,7 +19,6 @@ from elixir_compile.ir import (
     Param,
     Phase,
     Placement,
-    StepGraph,
     Storage,
     StorageId,
     Tier,
@@ -187,14 +186,20 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     if problem.state:
         in_force = tuple(bucket.seen_by(problem.rank) for bucket in in_force)
     params = _new_params(problem)
-    min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
+    min_bytes, max_bytes = problem.bucket_min_bytes, problem.bucket_max_bytes
+    total_bytes = sum(param.storage.nbytes for param in params)
+    if total_bytes < MIN_BUCKETS * min_bytes:  # both are scaled down by one factor for a small model
+        scaled = max(1, total_bytes // MIN_BUCKETS)
+        min_bytes, max_bytes = scaled, max(scaled, max_bytes * scaled // min_bytes)
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
     classes: dict[tuple[object, ...], list[_Used]] = {}
     for param in params:
         facts = param.facts
         kind = (param.storage.dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group)
-        classes.setdefault((*kind, _is_sharded(param, problem)), []).append(param)
+        # Of several ranks, each owns a shard of the parameter, or the complete parameter.
+        is_sharded = problem.num_shards > 1 and set(facts.shard_numels) != {param.numel}
+        classes.setdefault((*kind, is_sharded), []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
@@ -222,50 +227,24 @@ def with_larger_buckets(problem: Problem) -> Problem | None:
     return None if larger is problem else larger
 
 
-def _size_limits(problem: Problem, total_bytes: int) -> tuple[int, int]:
-    """Return the minimum and the maximum bytes of a bucket, both scaled down by one factor for a small model."""
-    low, high = problem.bucket_min_bytes, problem.bucket_max_bytes
-    if total_bytes >= MIN_BUCKETS * low:
-        return low, high
-    scaled = max(1, total_bytes // MIN_BUCKETS)
-    return scaled, max(scaled, high * scaled // low)
-
-
 def _new_params(problem: Problem) -> list[_Used]:
+    """Return the parameters outside of buckets in force, in the order of their first use."""
     owned = {param for bucket in problem.buckets for param in bucket.params}
-    return [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
-
-
-def _in_first_use_order(problem: Problem) -> list[_Used]:
     graph = as_run(problem.graph)  # with every activation kept, so that buckets do not depend on modes
     trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD and storage.of is not None}
-    uses = _uses(graph)
-    layers = [layer_of(op.module) for op in graph.ops]
-    params = [
-        _Used(
-            storage=storage,
-            facts=(facts := problem.params.get(storage.id, Param())),
-            is_trained=storage.id in trained or facts.state_nbytes > 0,
-            layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
-            uses=tuple(uses[storage.id]),
-        )
-        for storage in graph.storages
-        if storage.kind is Kind.PARAM
-    ]
-    last = len(graph.ops)
-    return sorted(params, key=lambda param: param.uses[0] if param.uses else last)
-
-
-def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
-    """Return the indices of the forward ops that read each storage, or of the backward ops if no forward op does."""
     by_phase: dict[Phase, dict[StorageId, list[int]]] = {phase: {} for phase in Phase}
     for i, op in enumerate(graph.ops):
         for name in op.reads:
             by_phase[op.phase].setdefault(name, []).append(i)
-    return {
-        storage.id: by_phase[Phase.FORWARD].get(storage.id) or by_phase[Phase.BACKWARD].get(storage.id, [])
-        for storage in graph.storages
-    }
+    found: list[_Used] = []
+    for storage in graph.storages:
+        if storage.kind is Kind.PARAM and storage.id not in owned:
+            uses = by_phase[Phase.FORWARD].get(storage.id) or by_phase[Phase.BACKWARD].get(storage.id, [])
+            facts = problem.params.get(storage.id, Param())
+            is_trained = storage.id in trained or facts.state_nbytes > 0
+            layer = layer_of(graph.ops[uses[0]].module) if uses else ""
+            found.append(_Used(storage=storage, facts=facts, is_trained=is_trained, layer=layer, uses=tuple(uses)))
+    return sorted(found, key=lambda param: param.uses[0] if param.uses else len(graph.ops))
 
 
 def _distant(params: list[_Used], min_bytes: int) -> frozenset[StorageId]:
@@ -313,37 +292,21 @@ def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
     return num_dims > 0 and nbytes * num_shards > _SMALL_BYTES
 
 
-def _is_sharded(param: _Used, problem: Problem) -> bool:
-    """Return whether each of several ranks owns a shard of the parameter, and not the complete parameter."""
-    return problem.num_shards > 1 and set(param.facts.shard_numels) != {param.numel}
-
-
-def _shards(group: list[_Used], problem: Problem) -> tuple[int, ...]:
-    """Return the elements of the bucket on each rank.
-
-    A parameter without given shards is shared out as `problem.state` says, or in equal shards: its
-    elements divided by the ranks, rounded up.
-    """
-    num_shards = problem.num_shards
-    numels = [0] * num_shards
-    for param in group:
-        own = param.facts.shard_numels
-        if not own and problem.state:
-            own = largest_remainder(param.numel, problem.state)
-        elif not own:
-            own = (-(-param.numel // num_shards),) * num_shards
-        for rank, numel in enumerate(own):
-            numels[rank] += numel
-    return tuple(numels)
-
-
 def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
     dtype = group[0].storage.dtype
     if dtype not in ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
     nbytes = sum(param.storage.nbytes for param in group)
     numel = nbytes // ITEM_BYTES[dtype]
-    shard_numels = (numel,) if problem.num_shards == 1 else _shards(group, problem)
+    num_shards = problem.num_shards
+    shard_numels = [numel] if num_shards == 1 else [0] * num_shards
+    for param in group if num_shards > 1 else ():
+        # By default the elements are shared out as the state of ranks says, or divided by the ranks, rounded up.
+        own = param.facts.shard_numels
+        if not own and problem.state:
+            own = largest_remainder(param.numel, problem.state)
+        for rank, part in enumerate(own or (-(-param.numel // num_shards),) * num_shards):
+            shard_numels[rank] += part
     is_uneven = bool(problem.state) and any(own != numel for own in shard_numels)
     return Bucket(
         id=name,
@@ -354,7 +317,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         sum_nbytes=sum(param.facts.sum_nbytes for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=shard_numels,
+        shard_numels=tuple(shard_numels),
         group=group[0].facts.group,
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
@@ -462,18 +425,19 @@ def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Seq
             raise StateNotApart(problem.graph.name, fractions.offload_optim, num_elements)
     is_open = {SHARD: problem.released is None, OPTIM: problem.hybrid, PARAM: True}
     wanted = ((option, fraction_of(fractions, option)) for option in OPTIONS if is_open[option])
-    return tuple(_quota(option, fraction, buckets, choices) for option, fraction in wanted if 0.0 < fraction < 1.0)
-
-
-def _quota(option: str, fraction: float, buckets: Sequence[Bucket], choices: Sequence[Sequence[Level]]) -> Quota:
-    numels = tuple(bucket.numel if counts(option, bucket) else 0 for bucket in buckets)
-    always, free = _split_quota(option, numels, choices)
-    low = sum(numels[i] for i in always)
-    high = low + sum(numels[i] for i in free)
-    # Not in floating point: 0.1 of 30 elements would be more than 3.
-    asked = math.ceil(Fraction(fraction).limit_denominator(10**9) * sum(numels))
-    least = min(max(asked, low), high)
-    return Quota(option=option, numels=numels, least=least, most=least + max((numels[i] for i in free), default=1) - 1)
+    found: list[Quota] = []
+    for option, fraction in wanted:
+        if 0.0 < fraction < 1.0:
+            numels = tuple(bucket.numel if counts(option, bucket) else 0 for bucket in buckets)
+            always, free = _split_quota(option, numels, choices)
+            low = sum(numels[i] for i in always)
+            high = low + sum(numels[i] for i in free)
+            # Not in floating point: 0.1 of 30 elements would be more than 3.
+            asked = math.ceil(Fraction(fraction).limit_denominator(10**9) * sum(numels))
+            least = min(max(asked, low), high)
+            most = least + max((numels[i] for i in free), default=1) - 1
+            found.append(Quota(option=option, numels=numels, least=least, most=most))
+    return tuple(found)
 
 
 def _split_quota(option: str, numels: Sequence[int], choices: Sequence[Iterable[Level]]) -> tuple[list[int], list[int]]:

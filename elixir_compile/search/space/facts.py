@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from elixir_compile.ir import (
     Activations,
     Bucket,
-    BucketId,
     BucketRef,
     GradientRef,
     GroupId,
@@ -41,8 +40,8 @@ from elixir_compile.search.space.layers import (
     Mode,
     OffloadInterval,
     activations_of,
+    alike,
     begin_of,
-    deepest,
     depths_of,
     end_of,
     lap_spans,
@@ -106,6 +105,16 @@ def trips_of(
         moved = problem.as_run((*stored, *again))
         moved_lives = liveness(moved)
     crosses = crossings(moved, stored)
+
+    def in_points(crossing: Crossing | None) -> Crossing | None:
+        if crossing is None:
+            return None
+        return replace(crossing, first=int(point_of[crossing.first]), last=int(point_of[crossing.last]))
+
+    def crossings_of(group: GroupId) -> Crossings:
+        own = crosses.get(group, WHOLE)
+        return Crossings(leaving=in_points(own.leaving), arriving=in_points(own.arriving))
+
     return {
         interval.group: Trip(
             group=interval.group,
@@ -113,22 +122,13 @@ def trips_of(
             num_copies=interval.num_copies,
             leave=int(point_of[interval.leave]),
             first=int(point_of[interval.first]),
-            crossings=_in_points(crosses.get(interval.group, WHOLE), point_of),
+            crossings=crossings_of(interval.group),
             saved_bytes=_saved_bytes(moved, lives, moved_lives, interval, names[interval.group])
             if is_divided
             else None,
         )
         for interval in offload_intervals(moved, moved_lives, stored)
     }
-
-
-def _in_points(found: Crossings, point_of: NDArray[np.int64]) -> Crossings:
-    def moved(crossing: Crossing | None) -> Crossing | None:
-        if crossing is None:
-            return None
-        return replace(crossing, first=int(point_of[crossing.first]), last=int(point_of[crossing.last]))
-
-    return Crossings(leaving=moved(found.leaving), arriving=moved(found.arriving))
 
 
 def _saved_bytes(
@@ -274,7 +274,12 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     )
     if problem.calls.num > 1:
         windows = tuple(map(one_in_each_phase, windows))
-    intervals = _by_layer(spans, offload_intervals(graph, lives, activations))
+    # The ends of intervals move to the edges of layers.
+    moved = (
+        replace(interval, leave=end_of(spans, interval.leave), first=begin_of(spans, interval.first))
+        for interval in offload_intervals(graph, lives, activations)
+    )
+    intervals = tuple(sorted(moved, key=lambda interval: (interval.leave, interval.group)))
     choices = base.choices if base else _choices(problem, layers, buckets, windows)
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     streaming = {placement.bucket for placement in problem.placements if placement.streamed}
@@ -311,15 +316,6 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     )
 
 
-def _by_layer(spans: Sequence[LayerSpan], intervals: Sequence[OffloadInterval]) -> tuple[OffloadInterval, ...]:
-    """Return `intervals`, their ends moved to the edges of layers by `begin_of` and `end_of`, in order."""
-    moved = [
-        replace(interval, leave=end_of(spans, interval.leave), first=begin_of(spans, interval.first))
-        for interval in intervals
-    ]
-    return tuple(sorted(moved, key=lambda interval: (interval.leave, interval.group)))
-
-
 def _choices(
     problem: Problem,
     layers: Sequence[Layer],
@@ -332,7 +328,11 @@ def _choices(
     is the cast of a weight under `torch.autocast`: the backward reads the result of the cast, not the weight.
     """
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
-    read_again = _read_again(problem.graph, layers, buckets)
+    # Buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth.
+    treatments = (activations_of(layers, alike(layers, depth)) for depth in depths_of(layers))
+    repeated = {repeat.op for own in treatments for repeat in repeats(problem.graph, own)}
+    read = {name for op in problem.graph.ops if op.id in repeated for name in op.reads}
+    read_again = {bucket.id for bucket in buckets if not read.isdisjoint(bucket.params)}
     choices = [
         levels_from(
             in_force.get(bucket.id, Level.ON_DEVICE),
@@ -354,17 +354,6 @@ def _choices(
             for bucket, levels in zip(buckets, choices, strict=True)
         ]
     return tuple(limited(problem, bucket, levels) for bucket, levels in zip(buckets, choices, strict=True))
-
-
-def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:
-    """Return the buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth."""
-    repeated = {
-        repeat.op
-        for depth in depths_of(layers)
-        for repeat in repeats(graph, activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers]))
-    }
-    read = {name for op in graph.ops if op.id in repeated for name in op.reads}
-    return frozenset(bucket.id for bucket in buckets if not read.isdisjoint(bucket.params))
 
 
 def _gradients(

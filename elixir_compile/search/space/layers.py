@@ -91,7 +91,13 @@ def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ..
     found: list[LayerSpan] = []
     for phase, end in last.items():
         by_layer = sorted(indices for (of, _), indices in products.items() if of is phase)
-        firsts = [_run_start(ops, layers, indices[0]) for indices in by_layer]
+        # The first of the consecutive ops of the same layer and phase that end with its first matrix product.
+        firsts: list[int] = []
+        for product, *_ in by_layer:
+            first = product
+            while first > 0 and layers[first - 1] == layers[product] and ops[first - 1].phase is phase:
+                first -= 1
+            firsts.append(first)
         lasts = [*(first - 1 for first in firsts[1:]), end]
         found += [
             LayerSpan(first, indices[0], min(indices[-1], last), last)
@@ -108,14 +114,6 @@ def lap_spans(ops: Sequence[Op], laps: Sequence[Lap]) -> tuple[LayerSpan, ...]:
     first matrix product and as behind the last."""
     index = {op.id: i for i, op in enumerate(ops)}
     return tuple(LayerSpan(index[lap.first], index[lap.last], index[lap.first], index[lap.last]) for lap in laps)
-
-
-def _run_start(ops: Sequence[Op], layers: Sequence[str], product: int) -> int:
-    """Return the first of the consecutive ops of the same layer and phase that end with op `product`."""
-    first = product
-    while first > 0 and layers[first - 1] == layers[product] and ops[first - 1].phase is ops[product].phase:
-        first -= 1
-    return first
 
 
 def begin_of(spans: Sequence[LayerSpan], op: int) -> int:
@@ -247,12 +245,18 @@ def depths_of(layers: Iterable[Layer]) -> list[Depth]:
     return sorted({mode.depth for layer in layers for mode in layer.modes})
 
 
+def alike(layers: Sequence[Layer], depth: Depth = Depth.FIXED, *, leaves: bool = False) -> tuple[int, ...]:
+    """Return the modes that recompute each of `layers` up to the same `depth`, with the rest on the device, or if it
+    `leaves`, on the host."""
+    return tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
+
+
 def modes_by_depth(layers: Sequence[Layer]) -> Iterator[tuple[int, ...]]:
-    """Yield the modes of `layers` that recompute each of them up to the same depth, by depth: first with the rest on
-    the device, then with the rest offloaded. The same modes may come twice."""
+    """Yield the modes that treat `layers` alike, by depth: first with the rest on the device, then with the rest
+    offloaded. The same modes may come twice."""
     for leaves in (False, True):
         for depth in depths_of(layers):
-            yield tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
+            yield alike(layers, depth, leaves=leaves)
 
 
 def _modes(groups: Sequence[Group], savings: AbstractSet[Saving]) -> Iterator[Mode]:
@@ -262,19 +266,15 @@ def _modes(groups: Sequence[Group], savings: AbstractSet[Saving]) -> Iterator[Mo
         yield without_offloads
         if Saving.OFFLOAD in savings:
             stored = [group for group in groups if saving_of(group, without_offloads) is Saving.KEEP]
-            yield from (Mode(depth=depth, away=away) for away in _subsets(stored))
-
-
-def _subsets(stored: Sequence[Group]) -> Iterator[frozenset[GroupId]]:
-    """Yield the sets of `stored` groups that may be offloaded: each combination of the largest, and all together."""
-    total_bytes = sum(group.nbytes for group in stored)
-    worthwhile = [group for group in stored if group.nbytes >= total_bytes * _MIN_SHARE]
-    largest = sorted(worthwhile, key=lambda group: (-group.nbytes, group.id))[:_MAX_OFFLOADED]
-    for size in range(1, len(largest) + 1):
-        for members in itertools.combinations(largest, size):
-            yield frozenset(group.id for group in members)
-    if worthwhile:
-        yield frozenset(group.id for group in worthwhile)
+            # Each combination of the largest groups is offloaded, and all together.
+            total_bytes = sum(group.nbytes for group in stored)
+            worthwhile = [group for group in stored if group.nbytes >= total_bytes * _MIN_SHARE]
+            largest = sorted(worthwhile, key=lambda group: (-group.nbytes, group.id))[:_MAX_OFFLOADED]
+            for size in range(1, len(largest) + 1):
+                for members in itertools.combinations(largest, size):
+                    yield Mode(depth=depth, away=frozenset(group.id for group in members))
+            if worthwhile:
+                yield Mode(depth=depth, away=frozenset(group.id for group in worthwhile))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,11 +320,32 @@ def offload_intervals(
             else:
                 first[number] = min(first[number], i)
     nbytes = {storage.id: storage.nbytes for storage in step.storages}
-    found = [
-        _offload_interval(group, lives, nbytes, leave[number], first[number])
-        for number, group in enumerate(offloaded)
-        if first[number] < len(step.ops)
-    ]
+    found: list[OffloadInterval] = []
+    for number, group in enumerate(offloaded):
+        if first[number] == len(step.ops):
+            continue
+        births: list[tuple[int, int]] = []
+        lasts: list[tuple[int, int]] = []
+        host_bytes = 0
+        for name in group.storages:
+            out, back = (own if own in lives.lives else name for own in (leaving_name(name), arrived_name(name)))
+            if out in lives.lives:
+                host_bytes += nbytes[name]
+                births.append((lives.lives[out].first, nbytes[out]))
+                lasts.append((lives.lives[back].last, nbytes[back]))
+        found.append(
+            OffloadInterval(
+                group=group.id,
+                nbytes=host_bytes,
+                leaving_bytes=sum(size for _, size in births),
+                arriving_bytes=sum(size for _, size in lasts),
+                num_copies=len(births),
+                leave=leave[number],
+                first=first[number],
+                births=tuple(births),
+                lasts=tuple(lasts),
+            )
+        )
     return tuple(sorted(found, key=lambda interval: (interval.leave, interval.group)))
 
 
@@ -335,26 +356,3 @@ def leave_ends(intervals: Sequence[OffloadInterval], num_forward: int, lag: int)
     """
     ends = [interval.leave for interval in intervals[lag:]] + [num_forward - 1] * min(lag, len(intervals))
     return dict(enumerate(ends))
-
-
-def _offload_interval(group: Activations, lives: Liveness, nbytes: dict, leave: int, first: int) -> OffloadInterval:
-    births: list[tuple[int, int]] = []
-    lasts: list[tuple[int, int]] = []
-    host_bytes = 0
-    for name in group.storages:
-        out, back = (found if found in lives.lives else name for found in (leaving_name(name), arrived_name(name)))
-        if out in lives.lives:
-            host_bytes += nbytes[name]
-            births.append((lives.lives[out].first, nbytes[out]))
-            lasts.append((lives.lives[back].last, nbytes[back]))
-    return OffloadInterval(
-        group=group.id,
-        nbytes=host_bytes,
-        leaving_bytes=sum(size for _, size in births),
-        arriving_bytes=sum(size for _, size in lasts),
-        num_copies=len(births),
-        leave=leave,
-        first=first,
-        births=tuple(births),
-        lasts=tuple(lasts),
-    )

@@ -63,8 +63,11 @@ class MemoryModel:
         self._facts = facts
         self._sizes = facts.sizes
         self._positions = places = Positions(facts)
-        self._resting_bytes = _resting_bytes(facts) if like is None else like._resting_bytes
+        self._resting_bytes: list[list[int]] = [] if like is None else like._resting_bytes
         """Bytes of each bucket that are on the device during the whole step, by level."""
+        for bucket in facts.buckets if like is None else ():
+            placed = [placement_of(bucket, level) for level in Level]
+            self._resting_bytes.append([sum(nbytes for _, nbytes in resting(bucket, home)) for home in placed])
         self._call = call_at_most(facts.problem.calls)
         self._ops = Ops(places.of(facts.num_forward), places.of(facts.num_run), places.num)
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
@@ -91,7 +94,15 @@ class MemoryModel:
         changes = [0] * (len(self._starts) + 1)
         for residency in moves.residencies:
             if residency.bucket >= len(facts.buckets):
-                self._add_offloaded(changes, residency.bucket - len(facts.buckets), residency.gather, moves)
+                # Offloaded activations: until they have left, and from their prefetch to their last use.
+                number = residency.bucket - len(facts.buckets)
+                interval = facts.offload_intervals[number]
+                for birth, nbytes in interval.births:
+                    changes[self.segment_of(birth)] += nbytes
+                changes[self.segment_behind(moves.leave_ends[number])] -= interval.leaving_bytes
+                changes[self.segment_of(residency.gather)] += interval.arriving_bytes
+                for last, nbytes in interval.lasts:
+                    changes[self.segment_behind(last)] -= nbytes
                 continue
             for start, nbytes in self._copy_changes(residency, levels[residency.bucket].has_param_on_host):
                 changes[start] += nbytes
@@ -176,16 +187,6 @@ class MemoryModel:
             changes[self._segments[held.last + 1]] -= held.nbytes
         return tuple((start, nbytes) for start, nbytes in changes.items() if nbytes)
 
-    def _add_offloaded(self, changes: list[int], number: int, prefetch: int, moves: Moves) -> None:
-        """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
-        interval = self._facts.offload_intervals[number]
-        for birth, nbytes in interval.births:
-            changes[self.segment_of(birth)] += nbytes
-        changes[self.segment_behind(moves.leave_ends[number])] -= interval.leaving_bytes
-        changes[self.segment_of(prefetch)] += interval.arriving_bytes
-        for last, nbytes in interval.lasts:
-            changes[self.segment_behind(last)] -= nbytes
-
     def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
         """Return the peak at these levels with every gather `ahead` windows early."""
         return int(self.live_bytes(levels, moves_at_use(self._facts, levels, ahead)).max())
@@ -199,25 +200,21 @@ class MemoryModel:
         """
         facts = self._facts
         changes = np.zeros((len(facts.buckets), len(Level), len(self._starts) + 1), dtype=np.int64)
-        for i, next_complete in enumerate(_next_completes(facts)):
-            for level in Level:
-                self._add_copies(changes[i, level], i, level)
-                self._add_gradients(changes[i, level], i, level, next_complete)
+        # The op that completes the gradients of the next bucket, or the last op of the backward.
+        order = sorted((grads.complete, i) for i, grads in enumerate(facts.gradients) if grads is not None)
+        next_completes = {i: complete for (_, i), (complete, _) in itertools.pairwise(order)}
+        for i, level in itertools.product(range(len(facts.buckets)), Level):
+            own, is_away = changes[i, level], level.has_param_on_host
+            own[0] += self._resting_bytes[i][level]
+            for first, last in spans(facts, i, level):
+                for start, nbytes in self._copy_changes(Residency(first, first, last, i), is_away):
+                    own[start] += nbytes
+            if facts.gradients[i] is not None:
+                goes = is_gathered(facts.buckets[i], level)
+                wait = next_completes.get(i, facts.num_run - 1) if goes else len(facts.graph.ops) - 1
+                for start, nbytes in self._gradient_changes(i, is_away, wait):
+                    own[start] += nbytes
         return np.cumsum(changes[:, :, :-1], axis=2)
-
-    def _add_copies(self, changes: NDArray[np.int64], i: int, level: Level) -> None:
-        changes[0] += self._resting_bytes[i][level]
-        for first, last in spans(self._facts, i, level):
-            for start, nbytes in self._copy_changes(Residency(first, first, last, i), level.has_param_on_host):
-                changes[start] += nbytes
-
-    def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
-        facts, grads = self._facts, self._facts.gradients[i]
-        if grads is None:
-            return
-        wait = next_complete if is_gathered(facts.buckets[i], level) else len(facts.graph.ops) - 1
-        for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait):
-            changes[start] += nbytes
 
     def segment_of(self, op: int) -> int:
         """Return the segment of the op with index `op`; the number of segments if `op` is the number of ops."""
@@ -241,23 +238,6 @@ class MemoryModel:
         ends = [*self._starts[1:].tolist(), len(self._rest)]
         start = int(self._starts[segment])
         return self._positions.op_of(start + int(self._rest[start : ends[segment]].argmax()))
-
-
-def _resting_bytes(facts: Facts) -> list[list[int]]:
-    """Return the bytes of each bucket on the device during the whole step, by level."""
-    return [
-        [sum(nbytes for _, nbytes in resting(bucket, placement_of(bucket, level))) for level in Level]
-        for bucket in facts.buckets
-    ]
-
-
-def _next_completes(facts: Facts) -> list[int]:
-    """Return per bucket the op that completes the gradients of the next bucket, or the last op of the backward."""
-    order = sorted((grads.complete, i) for i, grads in enumerate(facts.gradients) if grads is not None)
-    found = [facts.num_run - 1] * len(facts.buckets)
-    for (_, i), (complete, _) in itertools.pairwise(order):
-        found[i] = complete
-    return found
 
 
 def _rest(facts: Facts, places: Positions, ops: Ops) -> NDArray[np.int64]:

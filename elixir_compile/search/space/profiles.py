@@ -15,7 +15,7 @@ from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts, Trip, trips_of
-from elixir_compile.search.space.layers import Layer, Mode, activations_of, deepest, depths_of, leave_ends
+from elixir_compile.search.space.layers import Layer, Mode, activations_of, alike, depths_of, leave_ends
 from elixir_compile.step.as_run import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.step.call_bytes import Ops, crosses
 from elixir_compile.step.liveness import Depth, liveness
@@ -243,7 +243,7 @@ def profiles(
     kept_s = dict(zip(index, ops.of((), problem.laps(())), strict=True))
     steps = {depth: _RecomputedStep(problem, layers, depth, index, ops, kept_s) for depth in depths_of(layers)}
     return tuple(
-        tuple(_profile(steps[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
+        tuple(steps[mode.depth].profile(number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
     )
 
 
@@ -261,7 +261,7 @@ class _RecomputedStep:
     ) -> None:
         graph, base = problem.graph, problem.as_run()
         self._ops = ops
-        activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
+        activations = activations_of(layers, alike(layers, depth))
         self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
         self._point_of = _points(self._step, index)
@@ -269,7 +269,9 @@ class _RecomputedStep:
         self.num_outstanding = problem.calls.outstanding
         makes = {op.id: op.writes for op in graph.ops}
         found = repeats(graph, activations)
-        self._alone = _repeated_alone(graph, layers, depth)
+        alone = repeats_each(graph, [activations_of([layer], alike([layer], depth)) for layer in layers])
+        self._alone = [frozenset(repeated_op(repeat.op) for repeat in own) for own in alone]
+        """For each layer, the ops that run again if it alone is recomputed to the depth."""
         self._repeated_by = _repeated_by(layers, found, makes)
         owner = _owners(self._step, layers, self._number, activations)
         owner |= {
@@ -294,10 +296,20 @@ class _RecomputedStep:
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
         self.trips = trips_of(problem, layers, depth, activations, self._step, self._lives, self._point_of)
 
-    def bytes_without(self, layer: int, saved_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes of `layer` by point, less `saved_bytes` at each op of the step."""
-        between = np.minimum(saved_bytes, np.append(saved_bytes[1:], 0))
-        return self._by_point(self._bytes_per_op[layer] - np.stack([saved_bytes, between]))
+    def profile(self, number: int, mode: Mode) -> Profile:
+        """Return the profile of the layer with this `number` in `mode`, whose depth is that of this step."""
+        trips = tuple(self.trips[group] for group in sorted(mode.away) if group in self.trips)
+        saved = [trip.saved_bytes for trip in trips if trip.saved_bytes is not None]
+        if saved:
+            saved_bytes = np.sum(saved, axis=0)
+            between = np.minimum(saved_bytes, np.append(saved_bytes[1:], 0))
+            nbytes = self._by_point(self._bytes_per_op[number] - np.stack([saved_bytes, between]))
+        else:
+            nbytes = self.nbytes[number].copy()
+            for trip in trips:
+                nbytes[:, trip.leave + 1 : trip.first] -= trip.nbytes
+        nbytes[:, : self.num_run_points] -= (self.num_outstanding - 1) * sum(trip.nbytes for trip in trips)
+        return Profile(nbytes=nbytes, added_s=self.added_s[number], trips=trips, num_outstanding=self.num_outstanding)
 
     def _by_point(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the highest of the bytes at the ops of each point, and the bytes between its last op and the next.
@@ -327,13 +339,17 @@ class _RecomputedStep:
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
         """Return (point, seconds) by which the ops of each layer take longer than with every activation kept.
 
-        An op that takes longer counts only if it also runs again with its layer alone recomputed.
+        An op that takes longer counts only if it also runs again with its layer alone recomputed. A repeated op belongs
+        to the layer for which it runs again. An op outside of all layers belongs to the next layer, whose input it
+        makes, or to none if no layer follows.
         """
         found: list[dict[int, float]] = [{} for _ in range(num_layers)]
-        owners = self._owner_of_ops()
-        for i, op in enumerate(self._step.ops):
+        owners: list[int | None] = []
+        for op in reversed(self._step.ops):
+            after = owners[-1] if owners else None
+            owners.append(self._repeated_by.get(op.id, self._number.get(layer_of(op.module), after)))
+        for i, (op, layer) in enumerate(zip(self._step.ops, reversed(owners), strict=True)):
             more_s = seconds[i] - kept_s.get(op.id, 0.0)
-            layer = owners[i]
             if layer is None or not more_s or (more_s > 0.0 and op.id not in self._alone[layer]):
                 continue
             point = int(self._point_of[i])
@@ -352,9 +368,7 @@ class _RecomputedStep:
 
         The layers, by number, are so far from each other in the model that each op belongs to the nearest of them.
         """
-        activations = activations_of(
-            list(apart.values()), [deepest(layer, depth, leaves=False) for layer in apart.values()]
-        )
+        activations = activations_of(list(apart.values()), alike(list(apart.values()), depth))
         step = problem.as_run(activations)
         seconds = self._ops.of(activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}
@@ -370,20 +384,6 @@ class _RecomputedStep:
             if more_s:
                 found[near][point] = found[near].get(point, 0.0) + more_s
         return {number: tuple(by_point.items()) for number, by_point in found.items()}
-
-    def _owner_of_ops(self) -> list[int | None]:
-        """Return for each op of the step the number of the layer that the op's added seconds are counted for.
-
-        Added seconds are those beyond the seconds of the op in the step with every activation kept. A repeated op
-        belongs to the layer for which it runs again. An op outside of all layers belongs to the next layer, whose
-        input it makes; the result is None if no layer follows.
-        """
-        found: list[int | None] = []
-        owner: int | None = None
-        for op in reversed(self._step.ops):
-            owner = self._repeated_by.get(op.id, self._number.get(layer_of(op.module), owner))
-            found.append(owner)
-        return found[::-1]
 
 
 def _total_s(added: _Added) -> float:
@@ -404,34 +404,12 @@ def _far_apart(numbers: Sequence[int], places: Sequence[int]) -> list[list[int]]
     """Split the `numbers` of layers into groups in which the `places` of every two differ by more than `_CLOSE`."""
     groups: list[list[int]] = []
     for number in numbers:
-        group = next(
-            (members for members in groups if all(abs(places[number] - places[other]) > _CLOSE for other in members)),
-            None,
-        )
+        apart = (own for own in groups if all(abs(places[number] - places[other]) > _CLOSE for other in own))
+        group = next(apart, None)
         if group is None:
-            groups.append([number])
-        else:
-            group.append(number)
+            groups.append(group := [])
+        group.append(number)
     return groups
-
-
-def _repeated_alone(graph: StepGraph, layers: Sequence[Layer], depth: Depth) -> list[frozenset[OpId]]:
-    """Return, for each layer, the ops that run again if it alone is recomputed to `depth`."""
-    alone = [activations_of([layer], [deepest(layer, depth, leaves=False)]) for layer in layers]
-    return [frozenset(repeated_op(repeat.op) for repeat in found) for found in repeats_each(graph, alone)]
-
-
-def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
-    trips = tuple(step.trips[group] for group in sorted(mode.away) if group in step.trips)
-    saved_bytes = [trip.saved_bytes for trip in trips if trip.saved_bytes is not None]
-    if saved_bytes:
-        nbytes = step.bytes_without(number, np.sum(saved_bytes, axis=0))
-    else:
-        nbytes = step.nbytes[number].copy()
-        for trip in trips:
-            nbytes[:, trip.leave + 1 : trip.first] -= trip.nbytes
-    nbytes[:, : step.num_run_points] -= (step.num_outstanding - 1) * sum(trip.nbytes for trip in trips)
-    return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips, num_outstanding=step.num_outstanding)
 
 
 def _points(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:

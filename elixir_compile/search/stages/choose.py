@@ -12,8 +12,8 @@ from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
-from elixir_compile.base.errors import ElixirError, InvalidOption, NoFeasibleStages
-from elixir_compile.ir import Param, Saving, StepGraph, StorageId
+from elixir_compile.base.errors import InvalidOption, NoFeasibleStages
+from elixir_compile.ir import Param, Phase, Saving, StepGraph, StorageId
 from elixir_compile.ir.hardware import Cluster, Fleet, Link
 from elixir_compile.ir.pipeline import (
     PipelineOrder,
@@ -26,17 +26,16 @@ from elixir_compile.ir.pipeline import (
     outstanding_forwards,
     pipeline_order,
 )
-from elixir_compile.search.shares.choose import Budget, treatments_of
+from elixir_compile.search.outline import mixed, seconds_of_ops, treatments_of
+from elixir_compile.search.shares.choose import Budget
 from elixir_compile.search.space.buckets import Level, level_text
 from elixir_compile.search.space.layers import activations_of, layers_of
 from elixir_compile.search.stages.costs import (
     LEVELS,
     StageCosts,
-    StageFacts,
     StageQuestion,
     alone_peak,
     most_sent_bytes,
-    phase_s,
     rank_peaks,
     recomputed_modes,
     stage_bytes,
@@ -77,6 +76,12 @@ class Option:
     host_bytes: int
     way: int = 0
     """The number of the way in the list of the caller."""
+
+    def is_no_better_than(self, other: "Option") -> bool:
+        """Return whether `other` is as good in everything."""
+        mine = (self.seconds, self.added_bytes, self.passing_bytes, self.host_bytes)
+        its = (other.seconds, other.added_bytes, other.passing_bytes, other.host_bytes)
+        return all(map(operator.ge, mine, its))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +179,6 @@ class _Splitter:
         for stage in range(self._num_stages):
             yield from ((stage, first) for first in (range(stage, stage + most + 1) if stage else (0,)))
 
-    def _fastest_s(self, stage: int, first: int, end: int) -> float:
-        return min(option.seconds for option in self._options(stage, first, end))
-
     def least_s(self) -> float:
         """Return the seconds of the slowest stage if everything fits."""
         best = {0: 0.0}
@@ -184,7 +186,7 @@ class _Splitter:
             reached: dict[int, float] = {}
             for first, before_s in best.items():
                 for end in self._ends(stage, first):
-                    slower_s = max(before_s, self._fastest_s(stage, first, end))
+                    slower_s = max(before_s, min(option.seconds for option in self._options(stage, first, end)))
                     reached[end] = min(reached.get(end, math.inf), slower_s)
             best = reached
         return best[self._num_layers]
@@ -210,6 +212,8 @@ class _Splitter:
         num_ranks = len(self._rooms)
         states = {0: [_State(0.0, (_NOTHING,) * num_ranks)]}
         for stage in range(self._num_stages):
+            rank, is_last = stage % num_ranks, stage + num_ranks >= self._num_stages
+            room = self._rooms[rank]
             reached: dict[int, list[_State]] = {}
             for first, before in states.items():
                 for end in self._ends(stage, first):
@@ -217,35 +221,30 @@ class _Splitter:
                     if not options:
                         break
                     cuts = [Cut(first=first, end=end, option=option) for option in options]
-                    made = (self._placed(state, stage, cut) for state in before for cut in cuts)
-                    reached.setdefault(end, []).extend(state for state in made if state is not None)
-            states = {end: _best_of(found) for end, found in reached.items() if found}
+                    found = reached.setdefault(end, [])
+                    for state, cut in itertools.product(before, cuts):
+                        (added, passing, host), own = state.used[rank], cut.option
+                        now = (added + own.added_bytes, max(passing, own.passing_bytes), host + own.host_bytes)
+                        if now[0] + now[1] <= room.device_bytes and now[2] <= room.host_bytes:
+                            used = (*state.used[:rank], _NOTHING if is_last else now, *state.used[rank + 1 :])
+                            found.append(_State(state.cost + own.seconds**2, used, cut, state))
+            states = {end: _undominated(found) for end, found in reached.items() if found}
         found = states.get(self._num_layers)
         return min(found, key=lambda state: state.cost).cuts() if found else None
 
-    def _placed(self, state: _State, stage: int, cut: Cut) -> _State | None:
-        """Return `state` with `cut` as its next stage; None if that does not fit the rank."""
-        num_ranks, option = len(self._rooms), cut.option
-        rank = stage % num_ranks
-        room, (added, passing, host) = self._rooms[rank], state.used[rank]
-        now = (added + option.added_bytes, max(passing, option.passing_bytes), host + option.host_bytes)
-        if now[0] + now[1] > room.device_bytes or now[2] > room.host_bytes:
-            return None
-        is_last = stage + num_ranks >= self._num_stages
-        used = (*state.used[:rank], _NOTHING if is_last else now, *state.used[rank + 1 :])
-        return _State(state.cost + option.seconds**2, used, cut, state)
 
-
-def _best_of(states: list[_State]) -> list[_State]:
+def _undominated(states: list[_State]) -> list[_State]:
     """Return the states that no other is better than in everything; of many, the fastest and the leanest."""
     by_cost = sorted(states, key=lambda state: (state.cost, state.used))
     if len(states) <= _MANY_STATES:
-        return _undominated(by_cost, _MANY_STATES)
+        return _first_undominated(by_cost, _MANY_STATES)
     by_bytes = sorted(by_cost, key=lambda state: sum(added + passing + host for added, passing, host in state.used))
-    return _undominated([*_undominated(by_cost, _MOST_KEPT), *_undominated(by_bytes, _MOST_KEPT)], _MANY_STATES)
+    return _first_undominated(
+        [*_first_undominated(by_cost, _MOST_KEPT), *_first_undominated(by_bytes, _MOST_KEPT)], _MANY_STATES
+    )
 
 
-def _undominated(states: Iterable[_State], most: int) -> list[_State]:
+def _first_undominated(states: Iterable[_State], most: int) -> list[_State]:
     """Return the first `most` of `states` that none before them is better than in everything."""
     kept: list[_State] = []
     for state in states:
@@ -319,27 +318,27 @@ class StageSearch:
         more, else `num_stages`, or two for each rank if those are as many as the ranks."""
         num_ranks = self.ask.fleet.num_ranks
         looped = num_stages if num_stages > num_ranks else 2 * num_ranks
-        return tuple(self._outlook(each, looped if each.is_looped else num_ranks) for each in TorchSchedule)
 
-    def _outlook(self, schedule: TorchSchedule, num_stages: int) -> ScheduleOutlook:
-        try:
-            made = self.best(schedule, num_stages)
-        except (InvalidOption, NoFeasibleStages) as error:
-            return ScheduleOutlook(schedule=schedule, num_stages=num_stages, because=_short(error))
-        return ScheduleOutlook(
-            schedule=schedule,
-            num_stages=num_stages,
-            step_s=made.step_s,
-            bubble=sum(rank.bubble for rank in made.ranks) / len(made.ranks),
-            peak_bytes=max(rank.peak_bytes for rank in made.ranks),
-            sent_bytes=sum(rank.sent_bytes for rank in made.ranks),
-        )
+        def outlook(schedule: TorchSchedule) -> ScheduleOutlook:
+            number = looped if schedule.is_looped else num_ranks
+            try:
+                made = self.best(schedule, number)
+            except NoFeasibleStages:
+                because = "does not fit"
+            except InvalidOption as error:
+                because = f"{error.name} {error.got}: expected {error.expected}"
+            else:
+                return ScheduleOutlook(
+                    schedule=schedule,
+                    num_stages=number,
+                    step_s=made.step_s,
+                    bubble=sum(rank.bubble for rank in made.ranks) / len(made.ranks),
+                    peak_bytes=max(rank.peak_bytes for rank in made.ranks),
+                    sent_bytes=sum(rank.sent_bytes for rank in made.ranks),
+                )
+            return ScheduleOutlook(schedule=schedule, num_stages=number, because=because)
 
-
-def _short(error: ElixirError) -> str:
-    if isinstance(error, InvalidOption):
-        return f"{error.name} {error.got}: expected {error.expected}"
-    return "does not fit"
+        return tuple(map(outlook, TorchSchedule))
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,17 +349,12 @@ class _Way:
     """The share of its layers whose activations are computed again."""
     level: Level
 
-    def mixed(self, kept: float, recomputed: float) -> float:
-        """Return the figure of this way between those of the ways that treat all layers alike."""
-        return kept + float(self.share) * (recomputed - kept)
-
 
 class _Counted(NamedTuple):
     """A chosen stage, op by op."""
 
     seconds: StageSeconds
-    saved_bytes: int
-    """Bytes that a forward leaves until its backward has ended."""
+    outlook: StageOutlook
     nbytes: StageBytes
 
 
@@ -385,45 +379,57 @@ class _Chosen:
         """Return the ways to run a stage of these layers of which no other is both faster and leaner."""
         key = (self._class_of[stage % self._order.num_ranks], self._outstanding[stage], first, end)
         if key not in self._found:
-            facts = self._costs.facts(first, end)
-            every = [self._option(stage, first, end, facts, number) for number in range(len(self._ways))]
-            self._found[key] = tuple(
-                own for own in every if not any(_is_better(other, own) for other in every if other is not own)
-            )
+            facts, cluster, num = self._costs.facts(first, end), self._cluster(stage), self._order.num_micro_batches
+            treated = len(self._costs.treatments) - 1
+            pairs = [self._costs.stage_s(key[0], each, first, end) for each in (0, treated)]
+            # Only breadth-first order is through with a stage before the next one of the rank begins.
+            is_alone = self._order.schedule is TorchSchedule.LOOPED_BFS
+            sent_bytes = most_sent_bytes(self._order, stage, facts)
+            running_bytes = max(facts.running_bytes[0], facts.running_bytes[treated]) + facts.largest_grad_bytes
+            found: list[Option] = []
+            for number, way in enumerate(self._ways):
+                forward_s, backward_s = (mixed(way.share, *pair) for pair in zip(*pairs, strict=True))
+                gather_s = facts.gather_s(way.level, cluster)
+                exposed_s = max(0.0, gather_s - forward_s) + max(0.0, gather_s - backward_s)
+                saved_bytes = math.ceil(mixed(way.share, facts.saved_bytes[0], facts.saved_bytes[treated]))
+                gathered_bytes = facts.gathered_bytes(way.level)
+                added_bytes = facts.held_bytes(way.level, num) + sent_bytes + self._outstanding[stage] * saved_bytes
+                own = Option(
+                    seconds=num * (forward_s + backward_s) + exposed_s + facts.update_s(way.level, cluster),
+                    added_bytes=added_bytes + (0 if is_alone else gathered_bytes),
+                    passing_bytes=running_bytes + (gathered_bytes if is_alone else 0),
+                    host_bytes=facts.host_bytes(way.level),
+                    way=number,
+                )
+                # Of options that are nowhere worse than each other, the earliest stays.
+                if not any(map(own.is_no_better_than, found)):
+                    found = [*(other for other in found if not other.is_no_better_than(own)), own]
+            self._found[key] = tuple(found)
         return self._found[key]
 
-    def _option(self, stage: int, first: int, end: int, facts: StageFacts, number: int) -> Option:
-        way, cluster, num = self._ways[number], self._cluster(stage), self._order.num_micro_batches
-        rank_class, treated = self._class_of[stage % self._order.num_ranks], len(self._costs.treatments) - 1
-        pairs = zip(*(self._costs.stage_s(rank_class, each, first, end) for each in (0, treated)), strict=True)
-        forward_s, backward_s = (way.mixed(*pair) for pair in pairs)
-        gather_s = facts.gather_s(way.level, cluster)
-        exposed_s = max(0.0, gather_s - forward_s) + max(0.0, gather_s - backward_s)
-        saved_bytes = math.ceil(way.mixed(facts.saved_bytes[0], facts.saved_bytes[treated]))
-        gathered_bytes = facts.gathered_bytes(way.level)
-        passing_bytes = max(facts.running_bytes[0], facts.running_bytes[treated]) + facts.largest_grad_bytes
-        # Only breadth-first order is through with a stage before the next one of the rank begins.
-        is_alone = self._order.schedule is TorchSchedule.LOOPED_BFS
-        added_bytes = (
-            facts.held_bytes(way.level, num)
-            + most_sent_bytes(self._order, stage, facts)
-            + self._outstanding[stage] * saved_bytes
-            + (0 if is_alone else gathered_bytes)
-        )
-        return Option(
-            seconds=num * (forward_s + backward_s) + exposed_s + facts.update_s(way.level, cluster),
-            added_bytes=added_bytes,
-            passing_bytes=passing_bytes + (gathered_bytes if is_alone else 0),
-            host_bytes=facts.host_bytes(way.level),
-            way=number,
-        )
-
     def plan(self) -> PipelinePlan:
-        ask, order = self._ask, self._order
-        cuts, counted, peaks = self._fitting()
+        """Return the stages, within the budgets of the ranks op by op.
+
+        If the sums of layers had too few bytes, the room of a rank shrinks by as many. Raises NoFeasibleStages.
+        """
+        ask, order, rooms = self._ask, self._order, list(self._rooms)
+        for _ in range(_MOST_TRIES):
+            cuts = best_split(len(self._costs.step.layers), order.num_stages, rooms, self._options)
+            if cuts is None:
+                raise self._no_room()
+            counted = [self._counted(stage, cut) for stage, cut in enumerate(cuts)]
+            peaks = rank_peaks(order, [each.nbytes for each in counted])
+            excess = [peak - room.device_bytes for peak, room in zip(peaks, self._rooms, strict=True)]
+            if max(excess) <= 0:
+                break
+            rooms = [
+                replace(room, device_bytes=room.device_bytes - max(0, over))
+                for room, over in zip(rooms, excess, strict=True)
+            ]
+        else:
+            raise self._no_room()
         seconds = [each.seconds for each in counted]
         played = play_pipeline(order, seconds, lambda one, other: link_between(ask.fleet, one, other))
-        stages = tuple(self._stage_outlook(stage, cut, counted[stage]) for stage, cut in enumerate(cuts))
         ranks = tuple(
             RankOutlook(
                 rank=rank,
@@ -445,56 +451,33 @@ class _Chosen:
             rows=ask.rows,
             micro_batches=order.num_micro_batches,
             step_s=played.step_s,
-            stages=stages,
+            stages=tuple(each.outlook for each in counted),
             ranks=ranks,
         )
 
-    def _fitting(self) -> "tuple[tuple[Cut, ...], list[_Counted], tuple[int, ...]]":
-        """Return the stages, the seconds and bytes of each, and the peaks of the ranks, within their budgets op by op.
-
-        If the sums of layers had too few bytes, the room of a rank shrinks by as many. Raises NoFeasibleStages.
-        """
-        rooms = list(self._rooms)
-        for _ in range(_MOST_TRIES):
-            cuts = best_split(len(self._costs.step.layers), self._order.num_stages, rooms, self._options)
-            if cuts is None:
-                break
-            counted = [self._counted(stage, cut) for stage, cut in enumerate(cuts)]
-            peaks = rank_peaks(self._order, [each.nbytes for each in counted])
-            excess = [peak - room.device_bytes for peak, room in zip(peaks, self._rooms, strict=True)]
-            if max(excess) <= 0:
-                return cuts, counted, peaks
-            rooms = [
-                replace(room, device_bytes=room.device_bytes - max(0, over))
-                for room, over in zip(rooms, excess, strict=True)
-            ]
-        raise self._no_room()
-
     def _counted(self, stage: int, cut: Cut) -> "_Counted":
-        """Return the seconds and bytes of `stage` as a step of its own, op by op."""
+        """Return `stage` with its seconds and bytes as a step of its own, op by op."""
         way, cluster = self._ways[cut.option.way], self._cluster(stage)
         facts, savings = self._costs.facts(cut.first, cut.end), self._ask.savings & _SAVINGS
         graph = self._costs.step.stage_graph(cut.first, cut.end)
         layers = layers_of(graph, savings)
         modes = recomputed_modes(layers, way.share)
         step = as_run(graph, activations_of(layers, modes))
-        forward_s, backward_s = phase_s(step, cluster)
+        phase_s = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
+        for op, op_s in seconds_of_ops(step, cluster.device):
+            phase_s[op.phase] += op_s
         seconds = StageSeconds(
-            forward_s=forward_s,
-            backward_s=backward_s,
+            forward_s=phase_s[Phase.FORWARD],
+            backward_s=phase_s[Phase.BACKWARD],
             gather_s=facts.gather_s(way.level, cluster),
             update_s=facts.update_s(way.level, cluster),
             sent_bytes=facts.sent_bytes,
         )
         asked = StageQuestion(stage=stage, first=cut.first, end=cut.end, level=way.level, modes=modes)
         nbytes = stage_bytes(asked, self._costs.step, self._order, self._ask.trained, cluster, savings)
-        return _Counted(seconds, stage_memory(step).saved_bytes, nbytes)
-
-    def _stage_outlook(self, stage: int, cut: Cut, counted: "_Counted") -> StageOutlook:
-        seconds = counted.seconds
-        way, layers = self._ways[cut.option.way], self._costs.step.layers
-        own = layers[cut.first : cut.end]
-        return StageOutlook(
+        own = self._costs.step.layers[cut.first : cut.end]
+        treatment = {Fraction(0): "kept", Fraction(1): "recomputed"}
+        outlook = StageOutlook(
             stage=stage,
             rank=stage % self._order.num_ranks,
             layers=tuple(layer.name for layer in own),
@@ -504,12 +487,13 @@ class _Chosen:
             update_s=seconds.update_s,
             sent_bytes=seconds.sent_bytes,
             outstanding=self._outstanding[stage],
-            saved_bytes=counted.saved_bytes,
-            peak_bytes=alone_peak(self._order, stage, counted.nbytes),
-            treatment=_treatment_text(way.share),
+            saved_bytes=stage_memory(step).saved_bytes,
+            peak_bytes=alone_peak(self._order, stage, nbytes),
+            treatment=treatment.get(way.share, f"recomputed in {way.share} of the layers"),
             homes=level_text(way.level),
             copies=self._costs.shared_with_earlier(cut.first, cut.end),
         )
+        return _Counted(seconds, outlook, nbytes)
 
     def _no_room(self) -> NoFeasibleStages:
         """Return the error with the rank that is short of the most bytes, if each stage is as lean as it can be."""
@@ -544,19 +528,6 @@ class _Chosen:
             "host" if is_short_of_host else "device",
             self._outstanding[stage],
         )
-
-
-def _treatment_text(share: Fraction) -> str:
-    if share == 0:
-        return "kept"
-    return "recomputed" if share == 1 else f"recomputed in {share} of the layers"
-
-
-def _is_better(one: Option, other: Option) -> bool:
-    """Return whether `one` is nowhere worse than `other`, and, of equal options, the earlier one."""
-    mine = (one.seconds, one.added_bytes, one.passing_bytes, one.host_bytes)
-    its = (other.seconds, other.added_bytes, other.passing_bytes, other.host_bytes)
-    return all(own <= theirs for own, theirs in zip(mine, its, strict=True)) and (mine != its or one.way < other.way)
 
 
 def link_between(fleet: Fleet, rank: int, other: int) -> Link | None:

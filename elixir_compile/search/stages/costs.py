@@ -5,23 +5,21 @@ stages op by op.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
 from itertools import accumulate
 
 from elixir_compile.ir import Calls, Kind, Op, OpId, Param, Phase, Saving, StepGraph, StorageId
-from elixir_compile.ir.cost import copy_s, op_s
+from elixir_compile.ir.cost import copy_s
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards
 from elixir_compile.search.evaluator import DraftPlan
+from elixir_compile.search.outline import Treatment, seconds_of_ops
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import written
-from elixir_compile.search.shares.choose import Treatment
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.layers import Layer, Mode, deepest, depths_of, saving_of
+from elixir_compile.search.space.layers import Layer, alike, saving_of
 from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step.as_run import as_run
-from elixir_compile.step.liveness import Depth
 from elixir_compile.step.stages import LayeredStep, Run, StageBytes, stage_memory, stage_peaks
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,15 +90,6 @@ class StageFacts:
         return update_s if level.has_param_on_host else update_s + copy_s(self.param_bytes, cluster.h2d)
 
 
-def phase_s(step: StepGraph, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of the forward and of the backward of `step` on the device of `cluster`."""
-    found = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0, Phase.UPDATE: 0.0}
-    dtypes = {storage.id: storage.dtype for storage in step.storages}
-    for op in step.ops:
-        found[op.phase] += op_s(op, cluster.device, dtypes[op.writes[0]] if op.writes else "float32")
-    return found[Phase.FORWARD], found[Phase.BACKWARD]
-
-
 class StageCosts:
     """The layers of a step on one micro-batch, and the seconds and bytes of every stage that they can make."""
 
@@ -115,67 +104,47 @@ class StageCosts:
         `clusters`, the classes of ranks."""
         self.step, self.treatments, self.trained = step, tuple(treatments), trained
         self.clusters = tuple(clusters)
-        self._kinds = {storage.id: storage.kind for storage in step.graph.storages}
-        self._rows: dict[int, tuple[StageFacts, ...]] = {}
-        self._seconds: dict[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = {}
-
-    @cached_property
-    def _steps(self) -> tuple[LayeredStep, ...]:
+        kinds = {storage.id: storage.kind for storage in step.graph.storages}
+        self._params: list[set[StorageId]] = [set() for _ in step.layers]
+        """The parameters that each layer reads."""
+        self._inputs: list[set[StorageId]] = [set() for _ in step.layers]
+        """The inputs of the model and the buffers that the forward of each layer reads."""
+        for op in step.graph.ops:
+            at = step.numbers.get(op.id)
+            if at is not None:
+                self._params[at].update(name for name in op.reads if kinds[name] is Kind.PARAM)
+                if op.phase is Phase.FORWARD:
+                    self._inputs[at].update(name for name in op.reads if kinds[name] in (Kind.INPUT, Kind.BUFFER))
+        self._steps = [step.run_as(as_run(step.graph, each.activations)) for each in self.treatments]
         """The step as it runs in each treatment."""
-        return tuple(self.step.run_as(as_run(self.step.graph, each.activations)) for each in self.treatments)
-
-    @cached_property
-    def _given(self) -> tuple[tuple[frozenset[StorageId], frozenset[StorageId]], ...]:
-        """The parameters that each layer reads; and the inputs of the model and the buffers that its forward reads."""
-        params: list[set[StorageId]] = [set() for _ in self.step.layers]
-        inputs: list[set[StorageId]] = [set() for _ in self.step.layers]
-        for op in self.step.graph.ops:
-            at = self.step.numbers.get(op.id)
-            if at is None:
-                continue
-            params[at].update(name for name in op.reads if self._kinds[name] is Kind.PARAM)
-            if op.phase is Phase.FORWARD:
-                inputs[at].update(name for name in op.reads if self._kinds[name] in (Kind.INPUT, Kind.BUFFER))
-        return tuple((frozenset(own), frozenset(read)) for own, read in zip(params, inputs, strict=True))
-
-    @cached_property
-    def _saved(self) -> tuple[tuple[frozenset[StorageId], ...], ...]:
+        self._saved: list[list[set[StorageId]]] = []
         """The activations of the forward that the backward of each layer reads, by treatment and layer."""
-        found: list[tuple[frozenset[StorageId], ...]] = []
-        for step in self._steps:
-            kinds = {storage.id: storage.kind for storage in step.graph.storages}
+        self._running: list[list[int]] = []
+        """The most bytes that each layer holds beside its saved activations, by treatment and layer."""
+        for own in self._steps:
+            kinds = {storage.id: storage.kind for storage in own.graph.storages}
             made: set[StorageId] = set()
-            read: list[set[StorageId]] = [set() for _ in step.layers]
-            for op in step.graph.ops:
+            read: list[set[StorageId]] = [set() for _ in own.layers]
+            for op in own.graph.ops:
                 if op.phase is Phase.FORWARD:
                     made.update(name for name in op.writes if kinds[name] in (Kind.TEMP, Kind.SAVED))
                 elif op.phase is Phase.BACKWARD:
-                    read[step.numbers[op.id]].update(made.intersection(op.reads))
-            found.append(tuple(map(frozenset, read)))
-        return tuple(found)
-
-    @cached_property
-    def _running(self) -> tuple[tuple[int, ...], ...]:
-        """The most bytes that each layer holds beside its saved activations, by treatment and layer."""
-        found: list[tuple[int, ...]] = []
-        for step in self._steps:
-            memories = [stage_memory(step.stage_graph(at, at + 1)) for at in range(len(step.layers))]
-            found.append(tuple(max(each.forward_bytes, each.backward_bytes) - each.saved_bytes for each in memories))
-        return tuple(found)
+                    read[own.numbers[op.id]].update(made.intersection(op.reads))
+            self._saved.append(read)
+            memories = [stage_memory(own.stage_graph(at, at + 1)) for at in range(len(own.layers))]
+            self._running.append([max(each.forward_bytes, each.backward_bytes) - each.saved_bytes for each in memories])
+        self._rows: dict[int, tuple[StageFacts, ...]] = {}
+        self._seconds: dict[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = {}
 
     def shared_with_earlier(self, first: int, end: int) -> tuple[StorageId, ...]:
         """Return the parameters of the layers from `first` up to `end` that an earlier layer reads too."""
-        earlier = frozenset[StorageId]().union(*(params for params, _ in self._given[:first]))
-        own = frozenset[StorageId]().union(*(params for params, _ in self._given[first:end]))
+        earlier, own = set[StorageId]().union(*self._params[:first]), set[StorageId]().union(*self._params[first:end])
         return tuple(sorted(own & earlier))
 
     def facts(self, first: int, end: int) -> StageFacts:
         """Return the bytes of the layers from `first` up to, not including, `end`."""
-        if first not in self._rows:
-            self._rows[first] = tuple(self._row(first))
-        return self._rows[first][end - first - 1]
-
-    def _row(self, first: int) -> list[StageFacts]:
+        if first in self._rows:
+            return self._rows[first][end - first - 1]
         nbytes, crossings, trained = self.step.nbytes, (*self.step.crossings, ()), self.trained
         params: set[StorageId] = set()
         inputs: set[StorageId] = set()
@@ -184,9 +153,9 @@ class StageCosts:
         received = set(crossings[first])
         found: list[StageFacts] = []
         for at in range(first, len(self.step.layers)):
-            own, read = self._given[at]
+            own = self._params[at]
             params |= own
-            inputs |= read
+            inputs |= self._inputs[at]
             grads_bytes = sum(trained[name].grad_nbytes for name in own if name in trained)
             largest_grad_bytes = max(largest_grad_bytes, grads_bytes)
             own_params = [trained[name] for name in params if name in trained]
@@ -208,28 +177,24 @@ class StageCosts:
                     running_bytes=tuple(running),
                 )
             )
-        return found
+        self._rows[first] = tuple(found)
+        return found[end - first - 1]
 
     def stage_s(self, rank_class: int, treatment: int, first: int, end: int) -> tuple[float, float]:
         """Return the seconds of a forward and of a backward of the layers from `first` up to `end` on one
         micro-batch."""
         key = (rank_class, treatment)
         if key not in self._seconds:
-            self._seconds[key] = self._sums_s(*key)
+            step = self._steps[treatment]
+            layer_s = {phase: [0.0] * len(step.layers) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+            for op, op_s in seconds_of_ops(step.graph, self.clusters[rank_class].device):
+                if op.id in step.numbers:
+                    layer_s[op.phase][step.numbers[op.id]] += op_s
+            # The seconds of all layers before each layer.
+            before = [tuple(accumulate(own, initial=0.0)) for own in layer_s.values()]
+            self._seconds[key] = before[0], before[1]
         forward, backward = self._seconds[key]
         return forward[end] - forward[first], backward[end] - backward[first]
-
-    def _sums_s(self, rank_class: int, treatment: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the seconds of all layers before each layer, in the forward and in the backward."""
-        step, device = self._steps[treatment], self.clusters[rank_class].device
-        dtypes = {storage.id: storage.dtype for storage in step.graph.storages}
-        layer_s = {phase: [0.0] * len(step.layers) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-        for op in step.graph.ops:
-            if op.id in step.numbers:
-                dtype = dtypes[op.writes[0]] if op.writes else "float32"
-                layer_s[op.phase][step.numbers[op.id]] += op_s(op, device, dtype)
-        forward, backward = (tuple(accumulate(own, initial=0.0)) for own in layer_s.values())
-        return forward, backward
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -283,19 +248,18 @@ def stage_bytes(
     )
     kept = gather_facts(problem)
     facts = gather_facts(problem, kept, asked.modes) if any(asked.modes) else kept
-    levels = tuple(
-        asked.level if asked.level in choices else _nearest(asked.level, choices) for choices in facts.choices
-    )
+
+    def nearest(choices: Sequence[Level]) -> Level:
+        """Return the level with the homes of the stage, or else the furthest: a bucket without state has none of its
+        own."""
+        away = asked.level.has_state_on_host
+        same = [own for own in choices if own.home is asked.level.home and own.has_state_on_host is away]
+        return same[-1] if same else choices[-1] if away else choices[0]
+
+    levels = tuple(asked.level if asked.level in choices else nearest(choices) for choices in facts.choices)
     moves = moves_at_use(facts, levels)
     draft = DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=facts.modes, decisions=())
     return StageBytes(graph, written(facts, draft))
-
-
-def _nearest(level: Level, choices: Sequence[Level]) -> Level:
-    """Return the level of `choices` with the homes of `level`, or else the furthest: a bucket without state has none of
-    its own."""
-    same = [own for own in choices if own.home is level.home and own.has_state_on_host is level.has_state_on_host]
-    return same[-1] if same else choices[-1] if level.has_state_on_host else choices[0]
 
 
 def _with_ends(graph: StepGraph, trained: Mapping[StorageId, Param]) -> StepGraph:
@@ -328,16 +292,14 @@ def calls_of_stage(order: PipelineOrder, stage: int) -> Calls:
 def recomputed_modes(layers: Sequence[Layer], share: Fraction) -> tuple[int, ...]:
     """Return the mode of each of `layers` if so many of them, from the first on, are computed again that at least a
     `share` of the bytes is free that all of them would free."""
-    depth = max(depths_of(layers), default=Depth.KEPT)
-    deepest_modes = [deepest(layer, depth, leaves=False) for layer in layers]
-    freed = [_freed_bytes(layer, layer.modes[mode]) for layer, mode in zip(layers, deepest_modes, strict=True)]
+    deepest_modes = alike(layers)
+    freed = [
+        sum(group.nbytes for group in layer.groups if saving_of(group, layer.modes[mode]) is Saving.RECOMPUTE)
+        for layer, mode in zip(layers, deepest_modes, strict=True)
+    ]
     before = accumulate(freed, initial=0)
     target_bytes = share * sum(freed)
     return tuple(mode if done < target_bytes else 0 for mode, done in zip(deepest_modes, before, strict=False))
-
-
-def _freed_bytes(layer: Layer, mode: Mode) -> int:
-    return sum(group.nbytes for group in layer.groups if saving_of(group, mode) is Saving.RECOMPUTE)
 
 
 def most_sent_bytes(order: PipelineOrder, stage: int, facts: StageFacts) -> int:

@@ -16,8 +16,9 @@ from elixir_compile.base.units import COUNT_EXAMPLE, format_bytes, parse_count
 from elixir_compile.ir import Plan, plan_to_json
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.tuning import GAIN, Setting, Stage, Trial, Tuned, splits, tune
+from elixir_compile.search.joint.tuning import Setting, Stage, Trial, Tuned, splits, tune
 from elixir_compile.search.joint.variants import Chunks, candidates
+from elixir_compile.search.outer import GAIN
 from elixir_compile.search.question import question_of
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.saved import save_plan

@@ -21,7 +21,7 @@ from elixir_compile.ir import Op, Saving, Tier
 from elixir_compile.ir.hardware import Cluster, Link, profile_for
 from elixir_compile.ir.hardware.presets import paper_rates
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.best import place_best
+from elixir_compile.search.best import Tries, place_best
 from elixir_compile.search.evaluator import Candidate, Clock, DraftPlan, Evaluator, deadline_in, leanest, uniform_modes
 from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.greedy import RULES, gathers_first, place_exhaustively, place_greedily
@@ -33,7 +33,6 @@ from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.profiles import Moves, moves_at_use
 from elixir_compile.search.transfers import best_moves, raise_prefetch
-from elixir_compile.search.tries import Tries
 from elixir_compile.step import verify
 from tests.pure.problems import between, chain_of, problem_of, tight_problem
 from tests.pure.strategies import Layer, chain

@@ -15,7 +15,6 @@ from elixir_compile.search import Problem, extent_of, extents, plan
 from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_in_least, plan_jointly
 from elixir_compile.search.joint.tuning import (
-    GAIN,
     TOLERANCE,
     Setting,
     Stage,
@@ -26,6 +25,7 @@ from elixir_compile.search.joint.tuning import (
     splits,
     tune,
 )
+from elixir_compile.search.outer import GAIN
 from elixir_compile.step.timeline import host_bytes
 from tests.pure.problems import CLUSTERS, chain_of, disk_staging, problem_of
 from tests.pure.strategies import Layer, chain

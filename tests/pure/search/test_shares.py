@@ -19,6 +19,7 @@ from elixir_compile.ir.hardware import parse_fleet
 from elixir_compile.ir.share import Outcome, Share, Shares, largest_remainder, shares_from_json, shares_to_json
 from elixir_compile.search import plan
 from elixir_compile.search.evaluator import deadline_in
+from elixir_compile.search.outline import Treatment, treatments_of, ways_of
 from elixir_compile.search.shares import assign as rules
 from elixir_compile.search.shares import choose as offers
 from elixir_compile.search.shares.assign import (
@@ -38,13 +39,11 @@ from elixir_compile.search.shares.choose import (
     Budget,
     Choice,
     ShareSearch,
+    SimulatedStep,
     State,
-    Treatment,
     quantum_of,
-    treatments_of,
-    ways_of,
+    refined,
 )
-from elixir_compile.search.shares.refine import SimulatedStep, refined
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.session.rank_facts import classes_of, facts_of, for_all
 from elixir_compile.step.as_run import as_run
@@ -383,7 +382,7 @@ def test_a_rank_without_rows_gets_none() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `search.shares.refine`: rows move by what a simulation sees; the outcome says how the shares were found.
+# `search.shares.choose`: rows move by what a simulation sees; the outcome says how the shares were found.
 
 
 class Simulated:
