@@ -25,7 +25,6 @@ from elixir_compile.ir import (
     Update,
 )
 from elixir_compile.step.divide import arrived_name, leaving_name, offloaded_names
-from elixir_compile.step.lifecycles import Event
 from elixir_compile.step.liveness import closing_verbs
 from elixir_compile.step.structure import illegal_actions
 from elixir_compile.step.works import (
@@ -58,10 +57,11 @@ from elixir_compile.step.works import (
 class Touch:
     """An access of a region to the gradient of a bucket, or to a group of offloaded activations."""
 
-    event: Event
     target: Target
     is_written: bool
     """Whether an op of the region writes a whole storage of the target."""
+    is_last: bool
+    """Whether no later region writes the gradient, and no later region of the forward touches the activations."""
     is_whole: bool
     """Whether the region touches whole storages of the target, and not only slices."""
     leaves: bool = False
@@ -97,9 +97,9 @@ def region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[Touch
     return {
         region: tuple(
             Touch(
-                event=Event.COMPLETE if completed_by.get(target) == region else Event.RUN,
                 target=target,
                 is_written=target in written[region],
+                is_last=completed_by.get(target) == region,
                 is_whole=not names <= leaving | arriving,
                 leaves=not names.isdisjoint(leaving),
                 arrives=not names.isdisjoint(arriving),
