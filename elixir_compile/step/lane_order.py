@@ -76,9 +76,13 @@ def region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[Touch
     A region completes a gradient if no later region writes it, and activations if no later region of the forward
     touches them.
     """
-    grads, groups = _gradient_owners(step, plan), _offloaded(plan)
-    leaving, arriving = _slice_names(plan)
-    owners: dict[StorageId, Target] = {**grads, **groups}
+    of_param = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    owners: dict[StorageId, Target] = {
+        s.id: GradientRef(of_param[s.of]) for s in step.storages if s.of is not None and s.of in of_param
+    }
+    owners |= {name: GroupRef(group) for name, group in offloaded_names(plan.activations).items()}
+    away = [name for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages]
+    leaving, arriving = frozenset(map(leaving_name, away)), frozenset(map(arrived_name, away))
     index = {op.id: number for number, op in enumerate(step.ops)}
     touched: dict[RegionId, dict[Target, set[StorageId]]] = {}
     written: dict[RegionId, set[Target]] = {}
@@ -108,21 +112,6 @@ def region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[Touch
         )
         for region, found in touched.items()
     }
-
-
-def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, GradientRef]:
-    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    return {s.id: GradientRef(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
-
-
-def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
-    return {name: GroupRef(group) for name, group in offloaded_names(plan.activations).items()}
-
-
-def _slice_names(plan: Plan) -> tuple[frozenset[StorageId], frozenset[StorageId]]:
-    """Return the storages of slices that leave the device, and the storages of slices that arrive there."""
-    names = [name for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages]
-    return frozenset(map(leaving_name, names)), frozenset(map(arrived_name, names))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,13 +151,18 @@ _COPIES = frozenset({Memory.COPY, Memory.SENT})
 """Memory that is there only from a gather on."""
 _FROM_STEP_TO_STEP = KEPT | _COPIES | {Memory.ROOM, Memory.STAGED}
 """Memory that is not new in each step."""
+_SPECIAL = frozenset({Do.WAIT, Do.SYNCHRONIZE, Do.AWAIT, Do.WAIT_LATE, Do.NEW_STEP, Do.LATE_RETURN, Do.LATE_GATHER})
+"""Works that are only waits, or that are issued late."""
 Bits = int
 """The works that are over: bit i is set if work i is."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Cell:
-    """One piece of memory from its allocation to its end; memory that is allocated again is another cell."""
+    """One piece of memory from its allocation to its end; memory that is allocated again is another cell.
+
+    Not frozen, because a frozen dataclass takes twice as long to make.
+    """
 
     memory: str
     """See `Memory`."""
@@ -178,20 +172,14 @@ class Cell:
         return self.memory.format(name=self.name)
 
 
-class Place(NamedTuple):
-    """The action to which a work belongs."""
-
-    at: int
-    """The index of the action in the schedule."""
-    step: int
-    """0 for the first of two consecutive steps, 1 for the second."""
-
-
 class Ordered(NamedTuple):
     """A work with what is before it; its number is its index in the order of issue."""
 
     actor: str
-    place: Place
+    at: int
+    """The index in the schedule of the action to which it belongs."""
+    step: int
+    """0 in the first of two consecutive steps, 1 in the second."""
     before: Bits
     """The works that are over when it begins."""
     reads: Sequence[Cell]
@@ -230,11 +218,16 @@ def check_order(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_in
         conflict = _first_conflict_of(replace(plan, buckets=without_sums), touches, rank_index)
     if conflict is None:
         return
-    one, other = (_clause(plan, rank_index, work, conflict.cell) for work in (conflict.first, conflict.second))
-    if conflict.second.place.step > conflict.first.place.step:
+    clauses: list[str] = []
+    for work in (conflict.first, conflict.second):
+        action = plan.schedules[rank_index].actions[work.at]
+        verb = "frees" if conflict.cell in work.frees else "writes" if conflict.cell in work.writes else "reads"
+        clauses.append(f"`{action.verb} {action.target}`, on {work.actor}, {verb}")
+    one, other = clauses
+    if conflict.second.step > conflict.first.step:
         other = f"in the next step {other}"
     sentence = f"{one} {conflict.cell}, and {other} it: {conflict.fault}."
-    places = (conflict.first.place.at, conflict.second.place.at)
+    places = (conflict.first.at, conflict.second.at)
     raise illegal_actions(sentence, plan, rank_index, places)
 
 
@@ -243,12 +236,6 @@ def _first_conflict_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], 
         order = Order()
         order.run_steps(works_of(plan, touches, rank_index))
         return first_conflict(order.found)
-
-
-def _clause(plan: Plan, rank_index: int, work: Ordered, cell: Cell) -> str:
-    action = plan.schedules[rank_index].actions[work.place.at]
-    verb = "frees" if cell in work.frees else "writes" if cell in work.writes else "reads"
-    return f"`{action.verb} {action.target}`, on {work.actor}, {verb}"
 
 
 def first_conflict(works: Sequence[Ordered]) -> Conflict | None:
@@ -296,7 +283,8 @@ class Order:
         self._over: defaultdict[Moment, Bits] = defaultdict(int)
         self._late: set[Moment] = set()
         """When the copies are over that the thread of the updates issues, and for which nobody has waited."""
-        self._cells: dict[Access, Cell] = {}
+        self._cells: defaultdict[str, dict[Access, Cell]] = defaultdict(dict)
+        """By bucket or group, the cell of each memory that is there."""
 
     def run_steps(self, works: Sequence[Work], num_steps: int = NUM_STEPS) -> None:
         """Put `num_steps` steps in order. No update is queued when the first begins."""
@@ -305,10 +293,18 @@ class Order:
                 self._run(work, step)
 
     def _run(self, work: Work, step: int) -> None:
+        if work.do in _SPECIAL:
+            self._do_other(work, step)
+            return
+        over, actor = self._over, work.actor
+        before = over[actor] | over[PROGRAM]
+        for moment in work.after:
+            before |= over[moment]
+        over[actor] = over[work.over] = self.issue(work, step, before)
+
+    def _do_other(self, work: Work, step: int) -> None:
         over, actor, do, after = self._over, work.actor, work.do, work.after
-        if do is Do.NEW_STEP:
-            self._cells = {key: cell for key, cell in self._cells.items() if cell.memory in _FROM_STEP_TO_STEP}
-        elif do is Do.WAIT or do is Do.SYNCHRONIZE:
+        if do is Do.WAIT or do is Do.SYNCHRONIZE:
             over[actor] |= over[after[0]]
         elif do is Do.AWAIT:
             self.await_update(*after)
@@ -319,44 +315,51 @@ class Order:
                 over[H2D] |= over[copied]
                 self._late.remove(copied)
             over[COMPUTE] |= over[copied]
-        elif do is Do.LATE_RETURN or (do is Do.LATE_GATHER and over[after[0]]):
-            # Issued at any time from now on, so later works of the lane are not behind it.
+        elif do is Do.NEW_STEP:
+            for own in self._cells.values():
+                for key in [key for key, cell in own.items() if cell.memory not in _FROM_STEP_TO_STEP]:
+                    del own[key]
+        else:
             before = over[actor]
             for moment in after:
-                before = before | over[moment]
-            over[work.over] = self.issue(work, step, before)
-            if do is Do.LATE_GATHER:
-                self._late.add(work.over)
-        else:
-            before = over[actor] | over[PROGRAM]
-            for moment in after:
-                before = before | over[moment]
-            over[actor] = over[work.over] = self.issue(work, step, before)
+                before |= over[moment]
+            if do is Do.LATE_RETURN or over[after[0]]:
+                # Issued at any time from now on, so later works of the lane are not behind it.
+                over[work.over] = self.issue(work, step, before)
+                if do is Do.LATE_GATHER:
+                    self._late.add(work.over)
+            else:
+                over[actor] = over[work.over] = self.issue(work, step, before | over[PROGRAM])
 
     def issue(self, work: Work, step: int, before: Bits) -> Bits:
         """Issue a work that is behind `before`, and return the moment when it is over."""
-        name, cells = work.name, self._cells
-        if work.allocates:
-            for key in (_key(each, name) for each in work.writes):
-                cells[key] = Cell(key[0], key[1])
+        actor, _, name, _, _, at, reads, writes, frees, allocates = work
         found = self.found
-        reads = self._cells_of(work.reads, name) if work.reads else ()
-        writes = self._cells_of(work.writes, name) if work.writes else ()
-        frees = self._cells_of(work.frees, name) if work.frees else ()
-        if Memory.SENT in work.frees:
-            cells.pop((Memory.SENT, name), None)
-        found.append(_new(Ordered, (_ACTORS[work.actor], _new(Place, (work.at, step)), before, reads, writes, frees)))
+        if allocates:
+            self._cells_of(writes, name, are_new=True)
+        read = self._cells_of(reads, name) if reads else ()
+        written = self._cells_of(writes, name) if writes else ()
+        freed: Sequence[Cell] = ()
+        if frees:
+            freed = self._cells_of(frees, name)
+            if Memory.SENT in frees:
+                self._cells[name].pop(Memory.SENT, None)
+        found.append(_new(Ordered, (_ACTORS[actor], at, step, before, read, written, freed)))
         return before | 1 << (len(found) - 1)
 
-    def _cells_of(self, accesses: Sequence[Access], name: str) -> Sequence[Cell]:
-        """Return the cells of `accesses`, but for copies that were never gathered."""
+    def _cells_of(self, accesses: Sequence[Access], name: str, *, are_new: bool = False) -> Sequence[Cell]:
+        """Return the cells of `accesses`, new ones if they `are_new`; none for copies that were never gathered."""
         found: list[Cell] = []
-        cells = self._cells
+        cells, mine = self._cells, self._cells[name]
         for each in accesses:
-            key = (each, name) if isinstance(each, str) else each
-            cell = cells.get(key)
-            if cell is None and key[0] not in _COPIES:
-                cell = cells[key] = Cell(key[0], key[1])
+            if isinstance(each, str):
+                own, memory, of, key = mine, each, name, each
+            else:
+                memory, of = each[:2]
+                own, key = cells[of], memory if len(each) == 2 else each
+            cell = None if are_new else own.get(key)
+            if cell is None and (are_new or memory not in _COPIES):
+                cell = own[key] = Cell(memory, of)
             if cell is not None:
                 found.append(cell)
         return found
@@ -368,10 +371,6 @@ class Order:
         over[COMPUTE] |= over[landed]
         over[H2D] |= over[landed]  # works of the lane that the program issues from now on are behind it
         over[done] = over[landed] = 0
-
-
-def _key(access: Access, name: str) -> tuple[str, ...]:
-    return (access, name) if isinstance(access, str) else access
 
 
 def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> list[Work]:

@@ -31,12 +31,10 @@ from dataclasses import dataclass, field
 
 from elixir_compile.ir import (
     Action,
-    Bucket,
     BucketRef,
     GradientRef,
     GroupRef,
     Phase,
-    Placement,
     Plan,
     Region,
     RegionId,
@@ -269,25 +267,12 @@ _ACTIVATIONS = {
 }
 
 
-def _life_of_params(bucket: Bucket, placement: Placement) -> Life:
-    if placement.param is Tier.DEVICE and not bucket.is_sharded:
-        return _DEVICE_PARAMS
-    return _RESIDENT_PARAMS if placement.resident else _GATHERED_PARAMS
-
-
-def _life_of_gradient(bucket: Bucket, placement: Placement, *, is_written: bool) -> Life:
-    if not is_written:
-        return _ABSENT_GRADIENT
-    if placement.param is not Tier.DEVICE:
-        return _HOST_GRADIENT
-    return _SHARDED_GRADIENT if bucket.is_sharded else _DEVICE_GRADIENT
-
-
 class _Subject:
     """The parameters or the gradient of a bucket, or a group of activations, and its present state."""
 
-    def __init__(self, target: Target, life: Life) -> None:
-        self.name = target.group if isinstance(target, GroupRef) else target.bucket
+    def __init__(self, name: str, life: Life) -> None:
+        self.name = name
+        """The name of the bucket or the group."""
         self.life, self.state = life, life.start
         self.moved_at = self.gathered_at = -1
         """The indices of the action before the present state, and of the last gather."""
@@ -321,14 +306,25 @@ class _Moves:
         self._num_forward = sum(region.phase is Phase.FORWARD for region in plan.regions)
         written = {touch.target for found in touches.values() for touch in found if touch.is_last}
         is_training = any(op.phase is Phase.UPDATE for op in step.ops)
-        placed = list(zip(plan.buckets, plan.placements, strict=True))
-        lives: dict[Target, Life] = {BucketRef(b.id): _life_of_params(b, placement) for b, placement in placed}
-        for bucket, placement in placed:
-            gradient, is_trained = GradientRef(bucket.id), bucket.trainable and is_training
-            life = _life_of_gradient(bucket, placement, is_written=gradient in written)
-            lives[gradient] = life if is_trained else _FROZEN_GRADIENT
-        lives |= {GroupRef(group.id): _ACTIVATIONS[group.saving] for group in plan.activations}
-        self.subjects = {target: _Subject(target, life) for target, life in lives.items()}
+        params, gradients = dict[Target, _Subject](), dict[Target, _Subject]()
+        for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
+            is_at_home, gradient = placement.param is Tier.DEVICE, GradientRef(bucket.id)
+            copied = _RESIDENT_PARAMS if placement.resident else _GATHERED_PARAMS
+            life = _DEVICE_PARAMS if is_at_home and not bucket.is_sharded else copied
+            params[BucketRef(bucket.id)] = _Subject(bucket.id, life)
+            if not (bucket.trainable and is_training):
+                life = _FROZEN_GRADIENT
+            elif gradient not in written:
+                life = _ABSENT_GRADIENT
+            elif is_at_home:
+                life = _SHARDED_GRADIENT if bucket.is_sharded else _DEVICE_GRADIENT
+            else:
+                life = _HOST_GRADIENT
+            gradients[gradient] = _Subject(bucket.id, life)
+        self.subjects: dict[Target, _Subject] = {**params, **gradients}
+        self.subjects |= {
+            GroupRef(group.id): _Subject(group.id, _ACTIVATIONS[group.saving]) for group in plan.activations
+        }
 
     @property
     def expected(self) -> Region | None:

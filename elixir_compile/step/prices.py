@@ -100,9 +100,6 @@ class Prices:
     Regions and streamed copies are not in it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of_deed", self._of_deed())
-
-    def _of_deed(self) -> Mapping[Deed, Mapping[str, tuple[float, float]]]:
         copies_s, updates_s, adds_s = self.memory.copy_s, self.memory.update_s, self.memory.add_s
 
         def moved(seconds: Mapping[str, float], memory_s: Mapping[str, float]) -> Mapping[str, tuple[float, float]]:
@@ -114,7 +111,7 @@ class Prices:
         }
         slices = self.lap_copies.values()
         added = {home: {name: s for (name, own), s in self.add_s.items() if own is home} for home in Tier}
-        return {
+        of_deed = {
             Do.GATHER: there,
             Do.RETURN: there,
             Do.PREFETCH: there,
@@ -134,6 +131,7 @@ class Prices:
             Do.UPDATE_ON_HOST: moved(self.host_update_s, updates_s),
             Do.UPDATE_ON_DISK: moved(on_disk, updates_s),
         }
+        object.__setattr__(self, "of_deed", of_deed)
 
     @property
     def is_one_memory(self) -> bool:
@@ -264,15 +262,11 @@ class OpSeconds:
         return found if bool(found) is not is_free(op) else self._priced_s(op, dtypes)
 
     def _priced_s(self, op: Op, dtypes: Mapping[StorageId, str]) -> float:
-        return op_s(op, self._device, _dtype(op, dtypes), self._tensor)
+        return op_s(op, self._device, dtypes[op.writes[0]] if op.writes else "float32", self._tensor)
 
 
 def _dtypes(step: StepGraph) -> Mapping[StorageId, str]:
     return {storage.id: storage.dtype for storage in step.storages}
-
-
-def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:
-    return dtypes[op.writes[0]] if op.writes else "float32"
 
 
 def _reduce_s(bucket: Bucket, cluster: Cluster, num_copies: int) -> float:

@@ -27,8 +27,8 @@ it, and ends for all at once.
 
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
 rate (see `ir.cost`). Not modelled: which of them becomes slower under contention; that collectives share a
-link, and so `gather` and `reduce` are lanes of their own; the start of an early update by the device on several ranks,
-which is at the wait for the gradient and not, as here, at the issue of its reduce.
+link, and so `gather` and `reduce` are lanes of their own (see the actors in `works`); the start of an early update by
+the device on several ranks, which is at the wait for the gradient and not, as here, at the issue of its reduce.
 """
 
 import math
@@ -309,34 +309,28 @@ class Player:
                 self._land_due()
             over_s[PROGRAM] = max(over_s[PROGRAM], over_s[after[0]])
         elif do is Do.STREAM_THERE:
-            self._stream_there(work)
+            copies = self._streams(work.name)
+            begin_s = max(over_s[COMPUTE], over_s[work.actor], over_s[PROGRAM])
+            over_s[work.actor] = over_s[work.over] = end_s = begin_s + copies.there_s
+            update_s = self.price.device_update_s[work.name]
+            self._streamed_since_s = end_s - copies.there_s + copies.first_s + update_s / copies.num_pieces
+            if self.drawing is not None:
+                self._draw(do, work.name, begin_s, end_s)
         elif do is Do.STREAM_BACK:
             self._stream_back(work)
         elif do is Do.BEGIN_LAPS or do is Do.END_LAPS:
-            self._run_laps(work)
+            # A region beside slices that pass is two works, of which one is a single micro-batch.
+            seconds, beside = self.run_s[RegionId(work.name)], self._copies[RegionId(work.name)]
+            assert beside is not None, "slices pass beside it"
+            part_s, is_first = seconds / beside.micro_batches, do is Do.BEGIN_LAPS
+            begin_s = max(over_s[COMPUTE], over_s[PROGRAM])
+            over_s[COMPUTE] = begin_s + (seconds - part_s if is_first is bool(beside.arriving) else part_s)
+            if is_first and self.drawing is not None:
+                self._draw(do, work.name, begin_s, begin_s + seconds)
         elif (do is Do.RELEASE or do is Do.ADD_UP) and self.drawing is not None:
             self._draw(do, work.name, over_s[COMPUTE], over_s[COMPUTE])
 
-    def _run_laps(self, work: Work) -> None:
-        """Run a region beside slices that pass, in two works, of which one is a single micro-batch."""
-        over_s, seconds, copies = self.over_s, self.run_s[RegionId(work.name)], self._copies[RegionId(work.name)]
-        assert copies is not None, "slices pass beside it"
-        part_s, is_first = seconds / copies.micro_batches, work.do is Do.BEGIN_LAPS
-        begin_s = max(over_s[COMPUTE], over_s[PROGRAM])
-        over_s[COMPUTE] = begin_s + (seconds - part_s if is_first is bool(copies.arriving) else part_s)
-        if is_first and self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, begin_s + seconds)
-
     # Streamed updates.
-
-    def _stream_there(self, work: Work) -> None:
-        copies, over_s = self._streams(work.name), self.over_s
-        begin_s = max(over_s[COMPUTE], over_s[work.actor], over_s[PROGRAM])
-        over_s[work.actor] = over_s[work.over] = end_s = begin_s + copies.there_s
-        update_s = self.price.device_update_s[work.name]
-        self._streamed_since_s = end_s - copies.there_s + copies.first_s + update_s / copies.num_pieces
-        if self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, end_s)
 
     def _stream_back(self, work: Work) -> None:
         """Copy back from when the first piece is updated, beside the copies to the device; compute waits."""
@@ -599,8 +593,14 @@ def _play(players: Sequence[Player], actions: Sequence[Actions]) -> float:
         if before == states:
             break
     for player in players:
-        if player.drawing is not None:
-            player.drawing.spans = [_wrapped(span, step_s) for span in player.drawing.spans]
+        if player.drawing is None:
+            continue
+        for at, span in enumerate(player.drawing.spans):
+            # A span that begins in the step before or in the next one is as its like that begins in this step.
+            later_s = step_s if span.start_s < 0 else -step_s if span.start_s >= step_s else 0.0
+            if later_s:
+                moved = replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s)
+                player.drawing.spans[at] = moved
     return step_s
 
 
@@ -645,9 +645,3 @@ def _require_same_collectives(players: Sequence[Player], actions: Sequence[Actio
     for each in zip_longest(*issued):
         if any(other != each[0] for other in each):
             raise InvalidPlan(f"ranks issue other collectives: {', '.join(map(str, each))}.")
-
-
-def _wrapped(span: Span, step_s: float) -> Span:
-    """Return `span`; if it begins in the step before or in the next one, as its like that begins in this step."""
-    later_s = step_s if span.start_s < 0 else -step_s if span.start_s >= step_s else 0.0
-    return replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s) if later_s else span

@@ -223,8 +223,8 @@ def claims_of(graph: StepGraph, plan: Plan) -> Claims:
         is_room = not work.reads and any(cell.memory is Memory.ROOM for cell in work.writes)
         if is_room or not (work.reads or work.writes):
             continue  # the span of a ledger has neither frees nor rooms
-        label = _label(names[work.place.at], work)
-        by_label[label, work.actor, work.place.step][work.place.at].append(number)
+        label = _label(names[work.at], work)
+        by_label[label, work.actor, work.step][work.at].append(number)
     groups = {
         Key(label, actor, step - 1, index): numbers
         for (label, actor, step), places in by_label.items()
