@@ -360,7 +360,7 @@ class _Selective(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False, context_fn=_save_products) if 1 <= number <= 4 else block(x)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=save_products) if 1 <= number <= 4 else block(x)
         return x.square().mean()
 
 
@@ -388,13 +388,13 @@ class _Broken(_Blocks):
         return self.blocks[2](x).square().mean()
 
 
-def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _saves_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _save_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+def save_products() -> Any:
+    return create_selective_checkpoint_contexts(_saves_products)
 
 
 class _Experts(nn.Module):

@@ -13,6 +13,7 @@ are errors in them, as in pytest. Whatever goes wrong in any rank is shown with 
 
 import builtins
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -75,6 +76,16 @@ def spawn(
         why = f"not done in {limit_s} s" if late else f"failed on {failed}"
         raise AssertionError(f"{function.__name__} on {world_size} ranks: {why}{_outputs(place, world_size)}")
     return [None if found is None else found["result"] for found in results]
+
+
+def in_turn(rank: int, world_size: int, module: str, checks: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what each of `checks`, the name of a function of `module` and its arguments, returns, one after another in
+    the same processes: `spawn(in_turn, 2, ranks_checks.__name__, [["trains", "odd", {}]], folder=tmp_path)`."""
+    found = []
+    for name, *arguments in checks:
+        print(f"{name} {arguments}", flush=True)
+        found.append(getattr(importlib.import_module(module), name)(rank, world_size, *arguments))
+    return found
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:

@@ -504,15 +504,6 @@ def most_resident_bytes(*, afresh: bool = False) -> int:
     return 1024 * int(line.split()[1])
 
 
-def all_of(rank: int, world_size: int, checks: list[list[Any]]) -> list[Any]:
-    """Return what each of `checks`, a name and arguments, returns, one after another in the same processes."""
-    found = []
-    for name, *arguments in checks:
-        print(f"{name} {arguments}", flush=True)
-        found.append(globals()[name](rank, world_size, *arguments))
-    return found
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What `test_observed_processes` asks of real ranks that are observed; each function runs on all of them at once.
 

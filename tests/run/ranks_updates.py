@@ -705,12 +705,3 @@ def skips_in_fp32(rank: int, world_size: int) -> None:
             assert torch.equal(tensor, other)
         scaled_step(compiled, optimizer, scaler, batches[2], unscales=True)
         assert not torch.equal(held[0], state_of(model, optimizer)[0])
-
-
-def all_of(rank: int, world_size: int, checks: list[list[Any]]) -> list[Any]:
-    """Return what each of `checks`, a name and arguments, returns, one after another in the same processes."""
-    found = []
-    for name, *arguments in checks:
-        print(f"{name} {arguments}", flush=True)
-        found.append(globals()[name](rank, world_size, *arguments))
-    return found

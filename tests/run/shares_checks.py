@@ -30,6 +30,7 @@ from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.lowering import PlacedRegion
 from elixir_compile.session.cast_and_shard import ranks_of
 from tests.run import ranks_checks
+from tests.run.processes import in_turn
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -223,11 +224,6 @@ def warns_of_other_rows(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def all_of(rank: int, world_size: int, checks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what each check returns: the name of a function of this module, and its arguments."""
-    return [globals()[name](rank, world_size, *arguments) for name, *arguments in checks]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What `test_unequal_shares` asks of real ranks of which one is slower for each row, **emulated** by sleeping.
 
@@ -350,7 +346,7 @@ def all_with_parts(rank: int, world_size: int, state: list[float], checks: list[
     `state`."""
 
     with parts_of(state):
-        return ranks_checks.all_of(rank, world_size, checks)
+        return in_turn(rank, world_size, ranks_checks.__name__, checks)
 
 
 @contextmanager

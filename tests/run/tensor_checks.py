@@ -146,11 +146,6 @@ def batch(number: int = 0, rows: int = 8) -> torch.Tensor:
 CLIP = 0.5
 
 
-def all_of(rank: int, world_size: int, checks: list[list[Any]]) -> list[Any]:
-    """Return what each of `checks` returns: the name of a function here, and its arguments."""
-    return [globals()[name](rank, world_size, *arguments) for name, *arguments in checks]
-
-
 def axes(world_size: int, shape: list[int] | None) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the tensor axis and the data axis of a mesh of `shape`; only the first, of all ranks, without a shape."""
     if shape is None:

@@ -17,7 +17,7 @@ from tests.run import ranks_updates
 from tests.run.habits.stories import Net, gradients
 from tests.run.habits.stories import batches as same_batches
 from tests.run.models import seeded
-from tests.run.processes import spawn
+from tests.run.processes import in_turn, spawn
 from tests.run.ranks_training import batches, compiled_with, hybrid, least_bytes, mesh_of, own_rows, pair_of
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,9 @@ LIMIT_S = 120.0
 
 def all_of(world_size: int, folder: Path, *checks: list[Any]) -> list[list[Any]]:
     """Return what each of `checks` returns, by rank."""
-    found = spawn(ranks_updates.all_of, world_size, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+    found = spawn(
+        in_turn, world_size, ranks_updates.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S
+    )
     print(found)
     return found
 

@@ -9,7 +9,7 @@ from torch import distributed
 
 import elixir_compile as elixir
 from tests.run import ranks_checks, ranks_updates
-from tests.run.processes import spawn
+from tests.run.processes import in_turn, spawn
 from tests.run.ranks_training import batches, full, pair_of
 from tests.run.training import divided_regions
 
@@ -25,7 +25,7 @@ LIMIT_S = 120.0
 
 def all_of(world_size: int, folder: Path, *checks: list[Any]) -> list[Any]:
     """Return what each of `checks` returns on the first rank; what was trained must be right on all."""
-    found = spawn(ranks_checks.all_of, world_size, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+    found = spawn(in_turn, world_size, ranks_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
     print(found)
     for own in found:
         for (name, *arguments), result in zip(checks, own, strict=True):
@@ -130,7 +130,7 @@ def test_the_moment_of_the_update_changes_no_bit(tmp_path: Path) -> None:
 
 def test_reads_wait_and_gathers_come_in_one_order(tmp_path: Path) -> None:
     checks = [["reads_wait"], ["gathers_in_one_order"], ["refuses_changed_gradients"]]
-    spawn(ranks_updates.all_of, 2, checks, folder=tmp_path, limit_s=LIMIT_S)
+    spawn(in_turn, 2, ranks_updates.__name__, checks, folder=tmp_path, limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("when", ["before", "in it"])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from elixir_compile.ir.hardware import cluster_from_json, fleet_from_json
 from elixir_compile.tools.cli.main import app
 from tests.run import shares_checks
-from tests.run.processes import spawn
+from tests.run.processes import in_turn, spawn
 from tests.run.shares_checks import STEPS, TAKEN_BATCH
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_padded_buffers_of_unequal_parts_train_as_one_process(tmp_path: Path) ->
 
 def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
     """Return what each of `checks` returns on each rank."""
-    return spawn(shares_checks.all_of, 3, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+    return spawn(in_turn, 3, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
 
 
 def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_rank_without_rows_tokens_and_single_precision(tmp_path: Path) -> None
 def test_the_suggested_rows_are_taken_and_steps_are_shorter(tmp_path: Path) -> None:
     """Emulated: rank 1 sleeps three times as long as rank 0 for each row, so seconds do not depend on cores."""
     checks = [["takes", [8, 8], True], ["refuses_to_take"]]
-    ranks = spawn(shares_checks.all_of, 2, checks, folder=tmp_path, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+    ranks = spawn(in_turn, 2, shares_checks.__name__, checks, folder=tmp_path, limit_s=LIMIT_S, timeout_s=LIMIT_S)
     (first, refused), (second, _) = ranks
     at, rows = first["taken"]
     assert [at, rows] == second["taken"]
@@ -157,7 +157,9 @@ def test_rows_change_beside_a_rank_whose_rows_stay_and_without_earlier_shares(
     tmp_path: Path, rows: list[int], has_shares: bool
 ) -> None:
     checks = [["takes", rows, has_shares]]
-    for [found] in spawn(shares_checks.all_of, len(rows), checks, folder=tmp_path, limit_s=LIMIT_S, timeout_s=LIMIT_S):
+    for [found] in spawn(
+        in_turn, len(rows), shares_checks.__name__, checks, folder=tmp_path, limit_s=LIMIT_S, timeout_s=LIMIT_S
+    ):
         _, taken = found["taken"]
         assert sum(taken) == TAKEN_BATCH
         assert taken[1] < 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.run import ddp_checks, tensor_checks
-from tests.run.processes import spawn
+from tests.run.processes import in_turn, spawn
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Models inside DistributedDataParallel train as under `aot_eager`, bit for bit; other wrappers are refused by name.
@@ -159,7 +159,13 @@ REFUSED_MESHES = {
 def all_of(world_size: int, folder: Path, *checks: list[Any]) -> list[list[Any]]:
     """Return what each of `checks` returns, on each rank."""
     found = spawn(
-        tensor_checks.all_of, world_size, checks, folder=folder, limit_s=TENSOR_LIMIT_S, timeout_s=TENSOR_LIMIT_S
+        in_turn,
+        world_size,
+        tensor_checks.__name__,
+        checks,
+        folder=folder,
+        limit_s=TENSOR_LIMIT_S,
+        timeout_s=TENSOR_LIMIT_S,
     )
     print(found)
     return [list(each) for each in zip(*found, strict=True)]

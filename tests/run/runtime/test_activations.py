@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
 from elixir_compile.base.errors import ActivationsGone
@@ -34,6 +34,7 @@ from tests.run.models import (
     gpt2_wide,
     hf_batches,
     routed,
+    save_products,
     seeded,
     selective,
     small_gpt2,
@@ -135,17 +136,8 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](x)
         x = checkpoint(self.blocks[1], x, use_reentrant=False)
-        x = checkpoint(self.blocks[2], x, use_reentrant=False, context_fn=_save_products)
+        x = checkpoint(self.blocks[2], x, use_reentrant=False, context_fn=save_products)
         return self.blocks[3](x).square().mean()
-
-
-def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _save_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 @pytest.mark.parametrize("name", ["matmul", "fixed", "from_host"])
