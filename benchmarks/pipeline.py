@@ -35,7 +35,7 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.ir.hardware import Link
 from elixir_compile.ir.pipeline import TorchSchedule, pipeline_order
-from elixir_compile.step.pipeline import PipelinePlayed, StageSeconds, play_pipeline
+from elixir_compile.step.stages import PipelinePlayed, StageSeconds, play_pipeline
 
 RANKS, MICRO_BATCHES, ROWS, WIDTH, HIDDEN = 2, 8, 128, 256, 2048
 MESSAGE_BYTES = ROWS * WIDTH * 4

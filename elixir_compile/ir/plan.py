@@ -69,6 +69,11 @@ class LeanCalls:
         return "\n".join(lines)
 
 
+def next_is_lean(num_waiting: int, most_full: int) -> bool:
+    """Return whether the next forward is lean, while `num_waiting` full ones of at most `most_full` wait."""
+    return num_waiting >= most_full
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What the plans of ranks that differ say about each other: a line for each class of like ranks.
 
@@ -380,6 +385,11 @@ class Plan:
         lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         return [*lines, *([f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else [])]
+
+    @property
+    def most_full(self) -> int:
+        """The most full forwards that wait for their backward at once: all that are outstanding if no call is lean."""
+        return self.calls.outstanding if self.lean is None else self.lean.num_full
 
     def of_lean_calls(self) -> "Plan":
         """Return this plan with the activations, regions and schedules of its lean calls in place of its own."""

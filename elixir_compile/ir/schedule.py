@@ -159,6 +159,11 @@ class Schedule:
         if self.rank < 0:
             raise InvalidPlan(f"a schedule is for rank {self.rank}; expected 0 or more.")
 
+    @property
+    def pairs(self) -> tuple[tuple[Verb, Target], ...]:
+        """The verb and the target of each action."""
+        return tuple((action.verb, action.target) for action in self.actions)
+
     def __str__(self) -> str:
         return "\n".join([f"schedule rank {self.rank}", *(f"  {action}" for action in self.actions)])
 

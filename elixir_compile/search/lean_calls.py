@@ -30,10 +30,9 @@ from elixir_compile.search.reasons import predicted
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.layers import modes_by_depth
 from elixir_compile.search.transfers import just_in_time
-from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
-from elixir_compile.step.lean_moves import check_lean_moves
-from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.plan_rows import CallBytes, Halves, PlanRows, TwoPrograms, num_full_calls
 from elixir_compile.step.seconds import FurtherCall, further_call
+from elixir_compile.step.structure import check_lean_moves
 from elixir_compile.step.timeline import away_bytes, offloaded_bytes, tensor_traffic
 
 _WORTH = 1e-3
@@ -147,9 +146,10 @@ def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> I
     calls, most = problem.calls, problem.calls.outstanding - 1
     numbers = range(most, 0, -math.ceil(most / _MOST_NUMBERS))
     beside = {num_full: Halves(calls, num_full) for num_full in numbers}
+    alike = Halves(calls, calls.outstanding)
     for own in programs:
         away_bytes = calls.outstanding * own.offloaded_bytes
-        if own.nbytes.peak_bytes() <= problem.budget_bytes and away_bytes <= host_bytes:
+        if TwoPrograms(own.nbytes, own.nbytes).peak_bytes(alike) <= problem.budget_bytes and away_bytes <= host_bytes:
             step_s = own.once_s + (calls.num - 1) * own.call.step_s
             yield _Pair(full=own, lean=own, num_full=calls.outstanding, step_s=step_s)
     for full, lean in product(programs, programs):

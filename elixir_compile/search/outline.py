@@ -31,8 +31,7 @@ from elixir_compile.ir import Activations, Batched, Kind, Op, Phase, Saving, Ste
 from elixir_compile.ir.cost import op_s
 from elixir_compile.ir.hardware import Cluster, DeviceProfile
 from elixir_compile.search.space.layers import activations_of, alike, layers_of
-from elixir_compile.step.as_run import as_run, laps_at
-from elixir_compile.step.batch_rows import counted_by_rows, moved_shares, require_rows
+from elixir_compile.step.as_run import as_run, counted_by_rows, laps_at, moved_shares, require_rows
 from elixir_compile.step.divide import arrived_name, laps, leaving_name
 from elixir_compile.step.liveness import liveness
 

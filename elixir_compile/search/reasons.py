@@ -45,9 +45,8 @@ from elixir_compile.search.space.layers import mode_text
 from elixir_compile.search.space.profiles import num_ahead
 from elixir_compile.search.transfers import update_decisions
 from elixir_compile.step.formula import peak_formula
-from elixir_compile.step.lean_calls import num_full_calls
-from elixir_compile.step.pipeline import hidden_update_share, prediction_of
-from elixir_compile.step.seconds import further_call, simulate
+from elixir_compile.step.plan_rows import calls_by_program
+from elixir_compile.step.seconds import further_call, hidden_update_share, prediction_of, simulate
 from elixir_compile.step.timeline import plan_timeline, tensor_traffic
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,19 +342,18 @@ def predicted(problem: Problem, plan: Plan) -> tuple[Prediction, Record]:
     The record has the gathers, reduces and updates of the step. Each further call takes the seconds of its regions
     and of its waits for activations.
     """
-    graph, calls = problem.graph, plan.calls
+    graph = problem.graph
     peak = plan_timeline(graph, plan).peak
     record = simulate(graph, plan, problem.cluster, problem.measured)
     prediction = prediction_of(record, peak.nbytes, peak.op)
-    if calls.num == 1:
+    if plan.calls.num == 1:
         return prediction, record
-    num_full = calls.num if plan.lean is None else num_full_calls(calls, plan.lean.num_full)
     step_s, exposed_s = prediction.step_s, prediction.exposed_s
-    further = [(num_full - 1, plan)] + ([] if plan.lean is None else [(calls.num - num_full, plan.of_lean_calls())])
-    for num, own in further:
+    for num, own in calls_by_program(plan):
         call = further_call(graph, own, problem.cluster, problem.measured)
-        step_s += num * call.step_s
-        exposed_s += num * call.exposed_s
+        further = num - (own is plan)  # the record has one full call
+        step_s += further * call.step_s
+        exposed_s += further * call.exposed_s
     return replace(prediction, step_s=step_s, exposed_s=exposed_s), record
 
 

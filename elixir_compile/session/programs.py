@@ -19,6 +19,7 @@ from elixir_compile.graph.rewrite.micro_batches import SlicedValues, divide, sli
 from elixir_compile.graph.rewrite.program import actions_of, check, write_program
 from elixir_compile.graph.rewrite.regions import RegionGraph, partition_of
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, RegionRef, Saving, StepGraph, Verb, label
+from elixir_compile.ir.plan import next_is_lean
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
@@ -268,9 +269,7 @@ class ProgramVersions:
 
     def next(self, num_full: int) -> Programs:
         """Return the programs of the next forward, while `num_full` full forwards wait for their backward."""
-        lean = self.last.plan.lean
-        runs_lean = lean is not None and num_full >= lean.num_full
-        return (self.last.lean or self.last) if runs_lean else self.last
+        return (self.last.lean or self.last) if next_is_lean(num_full, self.last.plan.most_full) else self.last
 
     def write_backward(self) -> None:
         """Write the backward of the last programs, and from now on the backward of all programs with their forward."""

@@ -1,5 +1,5 @@
-"""Change a captured graph to what runs under a plan: without storages that a fusing compiler never writes, and with the
-forward ops that the backward recomputes.
+"""Change a captured graph to what runs under a plan, without storages that a fusing compiler never writes, and with the
+forward ops that the backward recomputes; or to the step of another number of rows.
 """
 
 import functools
@@ -11,8 +11,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from elixir_compile.base.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kernel, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
-from elixir_compile.step.divide import Lap, divided, divided_laps, parts_of, slices_of, tangents_of
+from elixir_compile.ir import (
+    Activations,
+    Batched,
+    Kernel,
+    Kind,
+    Op,
+    OpId,
+    Phase,
+    Saving,
+    StepGraph,
+    Storage,
+    StorageId,
+    graph_at,
+)
+from elixir_compile.step.divide import Lap, divided, laps, parts_of, slices_of, tangents_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Find the storages that a fusing compiler never writes to memory, and remove them from a graph.
@@ -54,7 +67,23 @@ def fused(graph: StepGraph, *, is_divided: bool = False, like: Mapping[OpId, Op]
         if writes and writes[-1] in absorbed:
             inputs[writes[-1]] = reads
             is_known = known is not None and not known.reads and known.writes == writes[:-1]
-            ops.append(known if known is not None and is_known else _emptied(op))
+            # Without its fused result, it is opaque, so fusing again changes nothing. Not made by `replace`, which
+            # takes three times as long: a search fuses 40,000 ops.
+            ops.append(
+                known
+                if known is not None and is_known
+                else Op(
+                    id=op.id,
+                    target=op.target,
+                    phase=op.phase,
+                    reads=(),
+                    writes=op.writes[:-1],
+                    module=op.module,
+                    source=op.source,
+                    once=op.once,
+                    mixes=op.mixes,
+                )
+            )
         elif reads == op.reads:
             ops.append(op)
         elif known is not None and known.reads == reads and known.writes == writes:
@@ -84,7 +113,8 @@ def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozense
         and op.writes
         and kind_of[op.writes[-1]] is Kind.TEMP
         and op.writes[-1] not in rewritten
-        and not (is_divided and _stays_apart(op))
+        # Readers may run in another number of micro-batches, in which a random number is another.
+        and not (is_divided and (op.mixes or is_drawn(op)))
     }
     if not candidates:
         return frozenset()
@@ -97,12 +127,6 @@ def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozense
             if name in candidates and op.phase is not makers[name].phase:
                 candidates.discard(name)
     return frozenset(candidates - _written_for_reuse(graph, candidates))
-
-
-def _stays_apart(op: Op) -> bool:
-    """Return whether the result of `op` must not be computed again by each reader, which may run in another number of
-    micro-batches: the op mixes the batch, or it draws random numbers, others for another number."""
-    return bool(op.mixes) or is_drawn(op)
 
 
 def is_drawn(op: Op) -> bool:
@@ -128,22 +152,6 @@ def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> se
         else:
             leaves[made] = read
     return written
-
-
-def _emptied(op: Op) -> Op:
-    """Return `op` without its fused result. It is opaque, so fusing again changes nothing."""
-    # Not `replace`, which takes three times as long: a search fuses 40,000 ops.
-    return Op(
-        id=op.id,
-        target=op.target,
-        phase=op.phase,
-        reads=(),
-        writes=op.writes[:-1],
-        module=op.module,
-        source=op.source,
-        once=op.once,
-        mixes=op.mixes,
-    )
 
 
 def reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int | None = None) -> Op:
@@ -268,7 +276,8 @@ def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batche
 
 @functools.lru_cache(maxsize=8)
 def _laps_at(graph: StepGraph, dropped: _Names, extra: _Names, micro_batches: int) -> tuple[Lap, ...]:
-    return divided_laps(_divisible(graph, dropped, extra), micro_batches)
+    step = _divisible(graph, dropped, extra)
+    return tuple(lap for lap in laps(step, micro_batches) if lap.micro_batches > 1)
 
 
 def _repeated_step(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
@@ -423,7 +432,8 @@ def _chain(
             continue
         op = maker.get(name)
         if op is None or op.once:
-            raise InvalidPlan(f"the storage {name} is to be recomputed, but {_cannot(op)}.")
+            cannot = "no single op computes it" if op is None else f"{op.id} must not run twice"
+            raise InvalidPlan(f"the storage {name} is to be recomputed, but {cannot}.")
         if is_ready:
             # If a later op changes a result of this op, this op alone does not recompute it.
             made.update(result for result in op.writes if maker[result] is op)
@@ -431,10 +441,6 @@ def _chain(
             continue
         pending.append((name, True))
         pending.extend((read, False) for read in reversed(missing(op)) if read not in made)
-
-
-def _cannot(op: Op | None) -> str:
-    return "no single op computes it" if op is None else f"{op.id} must not run twice"
 
 
 def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
@@ -458,19 +464,20 @@ def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph
         ops += graph.ops[done:at]
         op, done = graph.ops[at], at + 1
         if op.id == first and op.id in again:
-            op, again[op.id][0] = _arrives_earlier(op, again[op.id][0])
+            # The tangents arrive when the backward begins.
+            repeat, tangents = again[op.id][0], tangents_of(op)
+            again[op.id][0] = replace(repeat, writes=(*tangents, *repeat.writes))
+            op = replace(op, writes=op.writes[len(tangents) :])
         ops += again.get(op.id, ())
         ops.append(reading(op, _named(op.reads, {name: renamed[name] for name in op.reads if name in dropped})))
     ops += graph.ops[done:]
     kinds = {**dict.fromkeys(dropped, Kind.TEMP), **dict.fromkeys(extra, Kind.SAVED)}
     kept = (replace(own, kind=kinds[own.id]) if own.id in kinds else own for own in graph.storages)
-    copies = (_copied(storages[name], new) for name, new in renamed.items())
+    copies: list[Storage] = []
+    for name, new in renamed.items():
+        kind = Kind.WORKSPACE if storages[name].kind is Kind.WORKSPACE else Kind.TEMP
+        copies.append(replace(storages[name], id=new, kind=kind))
     return replace(graph, ops=tuple(ops), storages=(*kept, *copies))
-
-
-def _copied(storage: Storage, name: StorageId) -> Storage:
-    """Return `storage` as the repeated op allocates it, under `name`."""
-    return replace(storage, id=name, kind=Kind.WORKSPACE if storage.kind is Kind.WORKSPACE else Kind.TEMP)
 
 
 @functools.lru_cache(maxsize=_NUM_GRAPHS)
@@ -501,12 +508,73 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
     )
 
 
-def _arrives_earlier(first: Op, repeat: Op) -> tuple[Op, Op]:
-    """Return both ops with the tangents moved from `first`, the first op of the backward, to `repeat` before it."""
-    tangents = tangents_of(first)
-    rest = first.writes[len(tangents) :]
-    return replace(first, writes=rest), replace(repeat, writes=(*tangents, *repeat.writes))
-
-
 def _named(names: Sequence[StorageId], renamed: Mapping[StorageId, StorageId]) -> tuple[StorageId, ...]:
     return tuple(renamed.get(name, name) for name in names)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step of one number of rows to the step of another, without a new capture.
+#
+#   storage    EACH         bytes x b / B        one slice for each micro-batch, so also for each row
+#              SUM, SAME    bytes                sums over the batch, and what is equal for all rows
+#   op         writes EACH or SUM   flops x b / B
+#              else                 flops
+#              its moved bytes are shared among the storages that it touches, by their bytes; the part of EACH is
+#              x b / B
+#
+# `B` are the rows of the capture, `b` the rows asked for. A graph with a dynamic number of rows is computed from its
+# sizes, exactly; one with a constant number is scaled, and each product is rounded up.
+
+
+def graph_of_rows(graph: StepGraph, rows: int) -> StepGraph:
+    """Return `graph` as it is with a batch of `rows` rows, 1 or more.
+
+    Raises InvalidPlan if the graph does not say which storages and ops belong to the rows of a batch.
+    """
+    require_rows(graph)
+    if rows < 1:
+        raise InvalidPlan(f"graph {graph.name} is asked for {rows} rows; expected 1 or more.")
+    if rows == graph.batch:
+        return graph
+    if graph.batch_size:
+        return graph_at(graph, {graph.batch_size: rows})
+    shares, counted = moved_shares(graph), counted_by_rows(graph)
+
+    def scaled(number: int) -> int:
+        return -(-number * rows // graph.batch)
+
+    def at_rows(op: Op) -> Op:
+        moved_each = round(op.moved_bytes * shares[op.id])
+        flops = scaled(op.flops) if op.id in counted else op.flops
+        return replace(op, flops=flops, moved_bytes=op.moved_bytes - moved_each + scaled(moved_each))
+
+    storages = tuple(
+        replace(storage, nbytes=scaled(storage.nbytes)) if storage.batched is Batched.EACH else storage
+        for storage in graph.storages
+    )
+    return replace(graph, ops=tuple(map(at_rows, graph.ops)), storages=storages, batch=rows)
+
+
+def require_rows(graph: StepGraph) -> None:
+    """Raise InvalidPlan unless `graph` says which storages and ops belong to the rows of its batch."""
+    if graph.undivided or (graph.batch == 1 and not graph.batch_size):
+        because = graph.undivided or "its inputs share no batch of two rows or more"
+        raise InvalidPlan(f"graph {graph.name} cannot be priced for another number of rows: {because}.")
+
+
+def counted_by_rows(graph: StepGraph) -> frozenset[str]:
+    """Return the ids of the ops whose flops are proportional to the rows: they write slices of the batch, or sums."""
+    batched = {storage.id for storage in graph.storages if storage.batched is not Batched.SAME}
+    return frozenset(op.id for op in graph.ops if not batched.isdisjoint(op.writes))
+
+
+def moved_shares(graph: StepGraph) -> dict[str, float]:
+    """Return, by op, the share of its moved bytes that is proportional to the rows, 0 to 1."""
+    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+    each = {storage.id for storage in graph.storages if storage.batched is Batched.EACH}
+    found: dict[str, float] = {}
+    for op in graph.ops:
+        touched = dict.fromkeys((*op.reads, *op.writes))
+        total_bytes = sum(nbytes[name] for name in touched)
+        found[op.id] = sum(nbytes[name] for name in touched if name in each) / total_bytes if total_bytes else 0.0
+    return found

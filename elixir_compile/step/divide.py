@@ -18,7 +18,6 @@ from elixir_compile.ir import (
     OpId,
     Phase,
     Plan,
-    Region,
     Saving,
     StepGraph,
     Storage,
@@ -62,11 +61,17 @@ def laps(step: StepGraph, micro_batches: int) -> tuple[Lap, ...]:
     `step` is a step as it runs, recomputed ops included. A lap begins at each phase, at each layer with a number, at
     the first op of another module behind the last such layer, and before and behind an op that mixes the batch.
     """
-    firsts = _firsts(step.ops)
-    ends = [*firsts[1:], sum(op.phase is not Phase.UPDATE for op in step.ops)]
+    ops, begins = step.ops, set[int]()
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        places = [i for i, op in enumerate(ops) if op.phase is phase]
+        begins |= {*places[:1], *_layer_firsts(ops, places)}
+        for i in places:
+            begins |= {i, i + 1} if ops[i].mixes else set()
+    num_run = sum(op.phase is not Phase.UPDATE for op in ops)
+    firsts = sorted(i for i in begins if i < num_run)
     each = {storage.id for storage in step.storages if storage.batched is Batched.EACH}
     found: list[Lap] = []
-    for first, end in zip(firsts, ends, strict=True):
+    for first, end in itertools.pairwise((*firsts, num_run)):
         ops = step.ops[first:end]
         is_divided = not any(op.mixes for op in ops) and any(
             not each.isdisjoint(op.reads) or not each.isdisjoint(op.writes) for op in ops
@@ -75,42 +80,24 @@ def laps(step: StepGraph, micro_batches: int) -> tuple[Lap, ...]:
     return tuple(found)
 
 
-def divided_laps(step: StepGraph, micro_batches: int) -> tuple[Lap, ...]:
-    """Return the laps of `step` that run in more than one micro-batch if the batch is divided by `micro_batches`."""
-    if micro_batches == 1:
-        return ()
-    return tuple(lap for lap in laps(step, micro_batches) if lap.micro_batches > 1)
-
-
 def laps_of(plan: Plan) -> tuple[Lap, ...]:
     """Return the regions of `plan` that run in more than one micro-batch, as laps."""
-    return laps_in(plan.regions)
-
-
-def laps_in(regions: Iterable[Region]) -> tuple[Lap, ...]:
-    """Return those of `regions` that run in more than one micro-batch, as laps."""
     return tuple(
         Lap(first=region.first, last=region.last, micro_batches=region.micro_batches)
-        for region in regions
+        for region in plan.regions
         if region.micro_batches > 1
     )
+
+
+def _spans(step: StepGraph, laps: Iterable[Lap]) -> list[range]:
+    """Return the indices of the ops of each of `laps`: none if `step` has no such ops."""
+    index, end = {op.id: number for number, op in enumerate(step.ops)}, len(step.ops)
+    return [range(index.get(lap.first, end), index.get(lap.last, -1) + 1) for lap in laps]
 
 
 def micro_batches_of(plan: Plan) -> int:
     """Return the largest number of micro-batches of a region of `plan`: that of all its divided laps."""
     return max((region.micro_batches for region in plan.regions), default=1)
-
-
-def _firsts(ops: Sequence[Op]) -> list[int]:
-    """Return the index of the first op of each lap."""
-    found: set[int] = set()
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        places = [i for i, op in enumerate(ops) if op.phase is phase]
-        found |= {*places[:1], *_layer_firsts(ops, places)}
-        for i in places:
-            found |= {i, i + 1} if ops[i].mixes else set()
-    num_run = sum(op.phase is not Phase.UPDATE for op in ops)
-    return sorted(i for i in found if i < num_run)
 
 
 def _layer_firsts(ops: Sequence[Op], places: Sequence[int]) -> set[int]:
@@ -280,12 +267,10 @@ def slices_of(step: StepGraph, laps: Sequence[Lap], activations: Iterable[Activa
 
 def _touches(step: StepGraph, laps: Sequence[Lap], names: Collection[StorageId]) -> Mapping[StorageId, _Touches]:
     """Return the ops of `step` that touch each of `names`."""
-    index = {op.id: i for i, op in enumerate(step.ops)}
     lap_of = [_UNDIVIDED] * len(step.ops)
-    for number, lap in enumerate(laps):
-        first, last = index.get(lap.first, len(step.ops)), index.get(lap.last, -1)
-        if lap.micro_batches > 1 and first <= last:
-            lap_of[first : last + 1] = [number] * (last + 1 - first)
+    for number, (lap, span) in enumerate(zip(laps, _spans(step, laps), strict=True)):
+        for at in span if lap.micro_batches > 1 else ():
+            lap_of[at] = number
     found: dict[StorageId, _Touches] = {}
     for i, op in enumerate(step.ops):
         for name in (*op.reads, *op.writes):
@@ -373,10 +358,12 @@ def tangents_of_step(step: StepGraph) -> frozenset[StorageId]:
 def tangents_of(first: Op) -> tuple[StorageId, ...]:
     """Return the storages of the tangents among the writes of `first`, the first op of the backward.
 
-    They come before its own result, whose storage has the name of the op.
+    They come before its own result, whose storage has the name of the op. An op without reads is fused: its result is
+    computed elsewhere, and it writes tangents alone.
     """
     results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), 0)]
+    others = 0 if first.reads else len(first.writes)
+    return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), others)]
 
 
 def parts_of(
@@ -391,29 +378,22 @@ def parts_of(
     may_stay -= {*step.outputs, *offloaded_names(activations), *tangents_of_step(step)}
     if step.batch_size or not may_stay:
         return frozenset()
-    numbers = _micro_batches(step, laps)
+    spans = _spans(step, laps)
+    numbers = [1] * len(step.ops)  # of micro-batches, by op
+    for lap, span in zip(laps, spans, strict=True):
+        for at in span:
+            numbers[at] = lap.micro_batches
     touched: dict[StorageId, set[int]] = {}
     for op, number in zip(step.ops, numbers, strict=True):
         for name in (*op.reads, *op.writes):
             touched.setdefault(name, set()).add(number)
     times_written = Counter(name for op in step.ops for name in op.writes)
     found = {name for name in may_stay if times_written[name] == 1 and len(touched[name]) == 1}
-    index = {op.id: i for i, op in enumerate(step.ops)}
-    for lap in laps if slices.arriving else ():
-        ops = step.ops[index.get(lap.first, len(step.ops)) : index.get(lap.last, -1) + 1]
+    for span in spans if slices.arriving else ():
+        ops = step.ops[span.start : span.stop]
         if any(op.phase is Phase.BACKWARD and not slices.arriving.isdisjoint(op.reads) for op in ops):
             found.difference_update(chain.from_iterable(op.writes for op in ops))
     return frozenset(name for name in found if touched[name] != {1})
-
-
-def _micro_batches(step: StepGraph, laps: Sequence[Lap]) -> list[int]:
-    """Return the number of micro-batches of each op of `step`."""
-    index = {op.id: i for i, op in enumerate(step.ops)}
-    found = [1] * len(step.ops)
-    for lap in laps:
-        first, end = index.get(lap.first, len(step.ops)), index.get(lap.last, -1) + 1
-        found[first:end] = [lap.micro_batches] * max(end - first, 0)
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -453,8 +433,11 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
 
     A lap that names no ops of `step` changes nothing: `check_regions` refuses its region.
     """
-    index = {op.id: number for number, op in enumerate(step.ops)}
-    touched = _touched(step)
+    touched: dict[StorageId, tuple[int, int, int]] = {}
+    for i, op in enumerate(step.ops):
+        for name in (*op.reads, *op.writes):
+            made, first, _ = touched.get(name, (len(step.ops), i, i))
+            touched[name] = (min(made, i) if name in op.writes else made, first, i)
     tangents = tangents_of_step(step)
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
@@ -462,29 +445,15 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
     slices = slices_of(step, laps, activations)
     parts = parts_of(step, laps, activations, slices)
     ops = list(step.ops)
-    for lap in laps:
-        first, last = index.get(lap.first, len(ops)), index.get(lap.last, -1)
-        if lap.micro_batches == 1 or last < first:
+    for lap, span in zip(laps, _spans(step, laps), strict=True):
+        if lap.micro_batches == 1 or not span:
             continue
         num = len(rows_of_micro_batches(step.batch, lap.micro_batches)) if step.batch_size else lap.micro_batches
         cut = _Cut(num, lap.micro_batches, step.batch_size, symbols)
-        lap_ops = step.ops[first : last + 1]
-        writer = _LapWriter(lap_ops, num, cut, storages, touched, first, outputs, tangents, slices, parts)
-        ops[first : last + 1] = writer.written()
+        lap_ops = step.ops[span.start : span.stop]
+        writer = _LapWriter(lap_ops, num, cut, storages, touched, span.start, outputs, tangents, slices, parts)
+        ops[span.start : span.stop] = writer.written()
     return replace(step, ops=tuple(ops), storages=tuple(storages.values()))
-
-
-def _touched(step: StepGraph) -> Mapping[StorageId, tuple[int, int, int]]:
-    """Return for each storage the indices of the first op that writes it, and of the first and last op that touch it.
-
-    A storage that no op writes has the number of ops as its first write.
-    """
-    found: dict[StorageId, tuple[int, int, int]] = {}
-    for i, op in enumerate(step.ops):
-        for name in (*op.reads, *op.writes):
-            made, first, _ = found.get(name, (len(step.ops), i, i))
-            found[name] = (min(made, i) if name in op.writes else made, first, i)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +489,8 @@ class _LapWriter:
     cut: _Cut
     storages: dict[StorageId, Storage]
     touched: Mapping[StorageId, tuple[int, int, int]]
+    """By storage: the indices of the first op that writes it, the number of ops if none does, and of the first and the
+    last op that touch it."""
     start: int
     """The index of the first op of the lap in its step."""
     outputs: frozenset[StorageId]
@@ -543,8 +514,28 @@ class _LapWriter:
         for name in names:
             self._place(self.storages[name])
         moved[-1] = (moved[-1][0] + self.filled_bytes, moved[-1][1])
-        rows = zip(self.ops, self.reads, self.writes, moved, strict=True)
-        return [_as_cut(op, reads, writes, nbytes, times) for op, reads, writes, (nbytes, times) in rows]
+        # Not `replace`, which takes twice as long: to price a step in 12 numbers of micro-batches makes 130,000 ops.
+        return [
+            Op(
+                id=op.id,
+                target=op.target,
+                phase=op.phase,
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(dict.fromkeys(writes)),
+                flops=op.flops,
+                moved_bytes=nbytes,
+                module=op.module,
+                source=op.source,
+                flops_size=op.flops_size,
+                kernel=op.kernel,
+                once=op.once,
+                mixes=op.mixes,
+                ring=op.ring,
+                launches=op.launches,
+                times=times,
+            )
+            for op, reads, writes, (nbytes, times) in zip(self.ops, self.reads, self.writes, moved, strict=True)
+        ]
 
     def _moved(self, op: Op) -> tuple[int, int]:
         """Return the bytes that `op` moves in a step, and how many times it runs."""
@@ -588,20 +579,15 @@ class _LapWriter:
             return
         self._read_until_end(storage.id)
         if storage.id in self.parts:
-            self._place_parts(storage, storage.nbytes - part.nbytes, maker)
+            if maker > 0:  # the parts that are there, in the last micro-batch, before the op `maker` makes its part
+                name, earlier_bytes = earlier_name(storage.id), storage.nbytes - part.nbytes
+                self.storages[name] = replace(storage, id=name, nbytes=earlier_bytes, size="", kind=Kind.TEMP)
+                self.writes[0].append(name)
+                self.reads[maker - 1].append(name)
             return
         self.filled_bytes += 2 * storage.nbytes
         self.writes[0].append(storage.id)
         self._add(part, PART, maker)
-
-    def _place_parts(self, storage: Storage, earlier_bytes: int, maker: int) -> None:
-        """Place the parts of `storage` that are there, in the last micro-batch, before the op `maker` makes its part:
-        `earlier_bytes` together."""
-        if maker > 0:
-            name = earlier_name(storage.id)
-            self.storages[name] = replace(storage, id=name, nbytes=earlier_bytes, size="", kind=Kind.TEMP)
-            self.writes[0].append(name)
-            self.reads[maker - 1].append(name)
 
     def _place_leaving(self, storage: Storage) -> None:
         """Place the slice of `storage`, made in this lap, that is on its way to the host while the next is made."""
@@ -653,28 +639,6 @@ class _LapWriter:
 
     def _read_until_end(self, name: StorageId) -> None:
         self.reads[-1].append(name)
-
-
-def _as_cut(op: Op, reads: Sequence[StorageId], writes: Sequence[StorageId], moved_bytes: int, times: int) -> Op:
-    # Not `replace`, which takes twice as long: to price a step in 12 numbers of micro-batches makes 130,000 ops.
-    return Op(
-        id=op.id,
-        target=op.target,
-        phase=op.phase,
-        reads=tuple(dict.fromkeys(reads)),
-        writes=tuple(dict.fromkeys(writes)),
-        flops=op.flops,
-        moved_bytes=moved_bytes,
-        module=op.module,
-        source=op.source,
-        flops_size=op.flops_size,
-        kernel=op.kernel,
-        once=op.once,
-        mixes=op.mixes,
-        ring=op.ring,
-        launches=op.launches,
-        times=times,
-    )
 
 
 def is_repeated(op: Op, storages: Mapping[StorageId, Storage]) -> bool:

@@ -52,7 +52,12 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
     rows = np.cumsum(changes[:-1], axis=0)
     # Bytes of constant sizes. The constants of symbolic sizes are in the first column already.
     rows[:, 0] += plan_rows.nbytes - np.cumsum(numbers[:-1])
-    highest = _undominated(rows)
+    # The distinct rows that no other row equals or exceeds in every column, largest first. In falling order a row can
+    # only be dominated by an earlier row.
+    highest: list[NDArray[np.int64]] = []
+    for row in np.unique(rows, axis=0)[::-1]:
+        if not highest or not (np.array(highest) >= row).all(axis=1).any():
+            highest.append(row)
     texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
     return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"
 
@@ -85,13 +90,3 @@ def resized(graph: StepGraph, plan: Plan) -> Plan:
 def _resized_groups(graph: StepGraph, groups: Iterable[Activations]) -> tuple[Activations, ...]:
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
     return tuple(replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in groups)
-
-
-def _undominated(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the distinct rows without the rows that another row equals or exceeds in every column, largest first."""
-    found: list[NDArray[np.int64]] = []
-    # In falling order a row can only be dominated by an earlier row.
-    for row in np.unique(rows, axis=0)[::-1]:
-        if not found or not (np.array(found) >= row).all(axis=1).any():
-            found.append(row)
-    return found

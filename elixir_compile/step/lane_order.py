@@ -378,7 +378,7 @@ def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index
 
     `touches` are the gradients and the offloaded activations that the regions touch.
     """
-    actions = [(action.verb, action.target) for action in plan.schedules[rank_index].actions]
+    actions = plan.schedules[rank_index].pairs
     closing = closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {}
     places = range(FIRST_OWN, FIRST_OWN + NUM_OWN * (len(plan.buckets) + len(plan.activations)), NUM_OWN)
     buckets = {

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elixir_compile.ir import (
     Batched,
@@ -69,7 +68,12 @@ class Liveness:
 
 def liveness(graph: StepGraph) -> Liveness:
     """Return the life of every storage of `graph`."""
-    firsts, lasts = _touches(graph)
+    firsts: dict[StorageId, int] = {}
+    lasts: dict[StorageId, int] = {}
+    for index, op in enumerate(graph.ops):
+        for name in (*op.reads, *op.writes):
+            firsts.setdefault(name, index)  # the first op that touches a storage allocates it
+            lasts[name] = index
     end = len(graph.ops) - 1
     forward_end = max((index for index, op in enumerate(graph.ops) if op.phase is Phase.FORWARD), default=-1)
     run_end = max((index for index, op in enumerate(graph.ops) if op.phase is not Phase.UPDATE), default=-1)
@@ -86,17 +90,6 @@ def liveness(graph: StepGraph) -> Liveness:
                 last = max(last, run_end if storage.traced else forward_end)
             lives[name] = Life(first=firsts[name], last=last)
     return Liveness(ops=tuple(op.id for op in graph.ops), lives=lives)
-
-
-def _touches(graph: StepGraph) -> tuple[dict[StorageId, int], dict[StorageId, int]]:
-    """Return the index of the first and of the last op touching each storage. The first op allocates it."""
-    firsts: dict[StorageId, int] = {}
-    lasts: dict[StorageId, int] = {}
-    for index, op in enumerate(graph.ops):
-        for name in (*op.reads, *op.writes):
-            firsts.setdefault(name, index)
-            lasts[name] = index
-    return firsts, lasts
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,13 +112,31 @@ class Window:
 
 def use_windows(graph: StepGraph, buckets: Sequence[Bucket]) -> Mapping[BucketId, tuple[Window, ...]]:
     """Return the windows of every bucket in the order of ops. The update op is not a use."""
-    uses = _uses(graph, buckets)
+    owners = {param: bucket.id for bucket in buckets for param in bucket.params}
+    uses: dict[BucketId, list[int]] = {bucket.id: [] for bucket in buckets}
+    for index, op in enumerate(graph.ops):
+        for owner in {owners[name] for name in op.reads if name in owners} if op.phase is not Phase.UPDATE else ():
+            uses[owner].append(index)
     # Bytes of the largest bucket used by each op. Ops between consecutive uses of a bucket use only other buckets.
     largest_bytes = np.full(len(graph.ops), -1, dtype=np.int64)
     for bucket in buckets:
         indices = uses[bucket.id]
         largest_bytes[indices] = np.maximum(largest_bytes[indices], bucket.nbytes)
-    return {bucket.id: _windows(graph, bucket, uses[bucket.id], largest_bytes) for bucket in buckets}
+    found: dict[BucketId, tuple[Window, ...]] = {}
+    for bucket in buckets:
+        spans: list[tuple[int, int]] = []
+        for index in uses[bucket.id]:
+            first, last = spans[-1] if spans else (index, index)
+            largest = int(largest_bytes[last + 1 : index].max(initial=-1))
+            is_apart = largest >= 0 and largest * SMALL_SHARE >= bucket.nbytes
+            if not spans or is_apart or graph.ops[last].phase is not graph.ops[index].phase:
+                spans.append((index, index))
+            else:
+                spans[-1] = first, index
+        found[bucket.id] = tuple(
+            Window(bucket=bucket.id, phase=graph.ops[first].phase, first=first, last=last) for first, last in spans
+        )
+    return found
 
 
 def one_in_each_phase(windows: Sequence[Window]) -> tuple[Window, ...]:
@@ -137,51 +148,14 @@ def one_in_each_phase(windows: Sequence[Window]) -> tuple[Window, ...]:
     return tuple(joined.values())
 
 
-def _uses(graph: StepGraph, buckets: Sequence[Bucket]) -> dict[BucketId, list[int]]:
-    """Return the indices of the forward and backward ops reading parameters of each bucket."""
-    owners = {param: bucket.id for bucket in buckets for param in bucket.params}
-    uses: dict[BucketId, list[int]] = {bucket.id: [] for bucket in buckets}
-    for index, op in enumerate(graph.ops):
-        if op.phase is Phase.UPDATE:
-            continue
-        for owner in {owners[name] for name in op.reads if name in owners}:
-            uses[owner].append(index)
-    return uses
-
-
-def _windows(
-    graph: StepGraph, bucket: Bucket, indices: Sequence[int], largest_bytes: NDArray[np.int64]
-) -> tuple[Window, ...]:
-    found: list[Window] = []
-    first = last = -1
-    for index in indices:
-        if first >= 0 and _are_apart(graph, bucket, last, index, largest_bytes):
-            found.append(Window(bucket=bucket.id, phase=graph.ops[first].phase, first=first, last=last))
-            first = index
-        first = index if first < 0 else first
-        last = index
-    if first >= 0:
-        found.append(Window(bucket=bucket.id, phase=graph.ops[first].phase, first=first, last=last))
-    return tuple(found)
-
-
-def _are_apart(graph: StepGraph, bucket: Bucket, last: int, index: int, largest_bytes: NDArray[np.int64]) -> bool:
-    """Return whether consecutive uses of `bucket`, at the ops `last` and `index`, are in different windows."""
-    if graph.ops[last].phase is not graph.ops[index].phase:
-        return True
-    between = largest_bytes[last + 1 : index]
-    largest = int(between.max()) if len(between) else -1
-    return largest >= 0 and largest * SMALL_SHARE >= bucket.nbytes
-
-
 def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
     """Return the verb of the last action on each bucket, after which it may be updated in the backward.
 
     It is REDUCE if the parameters are on the device, else OFFLOAD of the gradient or the RELEASE after it. Buckets that
     are read later are left out, and those with another last action in lean calls: either kind may be the last call.
     """
-    actions = ((action.verb, action.target) for action in plan.schedules[rank].actions)
-    found = closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
+    reads = {region.id: region.buckets for region in plan.regions}
+    found = closing_of(plan.schedules[rank].pairs, reads, plan.placements)
     lean = found if plan.lean is None else closing_verbs(plan.of_lean_calls(), rank)
     return {bucket: verb for bucket, verb in found.items() if lean.get(bucket) is verb}
 
@@ -302,7 +276,12 @@ class _Scan:
         # A sum over the batch, such as the number of targets of a loss, is complete behind its lap. Recomputed in the
         # lap of the backward that divides rows by it, it would have to be complete before the first micro-batch.
         self._sums = frozenset(storage.id for storage in graph.storages if storage.batched is Batched.SUM)
-        self._from_inputs = self._made_from_inputs(graph)
+        self._from_inputs: set[StorageId] = set()
+        """Storages computed from inputs and parameters without a matrix product: masks and positions."""
+        for op in graph.ops:
+            is_plain = op.phase is Phase.FORWARD and not op.once and not op.flops
+            if is_plain and all(read in self._given or read in self._from_inputs for read in op.reads):
+                self._from_inputs.update(op.writes)
         self._readers: Mapping[StorageId, Op] = {
             name: op for op in reversed(graph.ops) if op.phase is Phase.BACKWARD for name in op.reads
         }
@@ -321,7 +300,15 @@ class _Scan:
         ops, leaves = self._chain([name], self.saved - {name})
         if ops is None:
             return Depth.KEPT
-        if self._crosses(ops, leaves, self.layer(name)):
+        layer = self.layer(name)
+
+        def is_of_another(other: str) -> bool:
+            return other != layer and is_numbered(other)
+
+        # They start from activations of another layer, or repeat its matrix products.
+        if any(leaf not in self._from_inputs and is_of_another(self.layer(leaf)) for leaf in leaves) or any(
+            op.flops and is_of_another(layer_of(op.module)) for op in ops
+        ):
             return Depth.FIXED
         if any("attention" in op.target for op in ops):
             return Depth.ATTENTION
@@ -350,15 +337,6 @@ class _Scan:
             nbytes=sum(self._nbytes[name] for name in storages),
         )
 
-    def _made_from_inputs(self, graph: StepGraph) -> set[StorageId]:
-        """Return storages computed from inputs and parameters without a matrix product: masks and positions."""
-        found: set[StorageId] = set()
-        for op in graph.ops:
-            is_plain = op.phase is Phase.FORWARD and not op.once and not op.flops
-            if is_plain and all(read in self._given or read in found for read in op.reads):
-                found.update(op.writes)
-        return found
-
     def _chain(
         self, targets: Iterable[StorageId], available: "frozenset[StorageId] | set[StorageId]"
     ) -> tuple[list[Op] | None, list[StorageId]]:
@@ -383,12 +361,3 @@ class _Scan:
                 elif read in available:
                     leaves[read] = None
         return list(ops.values()), list(leaves)
-
-    def _crosses(self, ops: Sequence[Op], leaves: Sequence[StorageId], layer: str) -> bool:
-        """Return whether `ops` start from activations of another layer, or repeat its matrix products."""
-        reads_elsewhere = any(name not in self._from_inputs and _is_another(self.layer(name), layer) for name in leaves)
-        return reads_elsewhere or any(op.flops and _is_another(layer_of(op.module), layer) for op in ops)
-
-
-def _is_another(layer: str, than: str) -> bool:
-    return layer != than and is_numbered(layer)

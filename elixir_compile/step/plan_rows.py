@@ -1,28 +1,53 @@
 """List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import product, zip_longest
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Action, Bucket, BucketId, Kind, Plan, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import (
+    BackwardOrder,
+    Bucket,
+    BucketId,
+    Calls,
+    Kind,
+    Plan,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+)
 from elixir_compile.ir.bucket import streamed, streamed_bytes
+from elixir_compile.ir.plan import next_is_lean
 from elixir_compile.step.as_run import as_run
-from elixir_compile.step.bucket_bytes import Births, Held, Sizes, last_unreduced, last_with_gradients, resting
-from elixir_compile.step.call_bytes import (
+from elixir_compile.step.bucket_bytes import (
+    ACTIVATIONS,
     ONLY,
+    Births,
     BucketGradients,
     CallKind,
+    Held,
     Ops,
+    Sizes,
     copy_of_call,
+    crosses,
     gradients_of_call,
+    input_bytes,
+    last_unreduced,
+    last_with_gradients,
+    output_bytes,
+    outputs_beside,
+    resting,
     storages_of_calls,
     sum_nbytes,
-    waiting_bytes,
 )
 from elixir_compile.step.divide import arrived_name, laps_of, leaving_name
 from elixir_compile.step.liveness import Life, liveness
@@ -105,12 +130,7 @@ def _works(plan: Plan, rank: int) -> Sequence[Work]:
     for group in groups.values():
         group.leaves_whole = group.returns_whole = True
     walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)
-    return walk.step([(action.verb, action.target) for action in actions_of(plan, rank)])
-
-
-def actions_of(plan: Plan, rank: int) -> tuple[Action, ...]:
-    """Return the actions of `rank`, or of the first rank if all have the same."""
-    return next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0]).actions
+    return walk.step(next((own for own in plan.schedules if own.rank == rank), plan.schedules[0]).pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -125,19 +145,22 @@ def actions_of(plan: Plan, rank: int) -> tuple[Action, ...]:
 # take turns have one joint row, with the bytes of the largest of them.
 
 
+_NOTHING: Mapping[Kind, int] = MappingProxyType({})
+
+
 class PlanRows:
-    """The rows of `rank` in `call` under `plan`, which must be a plan of `graph`.
+    """The rows of `rank` in a step of one call under `plan`, which must be a plan of `graph`.
 
     The ops include recomputed ops; fused storages have no rows.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0, call: CallKind = ONLY) -> None:
+    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0) -> None:
         self.step = as_run(graph, plan.activations, laps_of(plan))
         """The ops as the plan runs them."""
         self.axis = Axis(self.step, plan, rank)
         """The positions of rows."""
-        self.call, self._ops, self.plan = call, self.axis.ops, plan
-        self._others_bytes: Mapping[Kind, int] = {}
+        self.call, self._ops, self.plan = ONLY, self.axis.ops, plan
+        self._others_bytes = _NOTHING
         self._placements = {placement.bucket: placement for placement in plan.placements}
         owners = {param: bucket for bucket in plan.buckets for param in bucket.params}
         self.lives = self._lives(owners)
@@ -191,10 +214,16 @@ class PlanRows:
 
     @cached_property
     def waiting_bytes(self) -> Mapping[Kind, int]:
-        """The bytes by kind that a forward leaves for its backward, without outputs."""
-        return waiting_bytes(self.step, self._ops, self.lives)
+        """The bytes by kind that a forward leaves for its backward, without outputs, which every call has alike."""
+        num_forward, outputs = self._ops.num_forward, frozenset(self.step.outputs)
+        found: dict[Kind, int] = dict.fromkeys(ACTIVATIONS, 0)
+        for storage in self.step.storages:
+            lives = self.lives.get(storage.id, ())
+            if storage.kind in found and storage.id not in outputs and any(crosses(own, num_forward) for own in lives):
+                found[storage.kind] += storage.nbytes
+        return found
 
-    def in_call(self, call: CallKind, others_bytes: Mapping[Kind, int]) -> "PlanRows":
+    def in_call(self, call: CallKind, others_bytes: Mapping[Kind, int] = _NOTHING) -> "PlanRows":
         """Return these rows in `call`, with `others_bytes` for each forward beside it that runs the other program of a
         plan with lean calls."""
         rows = shallow_copy(self)
@@ -210,10 +239,8 @@ class PlanRows:
         if self.call is not ONLY:
             for _, held in storages_of_calls(self.step, self._ops, self.lives, self.call, self.plan.calls):
                 yield held
-        num_forward, num_run = self._ops.num_forward, self._ops.num_run
         for kind, nbytes in self._others_bytes.items():
-            yield Held(kind, self.call.others_beside_forward * nbytes, 0, num_forward - 1)
-            yield Held(kind, self.call.others_beside_backward * nbytes, num_forward, num_run - 1)
+            yield Held(kind, self.call.others_beside * nbytes, 0, self._ops.num_run - 1)
         yield from self.joint(self.plan.buckets)
         # External usage counts like buffers of modules: live at every op, never moved.
         yield Held(Kind.BUFFER, self.plan.base_bytes, 0, self._ops.num - 1)
@@ -269,3 +296,224 @@ class PlanRows:
             bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
             for kind, nbytes in streamed(bucket, param):
                 yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The halves of a step of several calls, its forwards and backward passes, and which outstanding forwards are beside
+# each.
+#
+#                       F1 F2 f3 f4 B1 B2 b3 b4     4 calls, 4 outstanding, at most 2 full: a small letter is a lean one
+#   full beside         0  1  2  2  1  0  0  0
+#   lean beside         0  0  0  1  2  2  1  0
+#
+# The program of a half and its place in the step decide the bytes that it holds itself; beside it, so many full and
+# lean forwards hold the bytes of each. So of all halves of one kind only the one with the most beside it counts. If
+# the order of the backward passes is not known, these are the most in any order. A step without lean calls is one in
+# which as many full forwards may wait as are outstanding.
+
+
+class Half(NamedTuple):
+    """A kind of forwards or of backward passes: their program, and their place among those of the step."""
+
+    is_lean: bool
+    is_backward: bool
+    is_first: bool
+    is_last: bool
+    is_after_backward: bool
+    """Whether a backward has run before, which leaves sums of gradients."""
+
+    def call(self, calls: Calls) -> CallKind:
+        """Return the kind of calls of this half, alone in a step of `calls`."""
+        # Before the first backward, a forward holds no more than if all forwards came first.
+        alternate = calls.alternate and (self.is_backward or self.is_after_backward)
+        return CallKind(is_first=self.is_first, is_last=self.is_last, alternate=alternate)
+
+
+class Beside(NamedTuple):
+    """The outstanding forwards beside a half, and the backward passes before it."""
+
+    num_full: int
+    num_lean: int
+    num_done: int
+
+
+Steps = Iterator[tuple[Half, Beside]]
+
+
+def halves(calls: Calls, num_full: int) -> Steps:
+    """Yield the forwards that can be beside each half of a step of `calls`, if at most `num_full` full ones wait."""
+    if calls.backward_order is not BackwardOrder.ANY:
+        yield from walked(calls, num_full)
+        return
+    kinds = (False, True) if num_full < calls.outstanding else (False,)
+    if calls.alternate:
+        # The most beside each half, whenever it runs: the last forward may come behind all other backward passes.
+        for is_lean, number in product(kinds, sorted({0, 1, calls.num - 1})):
+            is_first, is_last = number == 0, number == calls.num - 1
+            num_done = 0 if is_first else calls.num - 1 if is_last else calls.num - 2
+            most = Beside(num_full - (not is_lean), calls.outstanding - num_full - is_lean, num_done)
+            for is_backward in (True,) if is_first and is_lean else (False, True):
+                is_alone = is_last if is_backward else is_first
+                half = Half(is_lean, is_backward, is_first, is_last, not is_first)
+                yield half, Beside(0, 0, num_done) if is_alone else most
+        return
+    yield from (found for found in walked(calls, num_full) if not found[0].is_backward)
+    # The fewest and the most full forwards that may be beside each backward, if all forwards come first.
+    for num_done, is_lean in product(range(calls.num), kinds):
+        num_beside, most_lean = calls.num - 1 - num_done, calls.num - num_full - is_lean
+        half = Half(is_lean, True, num_done == 0, num_done == calls.num - 1, num_done > 0)
+        for full in {max(0, num_beside - most_lean), min(num_full - (not is_lean), num_beside)}:
+            yield half, Beside(full, num_beside - full, num_done)
+
+
+class Course:
+    """How far a step of several calls is: the halves that have run, and the forwards that wait."""
+
+    def __init__(self, calls: Calls, most_full: int) -> None:
+        """No half has run. At most `most_full` full forwards wait."""
+        self._calls, self._most_full = calls, most_full
+        self.started = self.ended = self.num_lean = 0
+        """Forwards and backward passes that have run, and lean calls among the forwards that wait."""
+        self._waiting: dict[int, bool] = {}
+        """By call: whether its forward, which waits, is lean."""
+
+    def run(self, call: int, *, is_backward: bool) -> tuple[Half, Beside]:
+        """Run the forward or the backward of `call`, and return it with what is beside it."""
+        num_full = len(self._waiting) - self.num_lean
+        is_lean = self._waiting.pop(call) if is_backward else next_is_lean(num_full, self._most_full)
+        self.num_lean -= is_backward and is_lean
+        number = self.ended if is_backward else self.started
+        half = Half(is_lean, is_backward, number == 0, number >= self._calls.num - 1, self.ended > 0)
+        beside = Beside(len(self._waiting) - self.num_lean, self.num_lean, self.ended)
+        if is_backward:
+            self.ended += 1
+        else:
+            self._waiting[call] = is_lean
+            self.num_lean += is_lean
+            self.started += 1
+        return half, beside
+
+
+def walked(calls: Calls, num_full: int) -> Steps:
+    """Yield the halves of a step one after another: `calls.outstanding` forwards, then a backward and a forward in
+    turn, then the other backward passes. A step in any order is taken to be first-first."""
+    course, waiting = Course(calls, num_full), deque[int]()
+    take = waiting.pop if calls.backward_order is BackwardOrder.LAST_FIRST else waiting.popleft
+    while course.ended < calls.num:
+        if len(waiting) == calls.outstanding or course.started == calls.num:
+            yield course.run(take(), is_backward=True)
+        else:
+            waiting.append(course.started)
+            yield course.run(course.started, is_backward=False)
+
+
+def num_full_calls(calls: Calls, num_full: int) -> int:
+    """Return how many calls of a step are full."""
+    return sum(not half.is_lean and not half.is_backward for half, _ in walked(calls, num_full))
+
+
+def calls_by_program(plan: Plan) -> Sequence[tuple[int, Plan]]:
+    """Return how many calls of a step run `plan`, and how many its lean calls as a plan, if there are any."""
+    num_full = num_full_calls(plan.calls, plan.most_full)
+    return [(num_full, plan)] + ([] if plan.lean is None else [(plan.calls.num - num_full, plan.of_lean_calls())])
+
+
+class Halves:
+    """The forwards that may be beside each half of a step of `calls`, if at most `num_full` full forwards wait."""
+
+    def __init__(self, calls: Calls, num_full: int) -> None:
+        self.calls = calls
+        found: dict[Half, dict[Beside, None]] = {}
+        for half, beside in halves(calls, num_full):
+            found.setdefault(half, {})[beside] = None
+        self._beside = {half: np.array(list(own), dtype=np.int64) for half, own in found.items()}
+
+    def most(self, own: "BesideBytes") -> Mapping[Half, tuple[Beside, int]]:
+        """Return for each half the forwards that hold the most bytes beside it, and how many more bytes these are than
+        with no other outstanding forward."""
+        found: dict[Half, tuple[Beside, int]] = {}
+        for half, beside in self._beside.items():
+            nbytes = self._nbytes(half, beside, own)
+            at = int(nbytes.argmax())
+            nothing = self._nbytes(half, np.zeros((1, 3), dtype=np.int64), own)
+            found[half] = Beside(*beside[at].tolist()), int(nbytes[at] - nothing[0])
+        return found
+
+    def _nbytes(self, half: Half, beside: NDArray[np.int64], own: "BesideBytes") -> NDArray[np.int64]:
+        calls, num_beside = self.calls, beside[:, 0] + beside[:, 1]
+        nbytes = own.full * beside[:, 0] + own.lean * beside[:, 1]
+        nbytes += own.outputs * outputs_beside(num_beside, calls, is_backward=half.is_backward)
+        if half.is_backward or calls.alternate:
+            nbytes += own.inputs * np.minimum(beside[:, 2], calls.input_grads - 1)
+        return nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideBytes:
+    """The bytes of one outstanding forward beside a half, and of the tensors that the caller holds for it."""
+
+    full: int
+    lean: int
+    outputs: int
+    inputs: int
+
+
+class CallBytes:
+    """The bytes of the calls that run the same program: that of full calls, or that of lean calls."""
+
+    def __init__(self, rows: PlanRows) -> None:
+        self.rows = rows
+        """The rows of a call; those beside it are added for a kind of calls."""
+        self.waiting_bytes = sum(rows.waiting_bytes.values())
+        """Bytes that a forward leaves for its backward, without outputs."""
+        self._alone: dict[CallKind, NDArray[np.int64]] = {}
+
+    def alone(self, half: Half) -> tuple[int, int]:
+        """Return the most bytes at any op of `half` if no other forward waits, and at any op of the update."""
+        call, ops = half.call(self.rows.plan.calls), self.rows.axis.ops
+        if call not in self._alone:
+            self._alone[call] = self.rows.in_call(call).nbytes
+        live_bytes = self._alone[call]
+        span = slice(ops.num_forward, ops.num_run) if half.is_backward else slice(0, ops.num_forward)
+        return int(live_bytes[span].max(initial=0)), int(live_bytes[ops.num_run :].max(initial=0))
+
+
+class TwoPrograms:
+    """The bytes of steps whose calls run one of two programs with the same buckets: that of full or of lean calls. Both
+    are one if there are no lean calls."""
+
+    def __init__(self, full: CallBytes, lean: CallBytes) -> None:
+        self.full, self.lean = full, lean
+        self._calls = full.rows.plan.calls
+        self._beside = BesideBytes(
+            full=full.waiting_bytes,
+            lean=lean.waiting_bytes,
+            outputs=output_bytes(full.rows.step),
+            inputs=input_bytes(full.rows.step, self._calls),
+        )
+
+    @classmethod
+    def of(cls, graph: StepGraph, plan: Plan, rank: int = 0) -> "TwoPrograms":
+        """Return the programs of `plan`, a plan of `graph`, on `rank`."""
+        full = CallBytes(PlanRows(graph, plan, rank))
+        return cls(full, full if plan.lean is None else CallBytes(PlanRows(graph, plan.of_lean_calls(), rank)))
+
+    def fullest(self, beside: Halves) -> Iterator[tuple[Half, PlanRows]]:
+        """Yield each half with the rows of a call that has the most bytes beside it. Only the ops of the half count."""
+        for half, (most, _) in beside.most(self._beside).items():
+            call = replace(
+                half.call(self._calls),
+                beside=most.num_full + most.num_lean,
+                others_beside=most.num_full if half.is_lean else most.num_lean,
+                input_grads=min(most.num_done, self._calls.input_grads - 1),
+            )
+            own, other = (self.lean, self.full) if half.is_lean else (self.full, self.lean)
+            yield half, own.rows.in_call(call, other.rows.waiting_bytes)
+
+    def peak_bytes(self, beside: Halves) -> int:
+        """Return the most bytes at any op, as `plan_timeline` counts them."""
+        peak_bytes = 0
+        for half, (_, more_bytes) in beside.most(self._beside).items():
+            alone_bytes, update_bytes = (self.lean if half.is_lean else self.full).alone(half)
+            peak_bytes = max(peak_bytes, alone_bytes + more_bytes, update_bytes if half.is_backward else 0)
+        return peak_bytes

@@ -32,6 +32,7 @@ the device on several ranks, which is at the wait for the gradient and not, as h
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,8 +46,8 @@ from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.cost import Measured, StreamedCopies
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
-from elixir_compile.ir.kinds import BucketId, GroupId, Lane, RegionId, Update, Verb
-from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.kinds import BucketId, GroupId, Lane, OpId, RegionId, Update, Verb
+from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef, Target
 from elixir_compile.step.as_run import as_run
@@ -465,7 +466,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     All other ranks are taken to be as this one; `simulate_ranks` simulates ranks that differ.
     """
     player = player_of(graph, plan, cluster, measured)
-    return _record(graph, plan, player, _play([player], [actions_of(plan)]))
+    return _record(graph, plan, player, _play([player], [plan.schedules[0].pairs]))
 
 
 def play(
@@ -503,7 +504,7 @@ def simulate_ranks(steps: Sequence[RankStep]) -> tuple[Record, ...]:
     Raises InvalidPlan if the plans issue other collectives.
     """
     players = [player_of(step.graph, step.plan, step.cluster, step.measured) for step in steps]
-    step_s = _play(players, [actions_of(step.plan) for step in steps])
+    step_s = _play(players, [step.plan.schedules[0].pairs for step in steps])
     return tuple(_record(step.graph, step.plan, player, step_s) for step, player in zip(steps, players, strict=True))
 
 
@@ -525,14 +526,9 @@ class FurtherCall:
 def further_call(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured) -> FurtherCall:
     """Return the seconds of a call of `plan` that gathers, reduces and updates nothing."""
     player = player_of(graph, replace(plan, update=Update.AFTER_BACKWARD), cluster, measured)
-    own = [action for action in actions_of(plan) if isinstance(action[1], RegionRef | GroupRef)]
+    own = [action for action in plan.schedules[0].pairs if isinstance(action[1], RegionRef | GroupRef)]
     step_s = _play([player], [own])
     return FurtherCall(step_s=step_s, exposed_s=max(0.0, step_s - sum(player.run_s.values())))
-
-
-def actions_of(plan: Plan) -> Actions:
-    """Return the actions of `plan` as pairs of verb and target."""
-    return tuple((action.verb, action.target) for action in plan.schedules[0].actions)
 
 
 def player_of(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Player:
@@ -543,7 +539,7 @@ def player_of(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured
         update=plan.update,
         reads={region.id: region.buckets for region in plan.regions},
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
-        last_forward=last_forward(plan.regions, actions_of(plan)),
+        last_forward=last_forward(plan.regions, plan.schedules[0].pairs),
     )
     return Player(
         {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions},
@@ -645,3 +641,82 @@ def _require_same_collectives(players: Sequence[Player], actions: Sequence[Actio
     for each in zip_longest(*issued):
         if any(other != each[0] for other in each):
             raise InvalidPlan(f"ranks issue other collectives: {', '.join(map(str, each))}.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Figures of a simulated step: exposed and hidden transfers, the critical path, and the prediction for a plan.
+
+
+_TRANSFERS = frozenset({Lane.H2D, Lane.D2H, Lane.GATHER, Lane.REDUCE, Lane.P2P})
+
+
+def exposed_s(record: Record) -> float:
+    """Return the seconds of transfers during which the compute lane is idle; simultaneous transfers count each."""
+    compute = sorted(
+        (span for span in record.spans if span.lane is Lane.COMPUTE and span.end_s > span.start_s),
+        key=lambda span: span.start_s,
+    )
+    starts_s = [span.start_s for span in compute]
+    total_s = 0.0
+    for span in record.spans:
+        if span.lane in _TRANSFERS:
+            total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
+            if span.end_s > record.step_s:
+                # The end of this span runs in the next step, beside compute as at the beginning of this step.
+                start_s, end_s = max(span.start_s - record.step_s, 0.0), span.end_s - record.step_s
+                total_s -= _covered_s(replace(span, start_s=start_s, end_s=end_s), compute, starts_s)
+    return max(0.0, total_s)  # rounded, what covers a transfer may be longer than it
+
+
+def critical_path(record: Record) -> tuple[Span, ...]:
+    """Return the spans of a simulated step that lead without a gap to its end.
+
+    The step gets shorter only if a span among them gets shorter.
+    """
+    ends: dict[float, Span] = {}
+    for span in record.spans:
+        # If a span of compute ends together with another, it is on the path.
+        is_first = span.end_s not in ends or span.lane is Lane.COMPUTE
+        if span.end_s > span.start_s and is_first:
+            ends[span.end_s] = span
+    path: list[Span] = []
+    at_s = max(ends, default=0.0)
+    while at_s in ends:
+        path.append(ends[at_s])
+        at_s = path[-1].start_s
+    return tuple(reversed(path))
+
+
+def hidden_share(record: Record) -> float:
+    """Return the share of transfer seconds beside compute, 0 to 1; 1 if nothing is transferred."""
+    total_s = sum(span.end_s - span.start_s for span in record.spans if span.lane in _TRANSFERS)
+    return 1.0 if total_s == 0 else min(1.0, max(0.0, 1.0 - exposed_s(record) / total_s))
+
+
+def hidden_update_share(record: Record) -> float:
+    """Return the share of the host's update seconds beside compute, 0 to 1; 1 if the host updates nothing."""
+    updates = (replace(span, lane=Lane.H2D) for span in record.spans if span.lane is Lane.HOST)
+    compute = (span for span in record.spans if span.lane is Lane.COMPUTE)
+    return hidden_share(replace(record, spans=(*compute, *updates)))
+
+
+def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:
+    """Return the seconds of `span` beside `compute`, which are sorted spans without overlap."""
+    covered_s = 0.0
+    i = max(bisect_right(starts_s, span.start_s) - 1, 0)
+    while i < len(compute) and compute[i].start_s < span.end_s:
+        covered_s += max(0.0, min(span.end_s, compute[i].end_s) - max(span.start_s, compute[i].start_s))
+        i += 1
+    return covered_s
+
+
+def prediction_of(record: Record, device_peak_bytes: int, device_peak_at: OpId) -> Prediction:
+    """Return the prediction of `record`, with the device peak and its op from the timeline."""
+    return Prediction(
+        step_s=record.step_s,
+        exposed_s=exposed_s(record),
+        hidden_share=hidden_share(record),
+        device_peak_bytes=device_peak_bytes,
+        device_peak_at=device_peak_at,
+        host_peak_bytes=record.host_peak_bytes,
+    )

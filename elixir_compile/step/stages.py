@@ -1,21 +1,21 @@
-"""Find the layers at which a captured step can be cut into the stages of a pipeline, and count the bytes of a stage and
-of the rank that runs it.
+"""Find the layers at which a captured step can be cut into the stages of a pipeline, count the bytes of a stage and of
+the rank that runs it, and play a step of all ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from elixir_compile.ir import Kind, Phase, Plan, StepGraph, StorageId, Tier
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.ir import Kind, Phase, Plan, StepGraph, StorageId, Tier, Verb
 from elixir_compile.ir.graph import is_numbered, layer_of
-from elixir_compile.step.bucket_bytes import bytes_at, resting
-from elixir_compile.step.call_bytes import CallKind, input_bytes, output_bytes, sum_nbytes, tangents_of
+from elixir_compile.ir.hardware import Link
+from elixir_compile.ir.pipeline import PipelineAction, PipelineOrder
+from elixir_compile.step.bucket_bytes import CallKind, Ops, bytes_at, input_bytes, output_bytes, resting, sum_nbytes
+from elixir_compile.step.divide import tangents_of_step
 from elixir_compile.step.liveness import liveness
-from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.plan_rows import Beside, Course, Half, PlanRows, TwoPrograms
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The layers of a captured step at which it can be cut into the stages of a pipeline, and the step of one stage.
@@ -124,7 +124,18 @@ def layered(graph: StepGraph) -> LayeredStep:
     labels = dict.fromkeys(layer_of(op.module) for op in graph.ops if op.phase is Phase.FORWARD)
     prefixes = {label[:dot] for label in labels for dot in (0, *(i for i, c in enumerate(label) if c == "."))}
     modules = [label for label in labels if label not in prefixes] or list(labels)
-    groups = _grouped(modules, _with_parameters(graph, modules))
+    params = {storage.id for storage in graph.storages if storage.kind is Kind.PARAM}
+    forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
+    with_params = {layer_of(op.module) for op in forward if not params.isdisjoint(op.reads)}.intersection(modules)
+    # Each group has parameters; modules without a number stay together beside numbered layers.
+    has_numbers = any(is_numbered(module) for module in with_params)
+    groups: list[list[str]] = []
+    for before, module in zip([None, *modules], modules, strict=False):
+        joins = has_numbers and before is not None and not is_numbered(module) and not is_numbered(before)
+        if groups and (joins or module not in with_params or with_params.isdisjoint(groups[-1])):
+            groups[-1].append(module)
+        else:
+            groups.append([module])
     layers = tuple(StageLayer(modules=tuple(group)) for group in groups)
     return LayeredStep(graph=graph, layers=layers, numbers=_numbers(graph, layers))
 
@@ -141,26 +152,6 @@ def _numbers(graph: StepGraph, layers: Sequence[StageLayer]) -> Mapping[str, int
         at = of_module.get(layer_of(op.module), at)
         numbers[op.id] = at
     return numbers
-
-
-def _with_parameters(graph: StepGraph, modules: Sequence[str]) -> frozenset[str]:
-    params = {storage.id for storage in graph.storages if storage.kind is Kind.PARAM}
-    reading = {layer_of(op.module) for op in graph.ops if op.phase is Phase.FORWARD and not params.isdisjoint(op.reads)}
-    return frozenset(modules) & reading
-
-
-def _grouped(modules: Sequence[str], with_parameters: frozenset[str]) -> list[list[str]]:
-    """Return `modules` in groups that may be stages: each has parameters; modules without a number stay together
-    beside numbered layers."""
-    has_numbers = any(is_numbered(module) and module in with_parameters for module in modules)
-    groups: list[list[str]] = []
-    for before, module in zip([None, *modules], modules, strict=False):
-        joins = has_numbers and before is not None and not is_numbered(module) and not is_numbered(before)
-        if groups and (joins or module not in with_parameters or with_parameters.isdisjoint(groups[-1])):
-            groups[-1].append(module)
-        else:
-            groups.append([module])
-    return groups
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -188,8 +179,7 @@ class StageMemory:
 
 def stage_memory(step: StepGraph) -> StageMemory:
     """Return the bytes of `step`, which is the step of a stage as a plan runs it."""
-    num_forward = sum(op.phase is Phase.FORWARD for op in step.ops)
-    lives = liveness(step).lives
+    num_forward, lives = Ops.of(step).num_forward, liveness(step).lives
     changes = [0] * (len(step.ops) + 1)
     saved_bytes = 0
     sent = set(step.outputs)
@@ -295,32 +285,20 @@ class Done(NamedTuple):
     """Lean calls among the outstanding forwards."""
 
 
-@dataclass(slots=True)
 class _Step:
-    """A running step of a stage: a forward is lean if as many full ones wait as the plan has at most."""
+    """A running step of a stage."""
 
-    stage: "StageBytes"
-    done: Done = field(default_factory=Done)
-    waiting: dict[int, bool] = field(default_factory=dict)
-    """Whether the forward of each outstanding micro-batch is lean."""
+    def __init__(self, stage: "StageBytes") -> None:
+        self._stage, self._course = stage, Course(stage.calls, stage.most_full)
 
     def run(self, run: Run) -> int:
         """Run one call, and return its most bytes."""
-        started, ended, num_lean = self.done
-        is_forward = run.phase is Phase.FORWARD
-        num_full = started - ended - num_lean
-        is_lean = num_full >= self.stage.most_full if is_forward else self.waiting.pop(run.micro_batch)
-        nbytes = self.stage.run_bytes(run.phase, self.done, is_lean=is_lean)
-        if is_forward:
-            self.waiting[run.micro_batch] = is_lean
-        self.done = Done(
-            started + is_forward, ended + (not is_forward), num_lean + (is_lean if is_forward else -is_lean)
-        )
-        return nbytes
+        return self._stage.run_bytes(*self._course.run(run.micro_batch, is_backward=run.phase is Phase.BACKWARD))
 
     def idle_bytes(self, *, is_over: bool = False) -> int:
         """Return the bytes between two runs."""
-        return self.stage.idle_bytes(self.done, is_over=is_over)
+        course = self._course
+        return self._stage.idle_bytes(Done(course.started, course.ended, course.num_lean), is_over=is_over)
 
 
 class StageBytes:
@@ -328,50 +306,35 @@ class StageBytes:
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.calls = calls = plan.calls
-        self.most_full = calls.outstanding if plan.lean is None else plan.lean.num_full
+        self.most_full = plan.most_full
         """The most full forwards that wait for their backward."""
         # Outputs that are held after their backward are counted by how many backward passes have ended.
         plan = replace(plan, calls=replace(calls, more_outputs=0))
-        full = PlanRows(graph, replace(plan, lean=None))
-        lean = full if plan.lean is None else PlanRows(graph, plan.of_lean_calls())
-        self._rows = {False: full, True: lean}
-        """Of a full and of a lean call."""
-        self._by_place: dict[tuple[bool, bool, bool], NDArray[np.int64]] = {}
-        self._waiting_bytes, self._lean_bytes = (sum(rows.waiting_bytes.values()) for rows in (full, lean))
-        self._held = _Held.of(full)
-        self._buckets = _BucketBytes.of(full)
+        self._programs = TwoPrograms.of(graph, plan)
+        self._held = _Held.of(self._programs.full.rows)
+        self._buckets = _BucketBytes.of(self._programs.full.rows)
 
-    def run_bytes(self, phase: Phase, done: Done, *, is_lean: bool = False) -> int:
-        """Return the most bytes during the next forward or backward, a lean one if `is_lean`."""
-        is_backward = phase is Phase.BACKWARD
-        number = done.ended if is_backward else done.started
-        own, ops = self._alone(number == 0, number >= self.calls.num - 1, is_lean), self._rows[is_lean].axis.ops
-        own = own[ops.num_forward : ops.num_run] if is_backward else own[: ops.num_forward]
-        num_waiting = done.started - done.ended - is_backward
-        num_lean = done.num_lean - (is_backward and is_lean)
-        return int(own.max()) + self._beside_bytes(num_waiting, num_lean, done.ended, self.calls.input_grads - 1)
+    def run_bytes(self, half: Half, beside: Beside) -> int:
+        """Return the most bytes during `half`."""
+        own_bytes, _ = (self._programs.lean if half.is_lean else self._programs.full).alone(half)
+        return own_bytes + self._beside_bytes(beside, self.calls.input_grads - 1)
 
     @property
     def update_bytes(self) -> int:
         """The most bytes during the update."""
-        own, num_run = self._alone(self.calls.num == 1, True, False), self._rows[False].axis.ops.num_run
-        over = Done(self.calls.num, self.calls.num)
-        return int(own[num_run:].max()) if num_run < len(own) else self.idle_bytes(over, is_over=True)
+        num, ops = self.calls.num, self._programs.full.rows.axis.ops
+        if ops.num_run == ops.num:
+            return self.idle_bytes(Done(num, num), is_over=True)
+        return self._programs.full.alone(Half(False, True, num == 1, True, num > 1))[1]
 
-    def _alone(self, is_first: bool, is_last: bool, is_lean: bool) -> NDArray[np.int64]:
-        """Return the bytes of a call by position, if no other forward waits and no backward has ended."""
-        place = is_first, is_last, is_lean
-        if place not in self._by_place:
-            self._by_place[place] = _in_call(self._rows[is_lean], is_first=is_first, is_last=is_last).nbytes
-        return self._by_place[place]
-
-    def _beside_bytes(self, num_waiting: int, num_lean: int, ended: int, most_input_grads: int) -> int:
-        """Return the bytes of `num_waiting` outstanding forwards, `num_lean` of them lean, and of the outputs
-        and gradients that the caller holds after `ended` backward passes."""
-        calls = self.calls
-        num_outputs = min(num_waiting + min(ended, calls.more_outputs), calls.num) + num_waiting * calls.has_loss
-        nbytes = (num_waiting - num_lean) * self._waiting_bytes + num_lean * self._lean_bytes
-        return nbytes + num_outputs * self._held.outputs + min(ended, most_input_grads) * self._held.inputs
+    def _beside_bytes(self, beside: Beside, most_input_grads: int) -> int:
+        """Return the bytes of outstanding forwards, and of the outputs and gradients that the caller holds after the
+        backward passes that are done."""
+        calls, (num_full, num_lean, num_done) = self.calls, beside
+        num_waiting = num_full + num_lean
+        num_outputs = min(num_waiting + min(num_done, calls.more_outputs), calls.num) + num_waiting * calls.has_loss
+        nbytes = num_full * self._programs.full.waiting_bytes + num_lean * self._programs.lean.waiting_bytes
+        return nbytes + num_outputs * self._held.outputs + min(num_done, most_input_grads) * self._held.inputs
 
     def idle_bytes(self, done: Done, *, is_over: bool = False) -> int:
         """Return the bytes between two runs; `is_over` if the caller holds no gradients and no outputs of the step any
@@ -380,7 +343,9 @@ class StageBytes:
         nbytes = self._held.always + self._held.outside_grads * (ended > 0)
         if not is_over:
             given = calls.input_grads if calls.input_grads > 1 else 0
-            nbytes += self._held.buffers + self._beside_bytes(started - ended, num_lean, ended, given)
+            nbytes += self._held.buffers + self._beside_bytes(
+                Beside(started - ended - num_lean, num_lean, ended), given
+            )
         if ended == calls.num:
             return nbytes + buckets.updated
         if calls.alternate:
@@ -390,10 +355,6 @@ class StageBytes:
         else:
             copies_bytes = buckets.copies_between if started == calls.num else buckets.copies_forward * (started > 0)
         return nbytes + buckets.resting + copies_bytes + buckets.sums * (ended > 0)
-
-
-def _in_call(rows: PlanRows, *, is_first: bool, is_last: bool) -> PlanRows:
-    return rows.in_call(CallKind(is_first=is_first, is_last=is_last, alternate=rows.plan.calls.alternate), {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,7 +376,7 @@ class _Held:
     def of(cls, rows: PlanRows) -> "_Held":
         step, calls = rows.step, rows.plan.calls
         own_bytes = input_bytes(step, calls)
-        tangents = tangents_of(step) if calls.output_grads > 1 else ()
+        tangents = tangents_of_step(step) if calls.output_grads > 1 else ()
         outside = [own[0] for own in rows.storages.values()]
         kinds = (Kind.PARAM, Kind.BUFFER, Kind.INPUT)
         always_bytes = sum(row.nbytes for row in outside if row.kind in kinds)
@@ -449,7 +410,10 @@ class _BucketBytes:
         """Count the rows of a call that is neither first nor last, and those of the last call."""
         plan, ops = rows.plan, rows.axis.ops
         homes = {placement.bucket: placement for placement in plan.placements}
-        between, last = (_in_call(rows, is_first=False, is_last=is_last) for is_last in (False, True))
+        between, last = (
+            rows.in_call(CallKind(is_first=False, is_last=is_last, alternate=plan.calls.alternate))
+            for is_last in (False, True)
+        )
         copies = [row for bucket in plan.buckets for row in between.of_bucket(bucket) if row.kind is Kind.GATHERED]
         ending = [row for bucket in plan.buckets for row in last.of_bucket(bucket)]
         is_away = {name: home.param is not Tier.DEVICE for name, home in homes.items()}
@@ -465,3 +429,178 @@ class _BucketBytes:
             copies_backward=bytes_at(ops.num_run - 1, copies),
             updated=bytes_at(min(ops.num_run, ops.num - 1), ending),
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Play a step of a pipeline: when each rank runs each stage on each micro-batch, its messages, and its bytes.
+#
+#   rank 0  0F0 0F1 .   .   0B0 .   0B1 update
+#   link      >>  >>      <<      <<                a message begins when it is sent and the link is free
+#   rank 1      . 1F0 1B0 1F1 1B1 update
+#
+# Each pair of ranks has a link in each direction, which sends one message at a time. A link that does not overlap
+# compute takes the time of the sender. Not modelled: a message that waits for its receiver, as where a library sends
+# large tensors only once a receive is posted; and ranks whose stages take different seconds from micro-batch to micro-
+# batch.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """The seconds of one stage on its rank, and the bytes of its messages."""
+
+    forward_s: float
+    """The forward of a micro-batch."""
+    backward_s: float
+    """The backward of a micro-batch, with the activations that it computes again."""
+    gather_s: float = 0.0
+    """Until the parameters are on the device, if they come there for the first forward and again for the first
+    backward; they come while those run."""
+    update_s: float = 0.0
+    """The update behind the last backward of the rank."""
+    sent_bytes: int = 0
+    """Bytes of the message of a forward to the next stage; as many bytes of gradients come back. 0 for the last
+    stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """One forward or backward of a stage in the played step."""
+
+    action: PipelineAction
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlayed:
+    """One rank in the played step."""
+
+    runs: tuple[StageRun, ...]
+    busy_s: float
+    """Seconds of its forwards, backwards and update."""
+    end_s: float
+    """When its update is over."""
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlayed:
+    """A played step of all ranks."""
+
+    step_s: float
+    ranks: tuple[RankPlayed, ...]
+
+    def bubble(self, rank: int) -> float:
+        """Return the share of the step in which `rank` does nothing, 0 to 1."""
+        return 1 - self.ranks[rank].busy_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def mean_bubble(self) -> float:
+        """The share of the step in which a rank does nothing, on average over ranks."""
+        return sum(map(self.bubble, range(len(self.ranks)))) / len(self.ranks)
+
+
+def play_pipeline(
+    order: PipelineOrder, stages: Sequence[StageSeconds], link: Callable[[int, int], Link | None]
+) -> PipelinePlayed:
+    """Return a step of `order` with the seconds of `stages`.
+
+    `link` returns the link from one rank to another; None for messages that take no time. Raises InvalidPlan if a rank
+    waits for a message that no rank sends.
+    """
+    if len(stages) != order.num_stages:
+        raise InvalidPlan(f"{len(stages)} stages are played in an order of {order.num_stages}.")
+    player = _Player(order, stages, link)
+    waiting = list(range(order.num_ranks))
+    while waiting:
+        before = player.num_done
+        waiting = [rank for rank in waiting if player.advance(rank)]
+        if waiting and player.num_done == before:
+            raise InvalidPlan(f"the order of {order.schedule} waits for a message that is never sent.")
+    return player.played()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Where one rank is."""
+
+    now_s: float = 0.0
+    place: int = 0
+    busy_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class _Player:
+    """The state of a played step."""
+
+    def __init__(
+        self, order: PipelineOrder, stages: Sequence[StageSeconds], link: Callable[[int, int], Link | None]
+    ) -> None:
+        self._order, self._stages, self._link = order, stages, link
+        self._ranks = [_Rank() for _ in range(order.num_ranks)]
+        self._runs: list[list[StageRun]] = [[] for _ in self._ranks]
+        self._arrivals: dict[PipelineAction, float] = {}
+        """When the message of each run that was sent is there, by its `send`."""
+        self._free_s: dict[tuple[int, int], float] = {}
+        self._started: set[tuple[int, Phase]] = set()
+        self.num_done = 0
+
+    def advance(self, number: int) -> bool:
+        """Play the actions of rank `number` until it waits for a message not yet sent; return whether any are left."""
+        rank, actions = self._ranks[number], self._order.actions[number]
+        while rank.place < len(actions):
+            action = actions[rank.place]
+            if action.verb is Verb.RECV:
+                maker = action.stage - (1 if action.phase is Phase.FORWARD else -1)
+                sent = PipelineAction(Verb.SEND, maker, action.phase, action.micro_batch)
+                if sent not in self._arrivals:
+                    return True
+                rank.now_s = max(rank.now_s, self._arrivals[sent])
+                rank.received_bytes += self._message_bytes(sent)
+            elif action.verb is Verb.RUN:
+                stage = self._stages[action.stage]
+                run_s = stage.forward_s if action.phase is Phase.FORWARD else stage.backward_s
+                ready_s = rank.now_s + run_s
+                if (action.stage, action.phase) not in self._started:
+                    self._started.add((action.stage, action.phase))
+                    ready_s = max(ready_s, rank.now_s + stage.gather_s)
+                self._runs[number].append(StageRun(action=action, start_s=rank.now_s, end_s=ready_s))
+                rank.busy_s += run_s
+                rank.now_s = ready_s
+            elif action.verb is Verb.SEND:
+                reader = action.stage + (1 if action.phase is Phase.FORWARD else -1)
+                other = reader % self._order.num_ranks
+                nbytes, link = self._message_bytes(action), self._link(number, other)
+                rank.sent_bytes += nbytes
+                begin_s = max(rank.now_s, self._free_s.get((number, other), 0.0))
+                end_s = begin_s if link is None else begin_s + link.latency_s + nbytes / link.bytes_per_s
+                self._free_s[number, other] = self._arrivals[action] = end_s
+                if link is not None and not link.overlaps_compute:
+                    rank.now_s = end_s
+            else:
+                sent = PipelineAction(Verb.SEND, action.stage, action.phase, action.micro_batch)
+                rank.now_s = max(rank.now_s, self._arrivals[sent])
+            rank.place += 1
+            self.num_done += 1
+        return False
+
+    def _message_bytes(self, action: PipelineAction) -> int:
+        """Return the bytes of the `send` of a stage: of the cut behind it, or in the backward before it."""
+        return self._stages[action.stage if action.phase is Phase.FORWARD else action.stage - 1].sent_bytes
+
+    def played(self) -> PipelinePlayed:
+        found: list[RankPlayed] = []
+        for number, rank in enumerate(self._ranks):
+            update_s = sum(stage.update_s for stage in self._stages[number :: self._order.num_ranks])
+            found.append(
+                RankPlayed(
+                    runs=tuple(self._runs[number]),
+                    busy_s=rank.busy_s + update_s,
+                    end_s=rank.now_s + update_s,
+                    sent_bytes=rank.sent_bytes,
+                    received_bytes=rank.received_bytes,
+                )
+            )
+        return PipelinePlayed(step_s=max(rank.end_s for rank in found), ranks=tuple(found))

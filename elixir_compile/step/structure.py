@@ -2,6 +2,7 @@
 lines of a printed plan around a fault.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,12 +17,14 @@ from elixir_compile.ir import (
     BucketId,
     BucketRef,
     GradientRef,
+    GroupRef,
     Kind,
     Op,
     OpId,
     Phase,
     Placement,
     Region,
+    RegionRef,
     Saving,
     StepGraph,
     Storage,
@@ -33,6 +36,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.plan import Plan, bucket_text
 from elixir_compile.step.as_run import is_drawn, makers, repeated_op, repeats, saved_storages
 from elixir_compile.step.timeline import host_bytes, plan_timeline
+from elixir_compile.step.works import halves_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The collectives of a plan, in the order in which its schedule issues them: one order on all ranks, or they wait for
@@ -215,29 +219,35 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
 def check_activations(graph: StepGraph, plan: Plan) -> None:
     """Raise IllegalSchedule if a group holds storages that cannot be kept, recomputed or offloaded as it says."""
     storages = {storage.id: storage for storage in graph.storages}
-    saved, made, outputs = saved_storages(graph), _made(storages, graph), frozenset(graph.outputs)
+    saved, outputs = saved_storages(graph), frozenset(graph.outputs)
+    # What the forward computes, saved or not, without the buffers that it overwrites.
+    made = frozenset(name for name in makers(graph) if storages[name].kind in (Kind.TEMP, Kind.SAVED))
     owners: dict[StorageId, str] = {}
     names = {name for bucket in plan.buckets for name in (bucket.id, str(GradientRef(bucket.id)))}
     for at, group in enumerate(plan.activations):
-        sentence = _group_fault(group, storages, owners)
+        allowed = saved if group.saving is Saving.RECOMPUTE else made
+        sentence = _group_fault(group, storages, owners, allowed, outputs)
         if group.id in names:
             sentence = f"The activations {group.id} have the name of another group, of a bucket or of a gradient."
-        elif sentence is None:
-            sentence = _saving_fault(group, saved if group.saving is Saving.RECOMPUTE else made, outputs)
         if sentence is not None:
             raise illegal_activations(sentence, plan, at)
         names.add(group.id)
         owners |= dict.fromkeys(group.storages, group.id)
-    _check_repeats(graph, plan)
-
-
-def _made(storages: Mapping[StorageId, Storage], graph: StepGraph) -> frozenset[StorageId]:
-    """Return the storages that the forward computes, saved or not, without the buffers that it overwrites."""
-    return frozenset(name for name in makers(graph) if storages[name].kind in (Kind.TEMP, Kind.SAVED))
+    if _repeat_fault(graph, plan.activations) is not None:
+        # The fault is the first group that cannot be recomputed together with the groups before it.
+        for at, group in enumerate(plan.activations):
+            later = (replace(other, saving=Saving.KEEP) for other in plan.activations[at + 1 :])
+            sentence = _repeat_fault(graph, (*plan.activations[: at + 1], *later))
+            if sentence is not None:
+                raise illegal_activations(f"{group.id}: {sentence}", plan, at)
 
 
 def _group_fault(
-    group: Activations, storages: Mapping[StorageId, Storage], owners: Mapping[StorageId, str]
+    group: Activations,
+    storages: Mapping[StorageId, Storage],
+    owners: Mapping[StorageId, str],
+    allowed: frozenset[StorageId],
+    outputs: frozenset[StorageId],
 ) -> str | None:
     for name in group.storages:
         if name not in storages:
@@ -247,10 +257,6 @@ def _group_fault(
     nbytes = sum(storages[name].nbytes for name in group.storages)
     if nbytes != group.nbytes:
         return f"{group.id} claims {group.nbytes} bytes, but its storages have {nbytes}."
-    return None
-
-
-def _saving_fault(group: Activations, allowed: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
     for name in group.storages:
         if name in outputs:
             return f"{group.id} holds {name}, which the forward returns to the caller, so it stays on the device."
@@ -258,17 +264,6 @@ def _saving_fault(group: Activations, allowed: frozenset[StorageId], outputs: fr
             saved = "the forward does not save" if group.saving is Saving.RECOMPUTE else "the forward does not compute"
             return f"{group.id} holds {name}, which {saved}."
     return None
-
-
-def _check_repeats(graph: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule for the first group impossible to recompute together with the groups before it."""
-    if _repeat_fault(graph, plan.activations) is None:
-        return
-    for at, group in enumerate(plan.activations):
-        later = (replace(other, saving=Saving.KEEP) for other in plan.activations[at + 1 :])
-        sentence = _repeat_fault(graph, (*plan.activations[: at + 1], *later))
-        if sentence is not None:
-            raise illegal_activations(f"{group.id}: {sentence}", plan, at)
 
 
 def _repeat_fault(graph: StepGraph, activations: Sequence[Activations]) -> str | None:
@@ -290,8 +285,12 @@ def check_regions(step: StepGraph, plan: Plan) -> None:
         sentence = f"{region.id} is listed twice." if region.id in seen else _span_fault(region, todo, index, done)
         if sentence is None:
             ops = todo[done : index[region.last] + 1]
-            sentence = _reads_fault(region, {owners[name] for op in ops for name in op.reads if name in owners})
-            sentence = sentence or _division_fault(region, ops, step)
+            reads = {owners[name] for op in ops for name in op.reads if name in owners}
+            if len(set(region.buckets)) == len(region.buckets) and set(region.buckets) == reads:
+                sentence = _division_fault(region, ops, step)
+            else:
+                claimed, found = ", ".join(region.buckets) or "nothing", ", ".join(sorted(reads)) or "nothing"
+                sentence = f"{region.id} claims to read {claimed}; its ops read {found}."
         if sentence is not None:
             raise illegal_region(sentence, plan, at)
         seen.add(region.id)
@@ -318,13 +317,6 @@ def _span_fault(region: Region, todo: Sequence[Op], index: Mapping[OpId, int], d
             f"{region.id} is a region of the {region.phase}, but holds ops of the {' and the '.join(sorted(phases))}."
         )
     return None
-
-
-def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
-    if len(set(region.buckets)) == len(region.buckets) and set(region.buckets) == reads:
-        return None
-    claimed, found = ", ".join(region.buckets) or "nothing", ", ".join(sorted(reads)) or "nothing"
-    return f"{region.id} claims to read {claimed}; its ops read {found}."
 
 
 def _check_draws(plan: Plan, ops: Sequence[Op], index: Mapping[OpId, int]) -> None:
@@ -410,3 +402,34 @@ def check_peak(graph: StepGraph, plan: Plan) -> None:
             f"it is {peak.nbytes} at {peak.op}; live: {live}."
         )
         raise illegal_claim(sentence, plan, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Check that full and lean calls of a step move the same buckets.
+#
+# The first call of a step gathers a bucket, and the last releases and reduces it, and either may be a full or a lean
+# one. So both programs gather, release, reduce and offload the same buckets in each half. Ranks that share buckets
+# gather and reduce them in one order, although a forward may be full on one rank and lean on another, which has not
+# freed a forward that was dropped.
+
+
+def check_lean_moves(plan: Plan) -> None:
+    """Raise IllegalSchedule unless the full and the lean calls of `plan` act on the same buckets in each half, and
+    gather and reduce in the same order."""
+    both = (
+        [[own for own in half if not isinstance(own.target, RegionRef | GroupRef)] for half in halves_of(program)]
+        for program in (plan, plan.of_lean_calls())
+    )
+    for phase, (full, other) in zip((Phase.FORWARD, Phase.BACKWARD), zip(*both, strict=True), strict=True):
+        missing = Counter(full) - Counter(other) or Counter(other) - Counter(full)
+        if missing:
+            action = next(iter(missing))
+            kinds = ("full", "lean") if action in full else ("lean", "full")
+            sentence = f"`{action.verb} {action.target}` is in the {phase} of {kinds[0]} calls, not of {kinds[1]} ones."
+            raise illegal(sentence, f"{phase} of lean calls", [str(own) for own in other])
+        collectives = ([own for own in half if own.verb in (Verb.GATHER, Verb.REDUCE)] for half in (full, other))
+        for at, (expected, own) in enumerate(zip(*collectives, strict=True)):
+            if own != expected:
+                sentence = f"`{own.verb} {own.target}` comes before `{expected.verb} {expected.target}` in lean calls."
+                shown = [str(found) for found in other if found.verb in (Verb.GATHER, Verb.REDUCE)]
+                raise illegal(sentence, f"{phase} of lean calls", shown, at)

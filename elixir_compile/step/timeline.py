@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier
-from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
@@ -16,11 +15,9 @@ from elixir_compile.ir.kinds import Kind, Saving
 from elixir_compile.ir.plan import Plan, TensorTraffic
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
-from elixir_compile.step.call_bytes import call_kinds
 from elixir_compile.step.divide import WHOLE, crossings, laps_of
-from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls
 from elixir_compile.step.liveness import Life, liveness
-from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.plan_rows import Halves, PlanRows, TwoPrograms, calls_by_program
 from elixir_compile.step.works import Deed, Do
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -33,8 +30,8 @@ from elixir_compile.step.works import Deed, Do
 #
 #   op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
 #   activation   ----------------                   --------
-#   schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
-#   second ```
+#   schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, and the prefetch begins
+#                                                         the second
 #
 # On several ranks two actions between ops need more bytes than the ops around them:
 #
@@ -97,60 +94,43 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
 
     If the step has several calls, each op has the bytes of the call that holds the most there. The ops include
-    recomputed ops, those of full calls if there are lean ones; fused storages are left out.
+    recomputed ops, those of full calls if there are lean ones: an op that lean calls alone run counts at the next op
+    that both run. Fused storages are left out.
     """
-    if plan.lean is not None:
-        full, lean = (PlanRows(graph, own, rank) for own in (plan, plan.of_lean_calls()))
-        return _with_lean_calls(TwoPrograms(CallBytes(full), CallBytes(lean)), plan)
-    found = [timeline_of(PlanRows(graph, plan, rank, call)) for call in call_kinds(plan.calls)]
-    if len(found) == 1:
-        return found[0]
-    return _joined([(max(found, key=lambda own, at=at: own.live_bytes[at]), at) for at in range(len(found[0].ops))])
-
-
-def _with_lean_calls(programs: TwoPrograms, plan: Plan) -> MemoryTimeline:
-    """Return the timeline of `plan` over the ops of its full calls. An op that lean calls alone run counts at the next
-    op that both run."""
+    if plan.calls.num == 1:
+        return timeline_of(PlanRows(graph, plan, rank))
+    programs = TwoPrograms.of(graph, plan, rank)
     step = programs.full.rows.step
     index = {op.id: at for at, op in enumerate(step.ops)}
     highest: list[tuple[MemoryTimeline, int] | None] = [None] * len(step.ops)
-    assert plan.lean is not None
-    for half, rows in programs.fullest(Halves(plan.calls, plan.lean.num_full)):
+    for half, rows in programs.fullest(Halves(plan.calls, plan.most_full)):
         found, ops = timeline_of(rows), rows.step.ops
-        own = [at for at, op in enumerate(ops) if (op.phase is not Phase.FORWARD) is half.is_backward]
         place = len(step.ops) - 1
-        for at in reversed(own):
-            place = index.get(ops[at].id, place)
-            before = highest[place]
-            if before is None or before[0].live_bytes[before[1]] < found.live_bytes[at]:
-                highest[place] = (found, at)
-    made = _joined([found for found in highest if found is not None])
-    return replace(made, ops=tuple(op.id for op in step.ops), host_bytes=host_bytes(plan))
+        for at in reversed(range(len(ops))):
+            if (ops[at].phase is not Phase.FORWARD) is half.is_backward:
+                place = index.get(ops[at].id, place)
+                before = highest[place]
+                if before is None or before[0].live_bytes[before[1]] < found.live_bytes[at]:
+                    highest[place] = (found, at)
+    parts = [found for found in highest if found is not None]
+    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own, _ in parts)]
+    nothing = (0,) * max(len(own.ops) for own, _ in parts)
+    return MemoryTimeline(
+        ops=tuple(op.id for op in step.ops),
+        live_bytes_by_kind={
+            kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for own, at in parts) for kind in kinds
+        },
+        live_bytes=tuple(own.live_bytes[at] for own, at in parts),
+        host_bytes=host_bytes(plan),
+    )
 
 
 def timeline_of(rows: PlanRows) -> MemoryTimeline:
     """Return the timeline to which `rows` add up."""
-    return _tally_of(rows).timeline(rows.step, host_bytes(rows.plan))
-
-
-def _tally_of(rows: PlanRows) -> "_Tally":
     tally = _Tally(rows.axis.op_of)
     for held in rows.all():
         tally.add(held.kind, held.nbytes, held.first, held.last)
-    return tally
-
-
-def _joined(parts: Sequence[tuple[MemoryTimeline, int]]) -> MemoryTimeline:
-    """Return the timeline that has at each op the bytes of a timeline at one of its ops."""
-    kinds = [kind for kind in Kind if any(kind in own.live_bytes_by_kind for own, _ in parts)]
-    nothing = (0,) * max(len(own.ops) for own, _ in parts)
-    by_kind = {kind: tuple(own.live_bytes_by_kind.get(kind, nothing)[at] for own, at in parts) for kind in kinds}
-    return MemoryTimeline(
-        ops=tuple(own.ops[at] for own, at in parts),
-        live_bytes_by_kind=by_kind,
-        live_bytes=tuple(own.live_bytes[at] for own, at in parts),
-        host_bytes=parts[0][0].host_bytes,
-    )
+    return tally.timeline(rows.step, host_bytes(rows.plan))
 
 
 def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
@@ -188,9 +168,9 @@ def host_bytes(plan: Plan) -> int:
 
 def away_bytes(plan: Plan) -> int:
     """Return the bytes of the offloaded activations of `plan`, of all forwards that are outstanding at once."""
-    num_full = plan.calls.outstanding if plan.lean is None else plan.lean.num_full
     lean = () if plan.lean is None else plan.lean.activations
-    return num_full * offloaded_bytes(plan.activations) + (plan.calls.outstanding - num_full) * offloaded_bytes(lean)
+    num_lean = plan.calls.outstanding - plan.most_full
+    return plan.most_full * offloaded_bytes(plan.activations) + num_lean * offloaded_bytes(lean)
 
 
 def offloaded_bytes(activations: Iterable[Activations]) -> int:
@@ -215,14 +195,10 @@ class _Tally:
             changes[first] += nbytes
             changes[last + 1] -= nbytes
 
-    @property
-    def total(self) -> NDArray[np.int64]:
-        """The sum over kinds, by position."""
-        changes = functools.reduce(np.add, self._changes.values(), np.zeros(len(self._op_of) + 1, dtype=np.int64))
-        return np.cumsum(changes[:-1])
-
     def timeline(self, graph: StepGraph, host_bytes: int) -> MemoryTimeline:
-        total = self.total
+        """Return the timeline of `graph`, the ops that run."""
+        changes = functools.reduce(np.add, self._changes.values(), np.zeros(len(self._op_of) + 1, dtype=np.int64))
+        total = np.cumsum(changes[:-1])
         # The fullest position of each op comes first, and of equally full ones the earliest.
         order = np.lexsort((-total, self._op_of))
         _, firsts = np.unique(self._op_of[order], return_index=True)
@@ -253,8 +229,25 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
     param_bytes = {s.id: s.nbytes for s in graph.storages if s.kind is Kind.PARAM and s.id in trained}
     found: dict[tuple[Deed, str], int] = {}
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
+        # The step makes gradients of some of its parameters.
         trained_bytes = sum(param_bytes.get(name, 0) for name in bucket.params)
-        found |= {(do, bucket.id): nbytes for do, nbytes in _of_bucket(bucket, placement, trained_bytes).items()}
+        own_grad_bytes = bucket.shard_grad_nbytes() if bucket.is_sharded else bucket.grad_ratio * trained_bytes
+        there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
+        moved_bytes = {
+            Do.GATHER: bucket.flat_shard_nbytes,
+            Do.RETURN: bucket.flat_shard_nbytes,
+            Do.STAGE: bucket.shard_nbytes(),
+            Do.ALL_GATHER: bucket.flat_nbytes,
+            Do.REDUCE: bucket.flat_grad_nbytes if bucket.is_sharded else own_grad_bytes,
+            Do.AVERAGE: bucket.reduced_nbytes if bucket.is_sharded else own_grad_bytes,
+            Do.OFFLOAD: own_grad_bytes,
+            Do.STAGE_GRADIENT: own_grad_bytes,
+            Do.STREAM_THERE: there_bytes,
+            Do.STREAM_BACK: back_bytes,
+            Do.READ: bucket.shard_state_nbytes(),
+            Do.WRITE: bucket.shard_state_nbytes(),
+        }
+        found |= {(do, bucket.id): nbytes for do, nbytes in moved_bytes.items()}
     away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]
     laps = laps_of(plan)
     sliced = crossings(as_run(graph, plan.activations, laps), away) if away and laps else {}
@@ -274,11 +267,9 @@ def tensor_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> TensorTraf
     is no such axis."""
     if cluster.tensor is None:
         return None
-    num_full = plan.calls.num if plan.lean is None else num_full_calls(plan.calls, plan.lean.num_full)
-    programs = [(num_full, plan)] + ([] if plan.lean is None else [(plan.calls.num - num_full, plan.of_lean_calls())])
     runs = [
         (num, op, op.ring)
-        for num, own in programs
+        for num, own in calls_by_program(plan)
         for op in as_run(graph, own.activations, laps_of(own)).ops
         if op.ring is not None
     ]
@@ -288,26 +279,3 @@ def tensor_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> TensorTraf
         nbytes=sum(num * ring.nbytes for num, _, ring in runs),
         run_s=sum(num * ring_s(op, cluster.tensor) for num, op, _ in runs),
     )
-
-
-def _of_bucket(bucket: Bucket, placement: Placement, trained_bytes: int) -> Mapping[Deed, int]:
-    """Return the bytes of all that may be done with `bucket`.
-
-    `trained_bytes` are the bytes of its parameters for which the step makes gradients.
-    """
-    own_grad_bytes = bucket.shard_grad_nbytes() if bucket.is_sharded else bucket.grad_ratio * trained_bytes
-    there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
-    return {
-        Do.GATHER: bucket.flat_shard_nbytes,
-        Do.RETURN: bucket.flat_shard_nbytes,
-        Do.STAGE: bucket.shard_nbytes(),
-        Do.ALL_GATHER: bucket.flat_nbytes,
-        Do.REDUCE: bucket.flat_grad_nbytes if bucket.is_sharded else own_grad_bytes,
-        Do.AVERAGE: bucket.reduced_nbytes if bucket.is_sharded else own_grad_bytes,
-        Do.OFFLOAD: own_grad_bytes,
-        Do.STAGE_GRADIENT: own_grad_bytes,
-        Do.STREAM_THERE: there_bytes,
-        Do.STREAM_BACK: back_bytes,
-        Do.READ: bucket.shard_state_nbytes(),
-        Do.WRITE: bucket.shard_state_nbytes(),
-    }

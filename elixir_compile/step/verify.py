@@ -19,12 +19,12 @@ from elixir_compile.ir import (
 from elixir_compile.step.as_run import as_run, repeated_op
 from elixir_compile.step.divide import laps_of
 from elixir_compile.step.lane_order import check_order, region_touches
-from elixir_compile.step.lean_moves import check_lean_moves
 from elixir_compile.step.lifecycles import check_moves
 from elixir_compile.step.structure import (
     check_activations,
     check_buckets,
     check_claims,
+    check_lean_moves,
     check_peak,
     check_ranks,
     check_regions,

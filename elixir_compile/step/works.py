@@ -37,7 +37,18 @@ from typing import Any, NamedTuple
 
 from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, Phase, RegionId, Tier, Update, Verb
-from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, Region, RegionRef, StateRef, Target, label
+from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.schedule import (
+    Action,
+    BucketRef,
+    GradientRef,
+    GroupRef,
+    Region,
+    RegionRef,
+    StateRef,
+    Target,
+    label,
+)
 
 Moment = int
 """The number of a moment: of an actor, when its next work may begin; of a transfer, when it is over."""
@@ -747,13 +758,14 @@ def _slice(group: GroupWorks, number: int) -> Access:
     return (Memory.ARRIVING_SLICE, group.name, number)
 
 
-def num_forward(regions: Iterable[Region], actions: Sequence[tuple[Verb, Target]]) -> int:
-    """Return how many `actions` are of the program of the forward; 0 if no region of the forward runs."""
-    last = last_forward(regions, actions)
-    end = max((at for at, (_, target) in enumerate(actions, 1) if last and target == RegionRef(last)), default=0)
-    while 0 < end < len(actions) and _may_end_forward(*actions[end]):
+def halves_of(plan: Plan) -> tuple[Sequence[Action], Sequence[Action]]:
+    """Return the actions of the program of the forward, and those behind it; all are behind it if it runs no region."""
+    actions, pairs = plan.schedules[0].actions, plan.schedules[0].pairs
+    last = last_forward(plan.regions, pairs)
+    end = max((at for at, (_, target) in enumerate(pairs, 1) if last and target == RegionRef(last)), default=0)
+    while 0 < end < len(pairs) and _may_end_forward(*pairs[end]):
         end += 1
-    return end
+    return actions[:end], actions[end:]
 
 
 def last_forward(regions: Iterable[Region], actions: Sequence[tuple[Verb, Target]]) -> RegionId | None:

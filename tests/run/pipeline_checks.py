@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Verb
-from elixir_compile.step.lean_calls import num_full_calls
+from elixir_compile.step.plan_rows import num_full_calls
 from tests.run.updating import pairs_by_hand, small_buckets
 
 WIDTH, ROWS, NUM_MICRO_BATCHES, NUM_STEPS = 32, 64, 8, 2

@@ -34,7 +34,7 @@ from elixir_compile.ir import (
 from elixir_compile.step import MemoryTimeline
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.divide import laps_of
-from elixir_compile.step.works import num_forward
+from elixir_compile.step.works import halves_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Format the programs of a step as text: one line for each node, with its lane and live bytes.
@@ -215,13 +215,11 @@ def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
     The forward ends behind its last `run` and the releases and offloads of activations directly after it. Raises
     IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
-    actions = plan.schedules[0].actions
-    backward_from = num_forward(plan.regions, [(action.verb, action.target) for action in actions])
-    for action in actions[backward_from:]:
+    forward, behind = halves_of(plan)
+    for action in behind:
         if action.verb is Verb.OFFLOAD and isinstance(action.target, GroupRef):
             raise IllegalSchedule(f"{action.target} is offloaded behind the forward.", f"  {action}    <-- here")
-    part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
-    return [action for action in part if action.verb is not Verb.UPDATE]
+    return [action for action in (forward if phase is Phase.FORWARD else behind) if action.verb is not Verb.UPDATE]
 
 
 def _write_inputs(

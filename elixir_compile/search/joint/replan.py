@@ -42,9 +42,8 @@ from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.hardware import Cluster, Link, Node
 from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
-from elixir_compile.step.pipeline import prediction_of
 from elixir_compile.step.prices import Prices, prices
-from elixir_compile.step.seconds import simulate
+from elixir_compile.step.seconds import prediction_of, simulate
 
 TOLERANCE = 0.10
 """Share by which a prediction may be wrong before it is corrected."""

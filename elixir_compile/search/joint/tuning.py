@@ -17,8 +17,7 @@ from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.step.pipeline import critical_path
-from elixir_compile.step.seconds import simulate
+from elixir_compile.step.seconds import critical_path, simulate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Divide the tokens of an optimizer step into forwards of so many rows.

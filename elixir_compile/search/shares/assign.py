@@ -14,7 +14,7 @@ from elixir_compile.ir import StepGraph
 from elixir_compile.ir.hardware import DeviceProfile
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.outline import seconds_of_ops
-from elixir_compile.step.batch_rows import graph_of_rows
+from elixir_compile.step.as_run import graph_of_rows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Who gets how many rows, run in which way, and which part of the state: the exact optimum.

@@ -27,7 +27,7 @@ from elixir_compile.search.shares.assign import (
     fixed_share,
     most_room,
 )
-from elixir_compile.step.batch_rows import graph_of_rows
+from elixir_compile.step.as_run import graph_of_rows
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The seconds of a step and the room for state of each rank, for any number of rows in any way to run them.

@@ -15,20 +15,18 @@ from elixir_compile.search.space.buckets import Level, is_gathered, placement_of
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.profiles import Moves, Positions, Profile, Residency, moves_at_use, spans
 from elixir_compile.step.bucket_bytes import (
+    ONLY,
+    BucketGradients,
     Held,
+    Ops,
     bytes_at,
+    call_at_most,
+    copy_at_most,
     gathered_copy,
+    gradients_at_most,
     last_with_gradients,
     resting,
     step_gradients,
-)
-from elixir_compile.step.call_bytes import (
-    ONLY,
-    BucketGradients,
-    Ops,
-    call_at_most,
-    copy_at_most,
-    gradients_at_most,
     storages_of_calls,
     sum_nbytes,
 )

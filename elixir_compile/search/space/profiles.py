@@ -17,7 +17,7 @@ from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts, Trip, trips_of
 from elixir_compile.search.space.layers import Layer, Mode, activations_of, alike, depths_of, leave_ends
 from elixir_compile.step.as_run import Repeat, repeated_op, repeated_storage, repeats, repeats_each
-from elixir_compile.step.call_bytes import Ops, crosses
+from elixir_compile.step.bucket_bytes import Ops, crosses
 from elixir_compile.step.liveness import Depth, liveness
 from elixir_compile.step.prices import OpSeconds
 

@@ -41,8 +41,7 @@ from elixir_compile.search.stages.costs import (
     stage_bytes,
 )
 from elixir_compile.step.as_run import as_run
-from elixir_compile.step.pipeline import StageSeconds, play_pipeline
-from elixir_compile.step.stages import StageBytes, layered, stage_memory
+from elixir_compile.step.stages import StageBytes, StageSeconds, layered, play_pipeline, stage_memory
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cut layers into stages so that the slowest stage is as fast as possible within the memory of every rank.

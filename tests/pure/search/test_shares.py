@@ -46,8 +46,7 @@ from elixir_compile.search.shares.choose import (
 )
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.session.rank_facts import classes_of, facts_of, for_all
-from elixir_compile.step.as_run import as_run
-from elixir_compile.step.batch_rows import graph_of_rows
+from elixir_compile.step.as_run import as_run, graph_of_rows
 from tests.pure.problems import problem_of
 from tests.pure.search.test_ranks_of_a_search import ranks
 from tests.pure.search.test_variants import TRAINED
@@ -224,7 +223,7 @@ def test_ranks_in_another_order_get_the_same_shares(question: tuple[list[Offers]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `step.batch_rows` and `search.shares`: one capture prices every number of rows, and the best shares fit every
+# `step.as_run` and `search.shares`: one capture prices every number of rows, and the best shares fit every
 # rank.
 
 

@@ -26,8 +26,7 @@ from elixir_compile.search.space.profiles import Moves, Residency, moves_at_use
 from elixir_compile.search.transfers import best_moves, just_in_time, raise_prefetch
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.step.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
-from elixir_compile.step.pipeline import hidden_update_share
-from elixir_compile.step.seconds import simulate
+from elixir_compile.step.seconds import hidden_update_share, simulate
 from elixir_compile.tools.report.explain import explain
 from tests.pure.problems import problem_of, state_of
 from tests.pure.search.test_best import instances, machine, random_answer

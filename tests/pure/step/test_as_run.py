@@ -12,6 +12,7 @@ from elixir_compile.base.units import MIB
 from elixir_compile.ir import (
     Activations,
     Batched,
+    Calls,
     GroupId,
     Kernel,
     Kind,
@@ -27,7 +28,8 @@ from elixir_compile.ir.cost import op_s
 from elixir_compile.search import plan
 from elixir_compile.step import as_run, fused, repeats
 from elixir_compile.step.as_run import absorbed_storages, laps_at, stays_in_parts, with_repeats
-from elixir_compile.step.divide import Lap, divided, laps, laps_of
+from elixir_compile.step.bucket_bytes import CallKind, Ops, storages_of_calls
+from elixir_compile.step.divide import Lap, divided, laps, laps_of, tangents_of_step
 from elixir_compile.step.liveness import liveness
 from elixir_compile.step.structure import check_regions
 from elixir_compile.step.timeline import plan_timeline
@@ -60,6 +62,37 @@ ops
 def with_fields(graph: StepGraph, name: str, **changes: object) -> StepGraph:
     """Return `graph` with other fields of one op."""
     return replace(graph, ops=tuple(replace(op, **changes) if op.id == name else op for op in graph.ops))  # pyright: ignore
+
+
+OUTSIDE = parse_graph("""
+graph outside
+storages
+  x  input  float32  8
+  w  param  float32  40
+  out  temp  float32  16
+  tangent  temp  float32  16
+  bwd.mul  temp  float32  16
+  w.grad  grad  float32  40  of w
+outputs
+  out
+aliases
+ops
+  fwd.mm  aten.mm forward  reads x w  writes out  flops 80
+  bwd.mul  aten.mul backward  reads tangent  writes tangent bwd.mul  kernel pointwise
+  bwd.sum  aten.sum backward  reads x bwd.mul  writes w.grad  kernel reduction
+  update  update update  reads w w.grad
+""")
+
+
+def test_the_tangents_of_a_fused_op_stay_tangents() -> None:
+    """A caller that holds the gradients of three outputs holds the bytes of two more beside the one of this call."""
+    step = as_run(OUTSIDE)
+    assert step.ops[1].writes == ("tangent",)  # `bwd.mul` is computed inside `bwd.sum`
+    assert tangents_of_step(step) == tangents_of_step(OUTSIDE) == {"tangent"}
+    calls = Calls(num=4, outstanding=4, output_grads=3)
+    lives = {name: (life,) for name, life in liveness(step).lives.items()}
+    held = storages_of_calls(step, Ops.of(step), lives, CallKind(is_first=False), calls)
+    assert [row.nbytes for storage, row in held if storage.id == "tangent"] == [2 * 16, 16, 16]
 
 
 def test_a_pointwise_result_between_two_kernels_is_never_written() -> None:

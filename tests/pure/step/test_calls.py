@@ -23,9 +23,8 @@ from elixir_compile.search.space.facts import Facts, gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import closing_verbs, verify
-from elixir_compile.step.call_bytes import ONLY, call_at_most, call_kinds
-from elixir_compile.step.lean_calls import CallBytes, Halves, TwoPrograms, num_full_calls, walked
-from elixir_compile.step.plan_rows import PlanRows
+from elixir_compile.step.bucket_bytes import ONLY, call_at_most
+from elixir_compile.step.plan_rows import CallBytes, Halves, PlanRows, TwoPrograms, halves, num_full_calls, walked
 from elixir_compile.step.timeline import plan_timeline
 from tests.pure.memory_walk import peak_of_calls, turns_of
 from tests.pure.problems import chain_of, pair_of, problem_of, problem_of_mlps
@@ -111,7 +110,7 @@ def test_activations_are_recomputed_or_offloaded_for_all_outstanding_forwards() 
 
 
 def test_a_step_of_one_call_is_a_plain_step() -> None:
-    assert call_kinds(Calls()) == (ONLY,)
+    assert {half.call(Calls()) for half, _ in halves(Calls(), 1)} == {ONLY}
     assert call_at_most(Calls()) is ONLY
     assert '"calls"' not in plan_to_json(plan(problem_of_calls(Calls()), "keep_all"))
 
@@ -213,7 +212,8 @@ def test_what_the_caller_holds_counts_as_if_all_calls_were_alike(
     assert made.prediction.device_peak_bytes <= alike
     if outstanding == num:
         assert made.prediction.device_peak_bytes == alike
-    assert CallBytes(PlanRows(problem.graph, made)).peak_bytes() == alike
+    own = CallBytes(PlanRows(problem.graph, made))
+    assert TwoPrograms(own, own).peak_bytes(Halves(made.calls, outstanding)) == alike
 
 
 @pytest.mark.parametrize(("outstanding", "num_full"), [(8, 3), (3, 1), (3, 2)])

@@ -45,7 +45,7 @@ from elixir_compile.step.lane_order import (
     region_touches,
     works_of,
 )
-from elixir_compile.step.seconds import actions_of, player_of
+from elixir_compile.step.seconds import player_of
 from elixir_compile.step.structure import illegal
 from elixir_compile.step.works import Do, Memory, Walk, Work
 from tests.pure.mixes import group
@@ -418,7 +418,7 @@ def check_times(graph: StepGraph, plan: Plan, cluster: Cluster) -> int:
     Not of what the thread of the updates issues, whose times are known later, nor of what passes in pieces.
     """
     player, order = player_of(graph, plan, cluster), Order()
-    player.works_of(actions_of(plan))  # all lanes are idle, and the moments are those of the works below
+    player.works_of(plan.schedules[0].pairs)  # all lanes are idle, and the moments are those of the works below
     ends_s: dict[int, float] = {}
     num_pairs = 0
     for work in works_of(plan, region_touches(as_run(graph, plan.activations, laps_of(plan)), plan)):

@@ -13,15 +13,16 @@ from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, pipeline_or
 from elixir_compile.search import plan
 from elixir_compile.step import liveness
 from elixir_compile.step.bucket_bytes import resting
-from elixir_compile.step.pipeline import StageSeconds, play_pipeline
 from elixir_compile.step.stages import (
     Done,
     LayeredStep,
     Run,
     StageBytes,
     StageMemory,
+    StageSeconds,
     layered,
     most_beside,
+    play_pipeline,
     stage_memory,
     stage_peaks,
 )
@@ -259,7 +260,7 @@ def test_what_the_caller_holds_counts_between_runs(held: str, most: int, times: 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `step.pipeline`: seconds, bubbles, traffic and peaks of steps that are worked out by hand, and laws of all.
+# `step.stages`: seconds, bubbles, traffic and peaks of steps that are worked out by hand, and laws of all.
 
 
 LINK = Link(bytes_per_s=100.0, latency_s=0.5, overlaps_compute=True, source="test")

@@ -33,16 +33,27 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search import plan as search
 from elixir_compile.search.reasons import write_out
 from elixir_compile.step import plan_timeline
-from elixir_compile.step.pipeline import critical_path, exposed_by_lane, exposed_s, hidden_share, hidden_update_share
 from elixir_compile.step.prices import Prices, prices
-from elixir_compile.step.seconds import Cycle, Drawing, RankStep, busy_share, play, simulate, simulate_ranks
+from elixir_compile.step.seconds import (
+    Cycle,
+    Drawing,
+    RankStep,
+    busy_share,
+    critical_path,
+    exposed_s,
+    hidden_share,
+    hidden_update_share,
+    play,
+    simulate,
+    simulate_ranks,
+)
 from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import mixed_plans, planned_graphs, typed
 from tests.pure.problems import CLUSTERS, chain_of, problem_of, tight_problem
 from tests.pure.search.test_ranks_of_a_search import drawn, shared_problems
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `step.seconds` and `step.pipeline`: lanes worked out by hand.
+# `step.seconds`: lanes worked out by hand.
 
 
 R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId("b1")
@@ -220,7 +231,7 @@ def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
     path = critical_path(record)
     assert [span.label for span in path] == ["gather b0", "run fwd.0"]
     assert sum(span.end_s - span.start_s for span in path) == step_s == 14
-    assert exposed_by_lane(record) == {Lane.H2D: 4.0}
+    assert exposed_s(record) == 4.0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

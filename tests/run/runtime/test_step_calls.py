@@ -22,7 +22,7 @@ from elixir_compile.base.errors import (
 )
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import BackwardOrder, Plan, Saving
-from elixir_compile.step.lean_calls import num_full_calls
+from elixir_compile.step.plan_rows import num_full_calls
 from tests.run.pipeline_checks import ALL_ON_THE_HOST, Block, Stage, loss_of
 from tests.run.processes import apart
 from tests.run.updating import pairs_by_hand
