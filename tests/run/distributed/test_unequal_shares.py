@@ -206,14 +206,14 @@ def test_shares_are_three_to_one_and_at_least_one_and_a_half_times_as_fast(tmp_p
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import os, sys
-from elixir_compile.tools.measure.machine import cluster
+from elixir_compile.tools.measure import machine
 from elixir_compile.tools.cli.main import app
 
-measured = cluster.measure_rates
+measured = machine.measure_rates
 if os.environ["RANK"] == "1":
     def slower(*given):
         return {name: rate / 4 if "flops" in name else rate for name, rate in measured(*given).items()}
-    cluster.measure_rates = slower
+    machine.measure_rates = slower
 app(["measure", "--seconds", "2", "-o", sys.argv[1]])
 """
 """The second rank says that it computes with a quarter of its rates: it is emulated."""
