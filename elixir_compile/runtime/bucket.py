@@ -338,6 +338,11 @@ class RunningBucket:
         return self.placement.param is Tier.HOST
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether programs read a gathered copy of the parameters, and not their home."""
+        return self.is_on_host
+
+    @property
     def grad_dtype(self) -> torch.dtype:
         """The dtype of gradients; with several ranks, the dtype from their reduce on."""
         name = self.spec.reduce_dtype
@@ -355,7 +360,13 @@ class RunningBucket:
         for slot in self.slots:
             slot.check_form()
         if self.is_on_host:
-            self._move_to_host()
+            slab = Slab(self._total_bytes, pin=self.pin)
+            for slot, home in zip(self.slots, self._cut_slab(slab), strict=True):
+                home.copy_(slot.own.detach())
+                rehome(slot.param, home)
+            self._params = slab
+            self._address = self.flat_home().data_ptr()
+            self.gathered = None
         else:
             for slot in self.slots:
                 rehome(slot.param, on_device(slot.own.detach(), device))
@@ -411,12 +422,12 @@ class RunningBucket:
 
     def current_copy(self) -> tuple[torch.Tensor, ...] | None:
         """Return the parameters on the device if they have the same values as in their home, else None."""
-        is_current = self.gathered is not None and (not self.is_on_host or self._gathered_versions == self.versions())
+        is_current = self.gathered is not None and (not self.is_gathered or self._gathered_versions == self.versions())
         return self.gathered if is_current else None
 
     def release(self) -> None:
-        """Forget the gathered copy; parameters whose home is the device stay."""
-        if self.is_on_host:
+        """Forget the gathered copy; parameters that are read in their home stay."""
+        if self.is_gathered:
             self.gathered = None
 
     def gradient_buffers(self) -> tuple[torch.Tensor, ...]:
@@ -473,15 +484,6 @@ class RunningBucket:
     def versions(self) -> list[int]:
         """Return the versions of the parameters in bucket order."""
         return [slot.version for slot in self.slots]
-
-    def _move_to_host(self) -> None:
-        slab = Slab(self._total_bytes, pin=self.pin)
-        for slot, home in zip(self.slots, self._cut_slab(slab), strict=True):
-            home.copy_(slot.own.detach())
-            rehome(slot.param, home)
-        self._params = slab
-        self._address = self.flat_home().data_ptr()
-        self.gathered = None
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         """Return the offset of each parameter in a slab, and the size of the slab, all in bytes."""

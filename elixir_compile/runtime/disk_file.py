@@ -39,7 +39,13 @@ class PrivateFolder:
         self._pid = os.getpid()
         parent = os.path.abspath(parent)  # the process may change its directory before the folder is removed
         try:
-            _remove_stale(parent)
+            for name in filter(_LOCK_NAME.fullmatch, os.listdir(parent)):
+                path = os.path.join(parent, name)
+                # On an error the lock is gone, is in use, or belongs to another user: leave the folder.
+                with contextlib.suppress(OSError), open(path, "r+b") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.removesuffix(_LOCK), ignore_errors=True)
+                    os.unlink(path)
             self._lock_fd, self._lock_path = _make_lock(parent, "" if rank is None else f"rank{rank}-")
             self.path = self._lock_path.removesuffix(_LOCK)
             os.mkdir(self.path, 0o700)
@@ -74,16 +80,6 @@ def _make_lock(parent: str, prefix: str) -> tuple[int, str]:
         os.close(fd)  # a process that started meanwhile found this lock stale before we held it: try again
 
 
-def _remove_stale(parent: str) -> None:
-    for name in filter(_LOCK_NAME.fullmatch, os.listdir(parent)):
-        path = os.path.join(parent, name)
-        # On an error the lock is gone, is in use, or belongs to another user: leave the folder.
-        with contextlib.suppress(OSError), open(path, "r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path.removesuffix(_LOCK), ignore_errors=True)
-            os.unlink(path)
-
-
 DISK_PAGE_BYTES = 4096
 """O_DIRECT takes addresses, offsets and sizes that are multiples of the device's logical block: at most 4096 bytes."""
 
@@ -108,7 +104,10 @@ class DiskFile:
         self.path = path
         self.nbytes = nbytes
         self.failure: DiskFailed | None = None
-        self._checksums = _checksums_of_zeros(nbytes) if check else None
+        whole, rest_bytes = divmod(nbytes if check else 0, DISK_BLOCK_BYTES)
+        sums = [zlib.crc32(bytes(DISK_BLOCK_BYTES))] * whole if whole else []
+        sums += [zlib.crc32(bytes(rest_bytes))] if rest_bytes else []
+        self._checksums = sums if check else None
         self._fd = _preallocate(path, label, whole_pages_bytes(nbytes))
         self.is_direct = _set_direct(self._fd, True)
         """Whether reads and writes bypass the page cache; False if the filesystem refused O_DIRECT."""
@@ -162,7 +161,10 @@ class DiskFile:
                 end = f"the file ends at byte {offset_bytes}, expected {start_bytes + size_bytes}"
                 raise DiskFailed(self.path, operation, end, errno.EIO)
             offset_bytes += moved_bytes
-            parts = _rest(parts, moved_bytes)
+            while parts and moved_bytes >= len(parts[0]):
+                moved_bytes -= len(parts.pop(0))
+            if moved_bytes:
+                parts[0] = parts[0][moved_bytes:]
         if operation == READ and not self.is_direct:
             # Otherwise the page cache would hold the state a second time, without use: it is read once per step.
             os.posix_fadvise(self._fd, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
@@ -214,23 +216,6 @@ def _set_direct(fd: int, is_direct: bool) -> bool:
             raise
         return False
     return is_direct and bool(_O_DIRECT)
-
-
-def _rest(parts: list[memoryview], moved_bytes: int) -> list[memoryview]:
-    """Return `parts` without their first `moved_bytes`."""
-    rest = []
-    for part in parts:
-        skipped_bytes = min(moved_bytes, len(part))
-        moved_bytes -= skipped_bytes
-        if skipped_bytes < len(part):
-            rest.append(part[skipped_bytes:])
-    return rest
-
-
-def _checksums_of_zeros(nbytes: int) -> list[int]:
-    whole, rest_bytes = divmod(nbytes, DISK_BLOCK_BYTES)
-    sums = [zlib.crc32(bytes(DISK_BLOCK_BYTES))] * whole if whole else []
-    return [*sums, zlib.crc32(bytes(rest_bytes))] if rest_bytes else sums
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -415,14 +400,11 @@ class DiskQueue:
         with self._lock:
             transfer.error = transfer.error or error
             if error is not None and transfer.operation == WRITE and transfer.file.failure is None:
-                transfer.file.failure = _failure(transfer, error)
+                # For later operations on the file, without the traceback, which would keep the buffer alive.
+                because = error.because if isinstance(error, DiskFailed) else f"{type(error).__name__}: {error}"
+                number = error.errno or 0 if isinstance(error, OSError) else 0
+                transfer.file.failure = DiskFailed(transfer.file.path, WRITE, because, number)
             transfer.num_blocks_left -= 1
             is_last = transfer.num_blocks_left == 0
         if is_last:
             self._finish(transfer)
-
-
-def _failure(transfer: DiskTransfer, error: BaseException) -> DiskFailed:
-    """Return the error for later operations on the file, without the traceback, which would keep the buffer alive."""
-    because = error.because if isinstance(error, DiskFailed) else f"{type(error).__name__}: {error}"
-    return DiskFailed(transfer.file.path, WRITE, because, error.errno or 0 if isinstance(error, OSError) else 0)

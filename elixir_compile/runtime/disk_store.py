@@ -36,13 +36,6 @@ from elixir_compile.runtime.disk_file import (
 #
 # The files serve as memory and are no checkpoint. They are removed when the process ends; after `kill -9`, when the
 # next store in the same folder starts.
-#
-# The host buffers between the disk and the optimizer are a ring:
-#
-#     acquire -> read_into(...).wait() -> update -> release_after(write_from(...)) -> free again when written
-#
-# They are cut from one slab, starting at a multiple of 2 MiB, because private huge pages were written to disk twice as
-# fast as shared pages.
 
 
 _NUM_THREADS = 4
@@ -76,7 +69,7 @@ class DiskRegion:
         """Start reading the bytes at `offset_bytes` into `buffer`; they are there when the transfer's `wait` returns.
 
         `buffer` must be contiguous uint8 on the host, at an address that is a multiple of `DISK_PAGE_BYTES`, in memory
-        that no forked child shares, such as memory of `StagingBuffers`. Offset and size must be multiples of
+        that no forked child shares, such as `staging_buffers`. Offset and size must be multiples of
         `DISK_BLOCK_BYTES`; the size may be any if it ends at the end of the region.
 
         Raises ValueError if a condition is not met, and DiskFailed as `DiskQueue.submit` does.
@@ -174,119 +167,21 @@ def _close(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder) -> No
     folder.remove()
 
 
-class StagingBuffer:
-    """A buffer of a ring, held by the thread of its `acquire`; as a context manager it releases itself at the end."""
+def staging_buffers(num_buffers: int, nbytes: int) -> list[torch.Tensor]:
+    """Return `num_buffers` uint8 tensors of `nbytes` on the host, at addresses that O_DIRECT accepts, in memory that no
+    forked child shares.
 
-    def __init__(self, ring: "StagingBuffers", tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        """A uint8 tensor of the ring's `nbytes`."""
-        self._ring = ring
-
-    def release(self) -> None:
-        """Give the buffer back to the ring. Does nothing after an earlier `release` or `release_after`."""
-        self._ring._release(self)
-
-    def release_after(self, transfer: DiskTransfer) -> None:
-        """Give the buffer back to the ring when `transfer` is done.
-
-        If the transfer fails, the buffer stays taken, because it has the only copy of its bytes, and `acquire` raises
-        the exception of the transfer from then on. Raises ValueError if the buffer was given back already.
-        """
-        self._ring._release_after(self, transfer)
-
-    def __enter__(self) -> "StagingBuffer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class StagingBuffers:
-    """`num_buffers` buffers of `nbytes` each, at addresses that O_DIRECT accepts."""
-
-    def __init__(self, num_buffers: int, nbytes: int, *, pin: bool = False) -> None:
-        if num_buffers < 1 or nbytes < 0:
-            raise ValueError(
-                f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more"
-            )
-        self.num_buffers = num_buffers
-        self.nbytes = nbytes
-        unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
-        stride_bytes = max(-(-nbytes // unit_bytes), 1) * unit_bytes
-        slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=pin)
-        slab.keep_from_children()
-        first_bytes = -slab.tensor(torch.uint8, (1,), 0).data_ptr() % unit_bytes
-        self._free = [
-            slab.tensor(torch.uint8, (nbytes,), first_bytes + index * stride_bytes) for index in range(num_buffers)
-        ]
-        self._held: dict[StagingBuffer, int] = {}
-        self._returning: set[StagingBuffer] = set()
-        self._waiting: set[int] = set()
-        self._failure: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def acquire(self) -> StagingBuffer:
-        """Return a free buffer, which holds the bytes of its last use; wait if all buffers are taken.
-
-        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a failed transfer
-        that `release_after` got.
-        """
-        me = threading.get_ident()
-        with self._changed:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                if self._free:
-                    break
-                if not self._returning and set(self._held.values()) <= self._waiting | {me}:
-                    num_mine = sum(holder == me for holder in self._held.values())
-                    raise RuntimeError(
-                        f"this thread holds {num_mine} of {self.num_buffers} staging buffers and asks for one more, "
-                        f"and no other thread is left to release one. Release a buffer first, or make more of them."
-                    )
-                self._waiting.add(me)
-                try:
-                    self._changed.wait()
-                finally:
-                    self._waiting.discard(me)
-            buffer = StagingBuffer(self, self._free.pop())
-            self._held[buffer] = me
-            return buffer
-
-    def try_acquire(self) -> StagingBuffer | None:
-        """Return a free buffer, which holds the bytes of its last use, or None if all buffers are taken."""
-        with self._changed:
-            if self._failure is not None or not self._free:
-                return None
-            buffer = StagingBuffer(self, self._free.pop())
-            self._held[buffer] = threading.get_ident()
-            return buffer
-
-    def _release(self, buffer: StagingBuffer) -> None:
-        with self._changed:
-            if buffer in self._held and buffer not in self._returning:
-                self._free_again(buffer)
-
-    def _release_after(self, buffer: StagingBuffer, transfer: DiskTransfer) -> None:
-        with self._changed:
-            if buffer not in self._held or buffer in self._returning:
-                raise ValueError("this staging buffer was given back already")
-            self._returning.add(buffer)
-        transfer.then(lambda done: self._returned(buffer, done))
-
-    def _returned(self, buffer: StagingBuffer, transfer: DiskTransfer) -> None:
-        with self._changed:
-            if transfer.error is None:
-                self._returning.discard(buffer)
-                self._free_again(buffer)
-            else:
-                self._failure = transfer.error
-                self._changed.notify_all()
-
-    def _free_again(self, buffer: StagingBuffer) -> None:
-        del self._held[buffer]
-        self._free.append(buffer.tensor)
-        self._changed.notify_all()
+    They are cut from one slab, starting at a multiple of 2 MiB, because private huge pages were written to disk twice
+    as fast as shared pages. Raises ValueError without a buffer, or for a negative size.
+    """
+    if num_buffers < 1 or nbytes < 0:
+        raise ValueError(f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more")
+    unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
+    stride_bytes = max(-(-nbytes // unit_bytes), 1) * unit_bytes
+    slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=False)
+    slab.keep_from_children()
+    first_bytes = -slab.tensor(torch.uint8, (1,), 0).data_ptr() % unit_bytes
+    return [slab.tensor(torch.uint8, (nbytes,), first_bytes + index * stride_bytes) for index in range(num_buffers)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -305,14 +200,6 @@ Done = Callable[[BaseException | None], object]
 raise."""
 
 
-def _untimed(verb: InnerVerb) -> Callable[[], object]:
-    return _nothing
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Piece:
     """Elements `start` to `end` of several regions, one after another in one buffer while they are read in."""
 
@@ -324,21 +211,21 @@ class Piece:
         self.start = start
         self.end = end
         self._stride = stride
-        self.buffer: StagingBuffer | None = None
+        self.buffer: torch.Tensor | None = None
         self.reads: tuple[DiskTransfer, ...] = ()
-        self.begins: Callable[[InnerVerb], Callable[[], object]] = _untimed
+        self.begins: Callable[[InnerVerb], Callable[[], object]] = lambda verb: lambda: None
         """Begins to time a read or a write, and returns the function that ends it, which any thread may call."""
 
-    def views(self, buffer: StagingBuffer) -> list[torch.Tensor]:
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return for each region its part of `buffer`, as uint8."""
         found, at_bytes = [], 0
         for _, size_bytes, block in self.columns:
             num_values = -(-(self.end - self.start) // block)
-            found.append(buffer.tensor[at_bytes : at_bytes + num_values * size_bytes])
+            found.append(buffer[at_bytes : at_bytes + num_values * size_bytes])
             at_bytes += self._stride // block * size_bytes
         return found
 
-    def transfers(self, buffer: StagingBuffer) -> Iterator[tuple[DiskRegion, torch.Tensor, int]]:
+    def transfers(self, buffer: torch.Tensor) -> Iterator[tuple[DiskRegion, torch.Tensor, int]]:
         """Yield each region, its part of `buffer`, and the offset of this part in the region, in bytes."""
         for (region, size_bytes, block), view in zip(self.columns, self.views(buffer), strict=True):
             yield region, view, self.start // block * size_bytes
@@ -349,7 +236,7 @@ class ReadAhead:
 
     def __init__(self, num_buffers: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._ring = StagingBuffers(num_buffers, nbytes)
+        self._free = staging_buffers(num_buffers, nbytes)
         self._announced: deque[Piece] = deque()
         self._num_writing = 0
         self._num_waiting = 0
@@ -378,7 +265,20 @@ class ReadAhead:
                 # Earlier pieces were never taken, because their update failed or was dropped.
                 while (earlier := self._announced.popleft()) is not piece:
                     self._drop(earlier)
-            buffer = piece.buffer or self._read_now(piece)
+            buffer = piece.buffer
+            if buffer is None:  # read it into the next free buffer, which the last announced piece may have
+                self._num_waiting += 1  # keeps `_read_on` from taking that buffer
+                try:
+                    while (buffer := self._acquire()) is None:
+                        last = next((other for other in reversed(self._announced) if other.buffer is not None), None)
+                        if last is None:
+                            self._changed.wait()
+                        else:
+                            self._announced.remove(last)
+                            self._drop(last)
+                finally:
+                    self._num_waiting -= 1
+                self._begin(piece, buffer)
         try:
             for read in piece.reads:
                 read.wait()
@@ -413,7 +313,15 @@ class ReadAhead:
                     writes.append(region.write_from(view, start_bytes))
             except BaseException as error:
                 failure = error
-        _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done, end))
+
+        def written() -> None:
+            end()
+            done(failure or next((write.error for write in writes if write.error is not None), None))
+            with self._changed:
+                self._num_writing -= 1
+                self._release(buffer)
+
+        _when_done(writes, written)
 
     def wait_for_writes(self) -> None:
         """Wait until no write is in flight."""
@@ -428,42 +336,21 @@ class ReadAhead:
                 self._drop(self._announced.popleft())
             self._changed.wait_for(lambda: self._num_taken == 0 or os.getpid() != self._pid)
 
-    def _read_now(self, piece: Piece) -> StagingBuffer:
-        """Start reading `piece` into the next free buffer, and return the buffer."""
-        self._num_waiting += 1  # keeps `_read_on` from taking the next free buffer
-        try:
-            while (buffer := self._acquire()) is None:
-                if not self._drop_last():
-                    self._changed.wait()
-        finally:
-            self._num_waiting -= 1
-        self._begin(piece, buffer)
-        return buffer
+    def _acquire(self) -> torch.Tensor | None:
+        """Return a free buffer, which holds the bytes of its last use, or None if all buffers are taken."""
+        if not self._free:
+            return None
+        self._num_taken += 1
+        return self._free.pop()
 
-    def _wrote(
-        self, buffer: StagingBuffer, failure: BaseException | None, done: Done, end: Callable[[], object]
-    ) -> None:
-        end()
-        done(failure)
+    def _release(self, buffer: torch.Tensor, *, reads_on: bool = True) -> None:
+        """Make `buffer` free again, and, if `reads_on`, read the next announced piece into it."""
         with self._changed:
-            self._num_writing -= 1
-            self._release(buffer)
-
-    def _release(self, buffer: StagingBuffer) -> None:
-        with self._changed:
-            self._free(buffer)
-            self._read_on()
-
-    def _acquire(self) -> StagingBuffer | None:
-        buffer = self._ring.try_acquire()
-        self._num_taken += buffer is not None
-        return buffer
-
-    def _free(self, buffer: StagingBuffer) -> None:
-        with self._changed:
-            buffer.release()
+            self._free.append(buffer)
             self._num_taken -= 1
             self._changed.notify_all()
+            if reads_on:
+                self._read_on()
 
     def _read_on(self) -> None:
         """Start reading announced pieces, in order, while buffers are free."""
@@ -480,14 +367,14 @@ class ReadAhead:
             except BaseException:  # `take` reads the piece again and raises its exception then
                 return
 
-    def _begin(self, piece: Piece, buffer: StagingBuffer) -> None:
+    def _begin(self, piece: Piece, buffer: torch.Tensor) -> None:
         reads: list[DiskTransfer] = []
         end = piece.begins(InnerVerb.READ)
         try:
             for region, view, start_bytes in piece.transfers(buffer):
                 reads.append(region.read_into(view, start_bytes))
         except BaseException:
-            _when_done(reads, lambda: self._free(buffer))
+            _when_done(reads, lambda: self._release(buffer, reads_on=False))
             raise
         finally:
             _when_done(reads, end)
@@ -498,19 +385,6 @@ class ReadAhead:
         buffer, reads, piece.buffer, piece.reads = piece.buffer, piece.reads, None, ()
         if buffer is not None:
             _when_done(reads, lambda: self._release(buffer))
-
-    def _drop_last(self) -> bool:
-        """Drop the last announced piece with a buffer; return whether there was such a piece."""
-        for piece in reversed(self._announced):
-            if piece.buffer is not None:
-                self._announced.remove(piece)
-                self._drop(piece)
-                return True
-        return False
-
-
-def _failure_of(transfers: Iterable[DiskTransfer]) -> BaseException | None:
-    return next((transfer.error for transfer in transfers if transfer.error is not None), None)
 
 
 def _when_done(transfers: Sequence[DiskTransfer], call: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers, PlacedBuckets, StepCalls
 from elixir_compile.runtime.gradients import GradientAccumulator, Reducers
 from elixir_compile.runtime.lanes import Transfer, lanes_for
-from elixir_compile.runtime.published import BackwardPass, refuse_hooks
+from elixir_compile.runtime.published import refuse_hooks
 from elixir_compile.runtime.recording import Phases, ledger_for
 from elixir_compile.runtime.saved import SavedActivations, number_of
 from elixir_compile.runtime.slices import InParts, LeavingView, Slicing
@@ -137,39 +137,33 @@ class Executor:
         the gradients of chosen parameters, or is the second one of its forward, or autograd would call a hook on a
         gradient in each of its backward passes.
         """
-        backward = self.gradients.begin_backward()
+        backward, calls = self.gradients.begin_backward(), self.calls
         with backward.in_order(self.lanes):
-            if self.calls.spec.num == 1:
+            if calls.spec.num == 1:
                 return self.ledger.run(name, program, args)
-            return self._run_call(graph, number_of(ticket), backward, lambda: self.ledger.run(name, program, args))
-
-    def _run_call(self, graph: object, number: int, backward: BackwardPass, run: Callable[[], Any]) -> Any:
-        """Return the result of `run`, the backward of one of several calls of a step; see `run_backward`."""
-        trains = backward.asks_for_any(self.slots.values())
-        if trains and not backward.asks_for_all:
-            asked = f"a backward for chosen parameters in a step of {self.calls.spec}"
-            instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
-            raise UnsupportedBackward(self.name, asked, instead)
-        if trains and not self.calls.waits(graph, number):
-            asked = "a second backward of a forward, or one after an exception or under saved-tensor hooks that copy,"
-            instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
-            raise UnsupportedBackward(self.name, f"{asked} in a step of {self.calls.spec}", instead)
-        refuse_hooks(self.name, self.slots.values() if trains else (), self.calls.spec)
-        with self.calls.backward(graph, number, trains=trains):
-            if not self.calls.is_last:
-                backward.suspend_hooks(self.slots.values())
-            results = run()
-            if self.calls.is_last and trains and graph is self:
-                self._reduce_rest()
-        return results
-
-    def _reduce_rest(self) -> None:
-        """Reduce the sums of buckets for which the last call of a step has no gradient, as a graph for other inputs."""
-        for bucket in self.buckets:
-            if self.gradients.sums.holds_any_of(bucket):
-                self.wait(self.reduce(bucket.spec.id, (), []))
-                if bucket.is_on_host:
-                    self.offload(bucket.spec.id)  # the end of the backward waits for it
+            number, trains = number_of(ticket), backward.asks_for_any(self.slots.values())
+            if trains and not backward.asks_for_all:
+                asked = f"a backward for chosen parameters in a step of {calls.spec}"
+                instead = "Schedules with a split backward (zero bubble, DualPipe) ask so: use one without"
+                raise UnsupportedBackward(self.name, asked, instead)
+            if trains and not calls.waits(graph, number):
+                asked = (
+                    "a second backward of a forward, or one after an exception or under saved-tensor hooks that copy,"
+                )
+                instead = "Run one backward for each forward, and begin a new step with new forwards after an exception"
+                raise UnsupportedBackward(self.name, f"{asked} in a step of {calls.spec}", instead)
+            refuse_hooks(self.name, self.slots.values() if trains else (), calls.spec)
+            with calls.backward(graph, number, trains=trains):
+                if not calls.is_last:
+                    backward.suspend_hooks(self.slots.values())
+                results = self.ledger.run(name, program, args)
+                # The last call may have no gradient of some buckets, as a graph for other inputs: reduce their sums.
+                for bucket in self.buckets if calls.is_last and trains and graph is self else ():
+                    if self.gradients.sums.holds_any_of(bucket):
+                        self.wait(self.reduce(bucket.spec.id, (), []))
+                        if bucket.is_on_host:
+                            self.offload(bucket.spec.id)  # the end of the backward waits for it
+            return results
 
     def require_whole_step(self) -> None:
         """Raise IncompleteStep if a step of several calls has begun, and its last backward is not done.

@@ -341,38 +341,35 @@ class GradientAccumulator:
     def hand_over(self, slots: Sequence[Slot | None]) -> Sequence[torch.Tensor | None]:
         """Return for each of `slots` the gradient that autograd itself takes in this backward, or None.
 
-        Raises UnsupportedBackward if the backward runs under `create_graph=True`.
+        It is None too on a second call in the same backward: a gate asks twice for a parameter that two modules share,
+        because it has two handles of it. Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
         backward = self._backwards.get(compat.backward_pass_id())
+        found: list[torch.Tensor | None] = [None] * len(slots)
         pending = {} if backward is None else backward.pending
-        made = [slot if slot is not None and slot.key in pending else None for slot in slots]
-        if backward is None or not any(slot is not None for slot in made):
-            return [None] * len(slots)
+        made = {place: slot for place, slot in enumerate(slots) if slot is not None and slot.key in pending}
+        if backward is None or not made:
+            return found
         self._refuse_double()
-        leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
-        if any(slot is not None for slot in leaving):
+        leaving = {place: slot for place, slot in made.items() if backward.goes_through_autograd(slot)}
+        if leaving:
             self._wait_for_copies()
-        if any(slot is not None and slot.is_reduced for slot in leaving):
+        if any(slot.is_reduced for slot in leaving.values()):
             for bucket in self._buckets:  # the reducer writes gradients of parameters too that no graph has read
                 bucket.queued.wait()
         with torch.no_grad():
-            return [None if slot is None else self._handed(backward, slot) for slot in leaving]
-
-    def _handed(self, backward: BackwardPass, slot: Slot) -> torch.Tensor | None:
-        """Return the gradient of `slot`, or None on a second call in the same backward.
-
-        A gate asks twice for a parameter that two modules share, because it has two handles of it.
-        """
-        self._buckets.await_update(slot)
-        _, grad = backward.pending.pop(slot.key, (slot, None))
-        if grad is None:
-            return None
-        self._lanes.touches((grad,))  # by hooks, and by autograd that adds it
-        grad = fitted(slot.param, grad)
-        if backward.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
-            backward.handed.append(slot)
-            widen_sum(slot.param, grad.dtype, self._new_fp32_sum(slot))
-        return as_dtensor(grad, slot.param)
+            for place, slot in leaving.items():
+                self._buckets.await_update(slot)
+                _, grad = backward.pending.pop(slot.key, (slot, None))
+                if grad is None:
+                    continue
+                self._lanes.touches((grad,))  # by hooks, and by autograd that adds it
+                grad = fitted(slot.param, grad)
+                if backward.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
+                    backward.handed.append(slot)
+                    widen_sum(slot.param, grad.dtype, self._new_fp32_sum(slot))
+                found[place] = as_dtensor(grad, slot.param)
+        return found
 
     def _wait_for_copies(self) -> None:
         """Wait until gradients are on the host. Raises PeerFailed if a collective before them has failed."""

@@ -274,7 +274,7 @@ class Plain:
 
     def hand_over(self) -> Callable[[], None]:
         """Return a function that does nothing: there is a single device."""
-        return _go_on
+        return lambda: None
 
     def hand_back(self, event: Event | None) -> None:
         """Return None."""
@@ -309,10 +309,6 @@ class Plain:
     def timed_event(self) -> TimedEvent:
         """Raise AssertionError: work is timed by the clock of the host."""
         raise AssertionError("the host has no events; ask `has_clock` first")
-
-
-def _go_on() -> None:
-    """Do nothing."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -447,6 +443,9 @@ def _device_event(event: Event) -> torch.Event:
 # Choose the lanes of an executor: by its device, and with the checks of tests around them.
 
 
+_CHECKER = "ELIXIR_CHECK_RACES"
+
+
 def lanes_for(device: torch.device) -> Lanes:
     """Return new lanes on `device`, if the environment has `ELIXIR_CHECK_RACES=tests.races.checked` with its checks.
 
@@ -456,18 +455,12 @@ def lanes_for(device: torch.device) -> Lanes:
     platform = platform_of(device)
     if missing := platform.missing(device):
         raise UnsupportedDevice(device.type, missing)
-    lanes = Accelerator(device) if platform.has_own_memory else Plain(device)
+    lanes: Lanes = Accelerator(device) if platform.has_own_memory else Plain(device)
     checker = os.environ.get(_CHECKER)
-    return _checked(lanes, checker) if checker else lanes
-
-
-_CHECKER = "ELIXIR_CHECK_RACES"
-
-
-def _checked(lanes: Lanes, checker: str) -> Lanes:
+    if not checker:
+        return lanes
     try:
-        made: Lanes = importlib.import_module(checker).Checked(lanes)
+        return importlib.import_module(checker).Checked(lanes)
     except (ImportError, AttributeError, TypeError) as error:
         expected = '"tests.races.checked", with the folder of the tests of this package in PYTHONPATH'
         raise InvalidOption(_CHECKER, checker, expected) from error
-    return made

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -565,12 +564,13 @@ class Phases:
         if number not in self._open:
             self._open.append(number)
             self._tell(Phase.BACKWARD, begins=True)
-            compat.after_backward(partial(self._end_backward, number))
 
-    def _end_backward(self, number: int) -> None:
-        if number in self._open:
-            self._open.remove(number)
-            self._tell(Phase.BACKWARD, begins=False)
+            def end() -> None:
+                if number in self._open:
+                    self._open.remove(number)
+                    self._tell(Phase.BACKWARD, begins=False)
+
+            compat.after_backward(end)
 
     def abandon(self) -> None:
         """End the phases of all backward passes, after an exception."""

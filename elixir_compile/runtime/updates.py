@@ -118,17 +118,13 @@ class LandingUpdate:
         with self._lock:
             if self._landing is not None:
                 self._line.landings.land(self._landing)
-            finish, self._finish = self._finish, _nothing  # also done if a signal handler waited meanwhile
+            finish, self._finish = self._finish, lambda: None  # also done if a signal handler waited meanwhile
             try:
                 finish()
             except BaseException as error:  # of any class: the line raises it
                 self._line.fail(error)
             self._landing = None  # holds no tensors any more
         self._line.check()
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,8 +231,15 @@ class QueuedUpdate:
                     self._go_on()
                 self._hand_back(work())
                 del work  # frees its gradients before the followers run
-                while (follower := self._next_or_done()) is not None:
-                    follower()
+                while not self.is_done:
+                    follower = None
+                    with self._lock:  # a follower comes before the end, or is refused
+                        if self._followers:
+                            follower = self._followers.pop(0)
+                        else:
+                            self._done.set()
+                    if follower is not None:
+                        follower()
         except BaseException as error:  # of any class: the training thread raises it
             self._hand_back(None)
             error.add_note(f"raised by the host's `{self.label}`; updates queued after it were dropped")
@@ -250,13 +253,6 @@ class QueuedUpdate:
         if self._lanes is not None:
             self.let_compute_wait = self._lanes.hand_back(event)
 
-    def _next_or_done(self) -> Callable[[], None] | None:
-        with self._lock:
-            if self._followers:
-                return self._followers.pop(0)
-            self._done.set()
-            return None
-
 
 class UpdateLine:
     """The queued updates of an optimizer, and the exception of its last failed update."""
@@ -267,7 +263,7 @@ class UpdateLine:
         self._queued: list[PendingUpdate] = []
         self.landings = Landings()
         _lines.add(self)
-        weakref.finalize(self, _let_worker_end).atexit = False
+        weakref.finalize(self, lambda: _worker.may_end()).atexit = False
         weakref.finalize(self, self.landings.land_all).atexit = False
 
     def drops(self, num_failures: int) -> bool:
@@ -311,10 +307,6 @@ class UpdateLine:
 
 
 _lines: "Living[UpdateLine]" = Living()
-
-
-def _let_worker_end() -> None:
-    _worker.may_end()
 
 
 class _Worker:
@@ -363,26 +355,19 @@ class _Worker:
                 if update is not None:
                     update.run()
                     del update  # an idle thread holds no tensors
-                    self._end_one()
-                elif self._has_ended():
-                    return
-
-    def _has_ended(self) -> bool:
-        """Whether no line is left, so that this thread can end; the first update of a new line starts a new thread."""
-        with self.lock:
-            # Not `len(_lines)`, which counts a line whose finalizers have not all run.
-            is_needed = next(iter(_lines), None) is not None or not self._updates.empty()
-            if not is_needed:
-                self._thread = None
-            return not is_needed
-
-    def _end_one(self) -> None:
-        with self._idle:
-            self._num_open -= 1
-            if self._num_open == 0:
-                if sys.getswitchinterval() == _SWITCH_INTERVAL_S:  # else user code changed it meanwhile
-                    sys.setswitchinterval(self._usual_interval_s)
-                self._idle.notify_all()
+                    with self._idle:
+                        self._num_open -= 1
+                        if self._num_open == 0:
+                            if sys.getswitchinterval() == _SWITCH_INTERVAL_S:  # else user code changed it meanwhile
+                                sys.setswitchinterval(self._usual_interval_s)
+                            self._idle.notify_all()
+                    continue
+                with self.lock:
+                    # No line may be left, so that this thread can end; the first update of a new line starts a new
+                    # thread. Not `len(_lines)`, which counts a line whose finalizers have not all run.
+                    if next(iter(_lines), None) is None and self._updates.empty():
+                        self._thread = None
+                        return
 
 
 _worker = _Worker()
@@ -393,6 +378,7 @@ def finish_updates() -> None:
     _worker.drain()
 
 
+@atexit.register
 def _end() -> None:
     _worker.drain()
     for line in _lines:
@@ -416,7 +402,6 @@ def _after_fork_in_child() -> None:
     _worker = _Worker()
 
 
-atexit.register(_end)
 os.register_at_fork(
     before=_before_fork, after_in_parent=lambda: _worker.lock.release(), after_in_child=_after_fork_in_child
 )

@@ -21,7 +21,7 @@ from elixir_compile.optim import disk as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime import disk_file, disk_store
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.disk_store import StagingBuffer, StagingBuffers
+from elixir_compile.runtime.disk_store import ReadAhead
 from elixir_compile.search import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.layers import Layer, deepest
@@ -117,20 +117,18 @@ def hybrid_run(
 def small_pieces() -> Iterator[None]:
     """Inside, a bucket with state on disk has several pieces, the last one short, and staging holds NaN before it is
     read into."""
-    usual = StagingBuffers.try_acquire
+    usual = ReadAhead._acquire
 
-    def spoiled(ring: StagingBuffers) -> StagingBuffer | None:
+    def spoiled(ring: ReadAhead) -> torch.Tensor | None:
         buffer = usual(ring)
-        if buffer is not None:
-            buffer.tensor.fill_(255)
-        return buffer
+        return None if buffer is None else buffer.fill_(255)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (disk_store, disk_file):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
         patch.setattr(disk_updates, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)
-        patch.setattr(StagingBuffers, "try_acquire", spoiled)
+        patch.setattr(ReadAhead, "_acquire", spoiled)
         yield
 
 

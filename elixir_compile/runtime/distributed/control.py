@@ -182,13 +182,17 @@ class ControlChannel:
     def raising_peer_failed(self, what: str) -> Iterator[None]:
         """Turn an error of a process group in the block, which exchanges `what`, into PeerFailed.
 
-        Other exceptions, such as out of memory, pass unchanged.
+        NCCL and stores raise DistError, gloo a RuntimeError with known words. Other exceptions, such as out of memory,
+        pass unchanged.
         """
         began_s = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            if not _is_of_group(error):
+            is_known = any(word in str(error).lower() for word in _GROUP_WORDS)
+            if not isinstance(error, distributed.DistError) and (
+                isinstance(error, torch.OutOfMemoryError) or not is_known
+            ):
                 raise
             others = tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
             raise PeerFailed(others, what, _reason(error), time.monotonic() - began_s) from error
@@ -272,14 +276,6 @@ def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) 
         raise PeerFailed(others, "addresses", because, time.monotonic() - began_s) from error
     assert isinstance(group, distributed.ProcessGroup), "this process is a member"
     return ControlChannel(group, members, rank)
-
-
-def _is_of_group(error: RuntimeError) -> bool:
-    """Whether a process group raised `error`: NCCL and stores raise DistError, gloo a RuntimeError with known words."""
-    if isinstance(error, distributed.DistError):
-        return True
-    text = str(error).lower()
-    return not isinstance(error, torch.OutOfMemoryError) and any(word in text for word in _GROUP_WORDS)
 
 
 def _reason(error: RuntimeError) -> str:

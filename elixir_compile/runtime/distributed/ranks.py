@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -96,17 +97,13 @@ class UnfinishedCollectives:
         began_s = time.monotonic()
         while event is not None and not event.query():
             self.raise_if_failed()
-            self._raise_if_late(time.monotonic() - began_s, behind)
+            timeout = compat.default_timeout() if self._timeout is None else self._timeout
+            if time.monotonic() - began_s > timeout.total_seconds():
+                for what in [*(what for _, what in self._newest.values()), *([] if behind is None else [behind])]:
+                    with self._control.raising_peer_failed(what):
+                        raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
             time.sleep(_POLL_S)
         self.raise_if_failed()
-
-    def _raise_if_late(self, waited_s: float, behind: str | None) -> None:
-        timeout = compat.default_timeout() if self._timeout is None else self._timeout
-        if waited_s <= timeout.total_seconds():
-            return
-        for what in [*(what for _, what in self._newest.values()), *([] if behind is None else [behind])]:
-            with self._control.raising_peer_failed(what):
-                raise RuntimeError(f"timeout: not finished after {timeout.total_seconds():.0f} s")
 
     def clear(self) -> None:
         """Forget all collectives, and let go of their outputs."""
@@ -371,16 +368,13 @@ class Ranks:
         )
         for verb, group, num_ranks in axes:
             if group is not None and num_ranks > 1:
-                with nullcontext() if counted is None else counted.span(verb, flat.nbytes):
-                    self._all_reduce(flat, group)
+                reduce = partial(distributed.all_reduce, flat, op=distributed.ReduceOp.AVG, group=group)
+                with (
+                    nullcontext() if counted is None else counted.span(verb, flat.nbytes),
+                    self.control.raising_peer_failed("gradients"),
+                ):
+                    reduce() if flat.device.type != "cpu" else self._thread.run(reduce)
         return [mean.view(tensor.shape) for tensor, mean in zip(tensors, pieces, strict=True)]
-
-    def _all_reduce(self, tensor: torch.Tensor, group: "distributed.ProcessGroup") -> None:
-        def reduce() -> None:
-            distributed.all_reduce(tensor, op=distributed.ReduceOp.AVG, group=group)
-
-        with self.control.raising_peer_failed("gradients"):
-            reduce() if tensor.device.type != "cpu" else self._thread.run(reduce)
 
     def mean_sums(
         self,

@@ -82,14 +82,10 @@ class ShardedBucket(RunningBucket):
             for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
         )
 
-    def current_copy(self) -> tuple[torch.Tensor, ...] | None:
-        """Return the full parameters if they were gathered from the current values of the shards, else None."""
-        is_current = self.gathered is not None and self._gathered_versions == self.versions()
-        return self.gathered if is_current else None
-
-    def release(self) -> None:
-        """Forget the gathered copy."""
-        self.gathered = None
+    @property
+    def is_gathered(self) -> bool:
+        """Whether programs read a gathered copy of the parameters: of all ranks' shards."""
+        return True
 
     def rows(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor of shape (number of shards, elements of `own`) in `dtype`, on the device."""
@@ -110,7 +106,7 @@ class ShardedBucket(RunningBucket):
         return tuple(values)
 
     def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sums of gradients as rows of `grad_dtype` for a reduce-scatter; zero for a parameter without any.
+        """Return the sums of gradients as `rows` of `grad_dtype` for a reduce-scatter; zeros if a parameter has none.
 
         Gradient i of `grads` belongs to the parameter at `positions[i]`. May empty `grads`.
         """
@@ -118,20 +114,43 @@ class ShardedBucket(RunningBucket):
         if self.ranks.weight == 0.0 and not is_weighed_later:
             grads.clear()  # frees their memory before the rows are allocated
             return self.rows(self.grad_dtype).zero_()
-        is_alone = len(self.slots) == len(grads) == 1 and is_weighed_later and grads[0].dtype == self.grad_dtype
-        if is_alone and grads[0].numel() == self.ranks.num_shards * self.own.numel():
-            return grads[0].contiguous().view(self.ranks.num_shards, -1)
+        if is_weighed_later and len(grads) == 1 and grads[0].dtype == self.grad_dtype and self.is_rows(grads[0]):
+            return self.shaped(grads[0].contiguous())
         rows = self.rows(self.grad_dtype)
-        columns = self._columns()
-        filled: set[int] = set()
-        for position, grad in zip(positions, grads, strict=True):
-            _put(rows[:, columns[position]], grad, adds=position in filled)
-            filled.add(position)
-        for position in set(range(len(self.slots))) - filled:
-            rows[:, columns[position]].zero_()
+        self.fill(rows, positions, grads)
         if not is_weighed_later:
             scale_by_weight(rows, self.ranks.weight)
         return rows
+
+    def is_rows(self, grad: torch.Tensor) -> bool:
+        """Return whether `grad`, the only gradient of the bucket, has the elements of `rows` in their order."""
+        return len(self.slots) == 1 and grad.numel() == self.ranks.num_shards * self.own.numel()
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat` in the shape of `rows`."""
+        return flat.view(self.ranks.num_shards, -1)
+
+    def fill(self, rows: torch.Tensor, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Write the sums of gradients to `rows`; padding, and parameters without any, become zero."""
+        columns = self._columns()
+        filled: set[int] = set()
+        for position, grad in zip(positions, grads, strict=True):
+            target, adds = rows[:, columns[position]], position in filled
+            num_ranks, length = target.shape
+            flat = grad.reshape(-1)
+            num_full, rest = divmod(flat.numel(), length) if length else (0, 0)
+            pieces = [(target[:num_full], flat[: num_full * length].view(num_full, length))]
+            if rest:
+                pieces.append((target[num_full, :rest], flat[num_full * length :]))
+            for place, piece in pieces:
+                place.add_(piece) if adds else place.copy_(piece)
+            if not adds and num_full < num_ranks:  # the padding
+                if rest:
+                    target[num_full, rest:].zero_()
+                target[num_full + bool(rest) :].zero_()
+            filled.add(position)
+        for position in set(range(len(self.slots))) - filled:
+            rows[:, columns[position]].zero_()
 
     def _columns(self) -> list[slice]:
         itemsize = self.slots[0].param.element_size()
@@ -152,25 +171,6 @@ class ShardedBucket(RunningBucket):
 
 def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return flat[: slot.numel].view(slot.shape)
-
-
-def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
-    """Write `grad` to `columns`, the columns of its parameter in all rows; padding becomes zero.
-
-    With `adds`, add it to the values there, and leave the padding.
-    """
-    num_ranks, length = columns.shape
-    flat = grad.reshape(-1)
-    num_full, rest = divmod(flat.numel(), length) if length else (0, 0)
-    pieces = [(columns[:num_full], flat[: num_full * length].view(num_full, length))]
-    if rest:
-        pieces.append((columns[num_full, :rest], flat[num_full * length :]))
-    for target, piece in pieces:
-        target.add_(piece) if adds else target.copy_(piece)
-    if not adds and num_full < num_ranks:
-        if rest:
-            columns[num_full, rest:].zero_()
-        columns[num_full + bool(rest) :].zero_()
 
 
 class ShardGather(Transfer):
@@ -322,19 +322,16 @@ class UnevenBucket(ShardedBucket):
             values.append(value)
         return tuple(values)
 
-    def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sums of gradients as a flat buffer of `grad_dtype` for a reduce-scatter; zero for a parameter
-        without any.
+    def is_rows(self, grad: torch.Tensor) -> bool:
+        """Return whether `grad`, the only gradient of the bucket, is the flat buffer."""
+        return not self.spec.is_packed
 
-        Gradient i of `grads` belongs to the parameter at `positions[i]`. May empty `grads`.
-        """
-        is_weighed_later = self.ranks.applies_weight(self.grad_dtype)
-        if self.ranks.weight == 0.0 and not is_weighed_later:
-            grads.clear()  # frees their memory before the flat buffer is allocated
-            return self.rows(self.grad_dtype).zero_()
-        if not self.spec.is_packed and len(grads) == 1 and is_weighed_later and grads[0].dtype == self.grad_dtype:
-            return grads[0].contiguous().view(-1)
-        rows = self.rows(self.grad_dtype)
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat` as one dimension."""
+        return flat.view(-1)
+
+    def fill(self, rows: torch.Tensor, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Write the sums of gradients to the flat buffer `rows`; the rest becomes zero."""
         if not self.spec.is_ragged or len(set(positions)) < len(self.slots):
             rows.zero_()
         filled: set[int] = set()
@@ -342,21 +339,16 @@ class UnevenBucket(ShardedBucket):
             for source, target in self._pieces(position, grad.reshape(-1), rows):
                 target.add_(source) if position in filled else target.copy_(source)
             filled.add(position)
-        if not is_weighed_later:
-            scale_by_weight(rows, self.ranks.weight)
-        return rows
 
     def _pieces(
         self, position: int, whole: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield for each rank its elements of `whole`, the flat parameter at `position`, and their place in `rows`."""
+        numels = [parts[position] for parts in self._parts]
         starts = accumulate(self._row_numels, initial=0)
-        for start, parts, elements in zip(starts, self._parts, whole.split(self._parts_of(position)), strict=False):
+        for start, parts, elements in zip(starts, self._parts, whole.split(numels), strict=False):
             offset = start + sum(parts[:position])
             yield elements, rows[offset : offset + elements.numel()]
-
-    def _parts_of(self, position: int) -> list[int]:
-        return [parts[position] for parts in self._parts]
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
         by_slot = [self.ranks.parts_of(slot.param) for slot in self.slots]

@@ -15,7 +15,7 @@ from elixir_compile.compat.platforms import accelerator as current_accelerator
 from elixir_compile.compat.platforms import available_host_bytes, num_local_ranks, platform_of
 from elixir_compile.runtime.bucket import Slab
 from elixir_compile.runtime.disk_file import DiskTransfer
-from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, StagingBuffers
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, staging_buffers
 from elixir_compile.session.machine import cached_machine, machine_path
 from elixir_compile.tools.doctor.facts import Accelerator, CopyRates, DiskTrial, Pinning, Profile, gpu_at
 from elixir_compile.tools.measure.machine import COPY_BYTES, Copies, beside, copies_of, lock_limit_bytes, median_s
@@ -119,10 +119,10 @@ def try_disk(path: Path) -> DiskTrial:
         store = DiskStore(path)
         try:
             region = store.allocate("doctor", _DISK_BYTES if free_bytes > 2 * _DISK_BYTES else MIB)
-            with StagingBuffers(1, min(_TRANSFER_BYTES, region.nbytes)).acquire() as buffer:
-                buffer.tensor.random_(0, 256)  # random bytes, because a drive may store zeros faster
-                write_bytes_per_s = _rate(region, lambda at: region.write_from(buffer.tensor, at), buffer.tensor)
-                read_bytes_per_s = _rate(region, lambda at: region.read_into(buffer.tensor, at), buffer.tensor)
+            (buffer,) = staging_buffers(1, min(_TRANSFER_BYTES, region.nbytes))
+            buffer.random_(0, 256)  # random bytes, because a drive may store zeros faster
+            write_bytes_per_s = _rate(region, lambda at: region.write_from(buffer, at), buffer)
+            read_bytes_per_s = _rate(region, lambda at: region.read_into(buffer, at), buffer)
             return DiskTrial(
                 path=path.resolve(),
                 error="",

@@ -38,7 +38,7 @@ from elixir_compile.ir.hardware import (
     with_like_seats,
 )
 from elixir_compile.runtime.bucket import Slab, aligned_bytes
-from elixir_compile.runtime.disk_store import DiskStore, StagingBuffers
+from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
 from elixir_compile.runtime.distributed.exchange import messenger_of
 from elixir_compile.runtime.lanes import lanes_for
 
@@ -611,7 +611,7 @@ def with_disk(cluster: Cluster, disk_path: "str | os.PathLike[str]", nbytes: int
     store = DiskStore(disk_path)
     try:
         region = store.allocate("measure", nbytes)
-        buffer = StagingBuffers(1, nbytes).acquire().tensor
+        (buffer,) = staging_buffers(1, nbytes)
         buffer.random_(0, 256)  # random bytes, because a drive may store zeros faster
         region.write_from(buffer).wait()  # not timed, because the first write also allocates the blocks of the file
         runs = range(_NUM_RUNS)

@@ -79,9 +79,9 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     start = """
         import os, signal, sys, threading, time
         from elixir_compile.base.errors import DiskFailed, DiskFull
-        from elixir_compile.runtime.disk_store import DiskStore, StagingBuffers
+        from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
         folder = sys.argv[1]
-        buffer = StagingBuffers(1, 1 << 20).acquire().tensor.fill_(7)
+        buffer = staging_buffers(1, 1 << 20)[0].fill_(7)
     """
     command = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(script), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -538,7 +538,7 @@ def test_a_forked_child_may_not_use_or_remove_the_store(tmp_path: Path) -> None:
         region.write_from(buffer).wait()
         child = os.fork()
         if not child:
-            memory = StagingBuffers(1, 1 << 20).acquire().tensor
+            memory = staging_buffers(1, 1 << 20)[0]
             try:
                 region.read_into(memory)
             except DiskFailed as error:
