@@ -157,9 +157,8 @@ STAGES = {
     "recording.py": (_checked("runtime/test_ledger"), DEVICE),
     "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
-    "saved.py": (UNITS, ORDERS, BITS, _checked("runtime/test_activations"), DEVICE),
+    "saved.py": (UNITS, ORDERS, BITS, _checked("runtime/test_activations", "graph/test_values_in_parts"), DEVICE),
     "sharded.py": (SHARDS, RANKS),
-    "slices.py": (UNITS, ORDERS, BITS, _checked("graph/test_values_in_parts")),
     "update.py": (UNITS, DEVICE, ORDERS, BITS, AWAITED),
     "updates.py": (UNITS, _checked("optim/test_updates", "races/test_simulated"), ORDERS, AWAITED, BITS, DEVICE),
 }

@@ -42,21 +42,18 @@ def best_instructions_only() -> Iterator[None]:
     if is_asked_for or sys.platform != "linux" or platform.machine() != "x86_64":
         yield
         return
+
+    def first_valid() -> list[Any]:
+        known = cpu_vec_isa.x86_isa_checker()
+        sets = (isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in known for flag in str(isa).split()))
+        return next(([isa] for isa in sets if isa), [])  # each set remembers whether it works
+
     usual = cpu_vec_isa.valid_vec_isa_list
-    cpu_vec_isa.valid_vec_isa_list = _first_valid
+    cpu_vec_isa.valid_vec_isa_list = first_valid
     try:
         yield
     finally:
         cpu_vec_isa.valid_vec_isa_list = usual
-
-
-def _first_valid() -> list[Any]:
-    """Return the first entry of `valid_vec_isa_list` in a list. Each set remembers whether it works."""
-    from torch._inductor import cpu_vec_isa
-
-    known = cpu_vec_isa.x86_isa_checker()
-    candidates = (isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in known for flag in str(isa).split()))
-    return next(([isa] for isa in candidates if isa), [])
 
 
 class Place(NamedTuple):
@@ -227,7 +224,11 @@ class Kernels:
         usual_binding, usual_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
         def bind(compiler: Any, argtypes: Sequence[str], source_code: str) -> Kernel:
-            return self._kernel(argtypes, source_code)
+            form = (tuple(argtypes), source_code)
+            if form not in self._known:
+                self._known[form] = Kernel(self, argtypes, source_code)
+                self._waiting.append(self._known[form])
+            return self._known[form]
 
         def wait(compiler: Any, scope: dict[str, Any]) -> None:
             for name, value in list(scope.items()):
@@ -242,60 +243,44 @@ class Kernels:
         finally:
             AsyncCompile.cpp_pybinding, AsyncCompile.wait = usual_binding, usual_wait
 
-    def _kernel(self, argtypes: Sequence[str], source: str) -> Kernel:
-        form = (tuple(argtypes), source)
-        if form not in self._known:
-            self._known[form] = Kernel(self, argtypes, source)
-            self._waiting.append(self._known[form])
-        return self._known[form]
-
     def start(self) -> None:
         """Begin to compile the collected kernels in as few translation units as keep the cores busy; do not wait.
 
         A kernel that an earlier process compiled is loaded from Inductor's cache of code, even if other kernels are in
         the same library. A kernel that includes more than Inductor's own header has a unit of its own.
+
+        `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.11 and 2.13. Gone: ImportError or
+        AttributeError at the first program.
         """
         # A kernel that another thread calls meanwhile is in a unit, or has its function, once the lock is free.
         with self._start_lock:
             waiting = list(self._waiting)
-            if waiting:
-                _begin(waiting)
+            if not waiting:
+                return
+            from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+            num_threads = get_compile_threads()
+            submit = AsyncCompile.submit if num_threads > 1 else None
+            with best_instructions_only():
+                how, new = command_line(), []
+                for kernel in waiting:
+                    kernel.key = source_key(kernel.argtypes, kernel.source, how)
+                    place = known_place(kernel.key)
+                    try:
+                        if place is not None:
+                            kernel.install(function_at(place))
+                            continue
+                    except (ImportError, OSError, AttributeError) as error:
+                        log.debug(
+                            "a kernel is compiled again, because %s cannot be loaded: %s", place and place.path, error
+                        )
+                    new.append(kernel)
+                plain = [kernel for kernel in new if len(kernel.includes) == 1]
+                num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
+                units = [plain[index::num_units] for index in range(num_units)]
+                for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
+                    _Unit(unit, submit)
             del self._waiting[: len(waiting)]  # not before: without g++, each call raises the error of the first call
-
-
-def _begin(waiting: Sequence[Kernel]) -> None:
-    """Load the kernels `waiting` from the cache of code, and begin to compile the others in units.
-
-    `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.11 and 2.13. Gone: ImportError or AttributeError at
-    the first program.
-    """
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
-    num_threads = get_compile_threads()
-    submit = AsyncCompile.submit if num_threads > 1 else None
-    with best_instructions_only():
-        how = command_line()
-        for kernel in waiting:
-            kernel.key = source_key(kernel.argtypes, kernel.source, how)
-        new = [kernel for kernel in waiting if not _is_found(kernel)]
-        plain = [kernel for kernel in new if len(kernel.includes) == 1]
-        num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
-        units = [plain[index::num_units] for index in range(num_units)]
-        for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
-            _Unit(unit, submit)
-
-
-def _is_found(kernel: Kernel) -> bool:
-    """Return whether an earlier process has compiled `kernel`; if so, install its function."""
-    place = known_place(kernel.key)
-    if place is None:
-        return False
-    try:
-        kernel.install(function_at(place))
-    except (ImportError, OSError, AttributeError) as error:
-        log.debug("a kernel is compiled again, because %s cannot be loaded: %s", place.path, error)
-        return False
-    return True
 
 
 class _Unit:
@@ -304,75 +289,55 @@ class _Unit:
     def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
         """Begin to compile `kernels` by `submit`, which runs a function in another thread; at a first call if None.
 
+        In their C++ source, each kernel and its binding have a namespace of their own, which allows two kernels to
+        define helpers of the same name. The includes of all kernels come first, and the precompiled header before the
+        others.
+
         `CppPythonBindingsCodeCache.load_async`: checked on torch 2.11 and 2.13. Gone: ImportError or TypeError at the
         first program.
         """
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+        bodies = [f"{kernel.source}\n{_binding_of(kernel, index)}" for index, kernel in enumerate(kernels)]
+        includes = dict.fromkeys(line.strip() for body in bodies for line in _INCLUDE.findall(body))
+        spaces = [
+            # `static` for `extern "C"`: a C name is the same function in every namespace.
+            f"namespace elixir_{index} {{\n{_INCLUDE.sub('', body).replace(_C_KERNEL, 'static', 1)}\n}}"
+            for index, body in enumerate(bodies)
+        ]
+        source = "\n".join([*includes, *spaces, ""])
         self._kernels = list(kernels)
         self._lock = threading.Lock()
-        self._load = CppPythonBindingsCodeCache.load_async(_text_of(kernels), "cpu", submit_fn=submit)
+        self._load = CppPythonBindingsCodeCache.load_async(source, "cpu", submit_fn=submit)
         for kernel in kernels:
             kernel.unit = self
 
     def finish(self) -> None:
-        """Wait until the kernels are compiled, and install them.
+        """Wait until the kernels are compiled, and install them. If they do not compile together, each is compiled
+        alone, as Inductor does.
 
-        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
+        `CppCompileError`, `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.11 and 2.13. Gone:
+        ImportError at the first call, and AttributeError if kernels do not compile in one unit.
         """
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+        from torch._inductor.exc import CppCompileError
+
         with self._lock:
             if not self._kernels:
                 return
-            self._install(self._kernels)
+            try:
+                library = self._load()
+            except CppCompileError as error:
+                num = len(self._kernels)
+                log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", num, error)
+                for kernel in self._kernels:
+                    kernel.install(CppPythonBindingsCodeCache.load_pybinding(kernel.argtypes, kernel.source))
+            else:
+                for index, kernel in enumerate(self._kernels):
+                    place = Place(library.__file__, library.key, entry_of(index))
+                    kernel.install(function_at(place))
+                    note_place(kernel.key, place)
             self._kernels = []  # not before: each call of a kernel that does not compile raises the compiler's error
-
-    def _install(self, kernels: Sequence[Kernel]) -> None:
-        """Wait for the library of `kernels`, and give each kernel its function.
-
-        If they do not compile together, each is compiled alone.
-
-        `CppCompileError`: checked on torch 2.11 and 2.13. Gone: ImportError at the first call.
-        """
-        from torch._inductor.exc import CppCompileError
-
-        try:
-            library = self._load()
-        except CppCompileError as error:
-            log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
-            for kernel in kernels:
-                kernel.install(_alone(kernel))
-            return
-        for index, kernel in enumerate(kernels):
-            place = Place(library.__file__, library.key, entry_of(index))
-            kernel.install(function_at(place))
-            note_place(kernel.key, place)
-
-
-def _alone(kernel: Kernel) -> Callable[..., Any]:
-    """Return the function of `kernel`, compiled in a unit of its own, as Inductor does.
-
-    `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.11 and 2.13. Gone: AttributeError if kernels do not
-    compile in one unit.
-    """
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    return CppPythonBindingsCodeCache.load_pybinding(kernel.argtypes, kernel.source)
-
-
-def _text_of(unit: Sequence[Kernel]) -> str:
-    """Return one C++ source with all kernels of `unit`, each with its binding in a namespace of its own.
-
-    The namespaces allow two kernels to define helpers of the same name. The includes of all kernels come first, and
-    the precompiled header before the others.
-    """
-    bodies = [f"{kernel.source}\n{_binding_of(kernel, index)}" for index, kernel in enumerate(unit)]
-    includes = dict.fromkeys(line.strip() for body in bodies for line in _INCLUDE.findall(body))
-    spaces = [
-        # `static` for `extern "C"`: a C name is the same function in every namespace.
-        f"namespace elixir_{index} {{\n{_INCLUDE.sub('', body).replace(_C_KERNEL, 'static', 1)}\n}}"
-        for index, body in enumerate(bodies)
-    ]
-    return "\n".join([*includes, *spaces, ""])
 
 
 def _binding_of(kernel: Kernel, index: int) -> str:

@@ -25,9 +25,10 @@ def start_allocator_history(device_type: str, most_entries: int) -> bool:
     `torch.cuda.memory._record_memory_history`, `torch._C._cuda_isHistoryEnabled`: torch 2.11 to 2.13. Gone: observed
     steps on an accelerator have no bytes by kind.
     """
-    found = _memory_module(device_type)
+    found: Any = getattr(getattr(torch, device_type, None), "memory", None)
     is_on = getattr(torch._C, f"_{device_type}_isHistoryEnabled", None)
-    if found is None or (is_on is not None and is_on()):
+    can_keep = all(callable(getattr(found, name, None)) for name in ("_record_memory_history", "_snapshot"))
+    if not can_keep or (is_on is not None and is_on()):
         return False
     # Without stacks: an entry then takes less than a microsecond, and no kind is told by the lines of a program.
     found._record_memory_history(context=None, stacks="python", max_entries=most_entries, clear_history=True)
@@ -49,13 +50,6 @@ def stop_allocator_history(device_type: str) -> None:
     `torch.cuda.memory._record_memory_history`: see `start_allocator_history`.
     """
     getattr(torch, device_type).memory._record_memory_history(enabled=None)
-
-
-def _memory_module(device_type: str) -> Any:
-    """Return torch's module of the memory of `device_type` if it can keep a history, else None."""
-    found = getattr(getattr(torch, device_type, None), "memory", None)
-    names = ("_record_memory_history", "_snapshot")
-    return found if all(callable(getattr(found, name, None)) for name in names) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

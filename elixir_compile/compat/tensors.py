@@ -192,6 +192,13 @@ class MemoryView:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return with_bits(empty.set_(storage, self.offset, self.shape, self.stride), self.bits)
 
+    def is_consecutive(self, dim: int, nbytes: int) -> bool:
+        """Return whether slices along `dim` are consecutive pieces of a storage of `nbytes`."""
+        rows_apart = self.stride[dim]
+        dims = enumerate(zip(self.shape, self.stride, strict=True))
+        last = self.offset + sum((size - 1) * stride for place, (size, stride) in dims if place != dim)
+        return self.shape[dim] * rows_apart * self.dtype.itemsize == nbytes and last < rows_apart
+
     def is_like(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor`, of this shape and dtype, reads its storage in this way."""
         strides = zip(tensor.stride(), self.stride, self.shape, strict=True)

@@ -14,8 +14,8 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.base.errors import IncompleteStep, StaleParameters, UnsupportedBackward
+from elixir_compile.graph.capture.modules import EagerReads, Sites
 from elixir_compile.graph.ops.optimizers import PlainState
-from elixir_compile.graph.ops.reads import EagerReads, Sites
 from elixir_compile.graph.ops.registry import Slot, forget, new_slot, slot_of
 from elixir_compile.graph.ops.shards import TensorAxis
 from elixir_compile.graph.rewrite.regions import Layout
@@ -28,8 +28,7 @@ from elixir_compile.runtime.gradients import GradientAccumulator, Reducers
 from elixir_compile.runtime.lanes import Transfer, lanes_for
 from elixir_compile.runtime.published import refuse_hooks
 from elixir_compile.runtime.recording import Phases, ledger_for
-from elixir_compile.runtime.saved import SavedActivations, number_of
-from elixir_compile.runtime.slices import InParts, LeavingView, Slicing
+from elixir_compile.runtime.saved import InParts, LeavingView, SavedActivations, Slicing, number_of
 
 Program = Callable[[list[Any]], Any]
 """A program of a graph: it empties the list of its inputs."""

@@ -25,9 +25,8 @@ from elixir_compile.base.errors import (
 )
 from elixir_compile.base.process import Living
 from elixir_compile.compat.platforms import platform_of
-from elixir_compile.graph.capture.modules import retire
+from elixir_compile.graph.capture.modules import Sites, retire
 from elixir_compile.graph.ops.optimizers import let_state_follow
-from elixir_compile.graph.ops.reads import Sites
 from elixir_compile.graph.ops.registry import Slot, aliases, held_by_others
 from elixir_compile.ir import Bucket, BucketId, BucketRef, Lane, Placement, Plan, Tier, Verb, label
 from elixir_compile.ir.schedule import ONCE, Calls

@@ -13,8 +13,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
-from elixir_compile.graph.capture.markers import parameter
-from elixir_compile.graph.rewrite.own_memory import with_own_memory
+from elixir_compile.graph.capture.node_facts import parameter
 from elixir_compile.graph.rewrite.regions import RECOMPUTED, RegionGraph
 from elixir_compile.ir import Lane, Phase
 from elixir_compile.runtime.lanes import Lanes
@@ -175,3 +174,94 @@ def _op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         map_aggregate(module.graph.output_node().args[0], lambda n: values[n] if isinstance(n, fx.Node) else n)
     )
     return with_own_memory(fx.GraphModule(module, graph)).forward
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ops that copy all the memory behind their first argument, written so that they copy that argument alone.
+#
+#   slice_scatter(x[8:16], src, ...)     torch's kernel     all of x, of which the result is a view again
+#                                        here               8 rows
+#
+# The results of `copy`, `slice_scatter`, `select_scatter` and `diagonal_scatter` have the strides of the first
+# argument, and torch makes them by a copy of its whole storage (`at::clone_preserve_strides`, torch 2.11 to 2.13). So
+# in n micro-batches, which read slices of whole values, an op took n times its bytes, one on a gathered parameter took
+# its bucket, and one on rows of a data set the data set. Inductor lowers these ops to kernels that write the result
+# alone.
+#
+# An argument whose elements share memory, as those of `x.unfold(0, 3, 1)`, goes to torch's kernel: in its result, too,
+# a write of one element is one of all that share its place.
+
+
+_aten = torch.ops.aten
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether two elements of `tensor` may share a place in memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * max(0, size - 1)
+    return False
+
+
+_BY_PLACE = (_aten.as_strided.default, _aten.as_strided_scatter.default)
+"""Ops that count places from the start of the memory of a tensor."""
+
+
+_SCATTERS: dict[Any, Any] = {
+    _aten.slice_scatter.default: _aten.slice.Tensor,
+    _aten.select_scatter.default: _aten.select.int,
+    _aten.diagonal_scatter.default: _aten.diagonal.default,
+}
+"""By scatter, the op that returns the part into which it writes."""
+
+
+def _in_own_memory(target: Any) -> Callable[..., torch.Tensor]:
+    """Return `copy` or a scatter, `target`, written so that it allocates its result alone."""
+    part_of = _SCATTERS.get(target)
+
+    def made(into: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _overlaps(into):
+            return target(into, source, *args, **kwargs)
+        if part_of is None:
+            return torch.empty_like(into).copy_(source, *args, **kwargs)
+        result = into.clone()
+        part_of(result, *args, **kwargs).copy_(source)
+        return result
+
+    return made
+
+
+_IN_OWN_MEMORY = {target: _in_own_memory(target) for target in (_aten.copy.default, *_SCATTERS)}
+
+
+def in_own_memory(target: Any) -> Any:
+    """Return a function with the results of the op `target` that allocates no more than these; `target` itself, if it
+    does not copy the memory behind an argument. The results are dense, in the order of the strides of that argument."""
+    return _IN_OWN_MEMORY.get(target, target)
+
+
+def with_own_memory(module: fx.GraphModule) -> fx.GraphModule:
+    """Return `module`, a graph that runs op by op, with its ops `in_own_memory`, also in the graphs that it runs.
+
+    A graph stays as it is if some op of it counts places from the start of a memory: a result would begin elsewhere.
+    """
+    nodes = module.graph.nodes
+    if any(node.target in _BY_PLACE for node in nodes):
+        return module
+    bodies = {
+        str(node.target): body
+        for node in module.graph.find_nodes(op="get_attr")
+        if isinstance(body := getattr(module, str(node.target)), fx.GraphModule)
+    }
+    if not bodies and _IN_OWN_MEMORY.keys().isdisjoint(node.target for node in nodes):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.target = in_own_memory(node.target)
+    made = fx.GraphModule(module, graph)
+    for name, body in bodies.items():
+        setattr(made, name, with_own_memory(body))
+    return made

@@ -26,17 +26,16 @@ from elixir_compile.base.errors import NestedMeasurement
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.compat.platforms import BlockRecord, PeakRecord, accelerator, available_host_bytes, platform_of
 from elixir_compile.compat.platforms.platform import Platform
-from elixir_compile.graph.capture.kernel_bytes import INDICES_OF, KernelBytes, KernelCall
+from elixir_compile.graph.capture.captured import INDICES_OF, KernelBytes, KernelCall
 from elixir_compile.graph.capture.node_facts import leaves_of, value_of
 from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.graph.rewrite.micro_batches import local_args
-from elixir_compile.graph.rewrite.own_memory import in_own_memory
 from elixir_compile.graph.rewrite.regions import RegionGraph
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.runtime.bucket import is_slab_memory, peak_slab_bytes, reset_peak_slab_bytes
-from elixir_compile.runtime.lanes import Lanes, lanes_for
-from elixir_compile.runtime.lowering import CompiledRegion
-from elixir_compile.runtime.recording import Ledger, StepClock, all_ledgers
+from elixir_compile.runtime.lanes import lanes_for
+from elixir_compile.runtime.lowering import CompiledRegion, in_own_memory
+from elixir_compile.runtime.recording import StepClock, all_ledgers
 from elixir_compile.runtime.updates import finish_updates
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,7 +178,8 @@ class _EventBytes:
         if self._peaks is None:
             self.drop()
             if self.is_released:
-                self._peaks = self._peaks_of(self._profile.events())
+                merged = sorted([*self._events, *self._profile.events()], key=lambda event: event[0])
+                self._peaks = _peaks(merged, self._places, {}, self._more_bytes)
         return self._peaks or {}
 
     def drop(self) -> None:
@@ -201,10 +201,6 @@ class _EventBytes:
         if not self.is_released and threading.current_thread() is self.thread and compat.backward_pass_id() < 0:
             self.is_released = True
             self._profile.stop()
-
-    def _peaks_of(self, allocations: Sequence[_Event]) -> Mapping[int, int]:
-        merged = sorted([*self._events, *allocations], key=lambda event: event[0])
-        return _peaks(merged, self._places, {}, self._more_bytes)
 
 
 def _peaks(
@@ -296,43 +292,41 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     try:
         if not drop_running_step_bytes():  # it holds the profiler
             raise NestedMeasurement("", True)
-        measured = _device_of(device)
+        found = accelerator() if device is None else None
+        if found is None or not platform_of(found).allocated_bytes(found):  # no tensor is there
+            named = torch.device(device or "cpu")
+            found = named if named.index is not None else platform_of(named).current()
+
+        def step() -> None:
+            fn()
+            finish_updates()  # that it left to the host, because they are part of the step
+
         finish_updates()  # of the previous step
         reset_peak_slab_bytes()
-        with _observed_ledgers() as seen:
-            step_s, device_peak_bytes = _measured(lambda: _step_with_updates(fn), measured)
+        with _observed_ledgers() as (spans, counts):
+            step_s, device_peak_bytes = _measured(step, found)
         return Record(
             origin=Origin.MEASURED,
             step_s=step_s,
             device_peak_bytes=device_peak_bytes,
             host_peak_bytes=peak_slab_bytes(),
-            spans=tuple(seen.spans),
-            counts=dict(seen.counts),
+            spans=tuple(spans),
+            counts={verb: times for verb, times in counts.items() if times},
         )
     finally:
         _measuring.release()
-
-
-def _step_with_updates(fn: Callable[[], object]) -> None:
-    """Run `fn`, then finish the updates that it left to the host, because they are part of the step."""
-    fn()
-    finish_updates()
-
-
-def _device_of(name: str | None) -> torch.device:
-    """Return the device called `name`; for None, the current accelerator if any tensor is there, else the CPU."""
-    found = accelerator() if name is None else None
-    if found is not None and platform_of(found).allocated_bytes(found):
-        return found
-    device = torch.device(name or "cpu")
-    return device if device.index is not None else platform_of(device).current()
 
 
 def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, int]:
     """Run `fn`, and return its seconds and its peak on `device` in bytes."""
     platform = platform_of(device)
     if not platform.has_own_memory:
-        return _cpu_step(fn)
+        with Resident() as resident:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+                began_s = time.perf_counter()
+                fn()
+                step_s = time.perf_counter() - began_s
+            return step_s, peak_bytes(resident.nbytes_at, resident.freed, cpu_allocations(profiler))
     platform.synchronize(device)
     with PeakRecord(platform, device) as record:
         began_s = time.perf_counter()
@@ -342,44 +336,27 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
     return step_s, platform.peak_bytes(device) if record.peak_bytes is None else record.peak_bytes
 
 
-def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:
-    with Resident() as resident:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-            began_s = time.perf_counter()
-            fn()
-            step_s = time.perf_counter() - began_s
-        return step_s, peak_bytes(resident.nbytes_at, resident.freed, cpu_allocations(profiler))
-
-
-class _Seen:
-    """The spans and counts of all ledgers during a step."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.counts: Counter[str] = Counter()
-
-    def add(self, ledger: Ledger, counts_before: Mapping[str, int]) -> None:
-        self.counts.update(ledger.counts)
-        self.counts.subtract(counts_before)
-
-
 @contextmanager
-def _observed_ledgers() -> Iterator[_Seen]:
-    """Record on all ledgers. A ledger that is made during the step, by a first compilation, has counts but no spans."""
-    seen = _Seen()
+def _observed_ledgers() -> Iterator[tuple[list[Span], Counter[str]]]:
+    """Record on all ledgers, and yield what will have their spans, in order, and their counts.
+
+    A ledger that is made during the step, by a first compilation, has counts but no spans.
+    """
+    spans: list[Span] = []
+    counts: Counter[str] = Counter()
     counts_before = {ledger: ledger.counts for ledger in all_ledgers()}
     clock = StepClock(ledger.lanes for ledger in counts_before)
     recordings = [ledger.start_recording(clock) for ledger in counts_before]
     try:
-        yield seen
+        yield spans, counts
     finally:
         clock.end()
         for recording in recordings:
-            seen.spans.extend(recording.stop(_PATIENCE_S))
+            spans.extend(recording.stop(_PATIENCE_S))
         for ledger in {*counts_before, *all_ledgers()}:
-            seen.add(ledger, counts_before.get(ledger, {}))
-        seen.counts = Counter({verb: times for verb, times in seen.counts.items() if times})
-        seen.spans.sort(key=lambda span: (span.start_s, span.end_s))
+            counts.update(ledger.counts)
+            counts.subtract(counts_before.get(ledger, {}))
+        spans.sort(key=lambda span: (span.start_s, span.end_s))
 
 
 def peak_bytes(
@@ -423,14 +400,17 @@ class Resident:
         """(time on the clock of `time.time_ns`, address) of each block that was freed since."""
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         gc.collect()
-        for storage in _cpu_storages():
+        for tensor in _tensors():
+            try:
+                # The memory of a DTensor is the memory of its local tensor.
+                storage = compat.unwrapped(own_part(tensor)).untyped_storage()
+            except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have no storage
+                continue
+            if storage.device.type != "cpu":  # the storage of a fake tensor is on `meta`, whatever its device says
+                continue
             address = compat.memory_address(storage)
-            if (
-                address is not None
-                and storage.nbytes()
-                and address not in self.nbytes_at
-                and not is_slab_memory(address)
-            ):
+            is_new = address is not None and storage.nbytes() and address not in self.nbytes_at
+            if address is not None and is_new and not is_slab_memory(address):
                 self.nbytes_at[address] = storage.nbytes()
                 self._watches.append(weakref.ref(storage, self._on_death(address)))
 
@@ -452,18 +432,6 @@ class Resident:
     def _on_death(self, address: int) -> Callable[[object], None]:
         freed = self.freed
         return lambda _: freed.append((time.time_ns(), address))
-
-
-def _cpu_storages() -> Iterator[torch.UntypedStorage]:
-    for tensor in _tensors():
-        # The memory of a DTensor is the memory of its local tensor.
-        own = compat.unwrapped(own_part(tensor))
-        try:
-            storage = own.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have no storage
-            continue
-        if storage.device.type == "cpu":  # the storage of a fake tensor is on `meta`, whatever its device says
-            yield storage
 
 
 def _tensors() -> Iterator[torch.Tensor]:
@@ -521,7 +489,22 @@ def measure_region(
         runs_s: list[float] = []
         lanes, ends_s = lanes_for(device), time.perf_counter() + _ENOUGH_S
         while len(runs_s) < _MIN_RUNS or time.perf_counter() < ends_s:
-            runs_s += _device_runs_s(compiled, inputs, lanes) if lanes.has_clock else _host_runs_s(compiled, inputs)
+            if not lanes.has_clock:  # the device computes before a call returns
+                box = list(inputs)
+                began_s = time.perf_counter()
+                compiled.run(box)
+                runs_s.append(time.perf_counter() - began_s)
+                continue
+            # By the clock of the device. The runs are queued one behind the other, as regions of a step are, so the
+            # launches of a run may hide behind the kernels of the run before. A host that waited for each run would add
+            # the launch of its first kernel.
+            lanes.synchronize()
+            marks = [lanes.timed_event()]
+            for _ in range(_QUEUED_RUNS):
+                compiled.run(list(inputs))
+                marks.append(lanes.timed_event())
+            lanes.synchronize()
+            runs_s += [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
     return RegionTime(run_s=statistics.median(runs_s), peak_bytes=region_bytes)
 
 
@@ -544,29 +527,6 @@ def random_tensor(
     made = torch.empty(extent, dtype=dtype, device=device)
     made = made.normal_() if made.is_floating_point() or made.is_complex() else made.zero_()
     return made.as_strided(shape, strides)
-
-
-def _host_runs_s(compiled: CompiledRegion, inputs: Sequence[Any]) -> list[float]:
-    """Return the seconds of a run by the clock of the host, on a device that computes before a call returns."""
-    box = list(inputs)
-    began_s = time.perf_counter()
-    compiled.run(box)
-    return [time.perf_counter() - began_s]
-
-
-def _device_runs_s(compiled: CompiledRegion, inputs: Sequence[Any], lanes: Lanes) -> list[float]:
-    """Return the seconds of several runs by the clock of the device of `lanes`.
-
-    They are queued one behind the other, as regions of a step are, so the launches of a run may hide behind the kernels
-    of the run before. A host that waited for each run would add the launch of its first kernel.
-    """
-    lanes.synchronize()
-    marks = [lanes.timed_event()]
-    for _ in range(_QUEUED_RUNS):
-        compiled.run(list(inputs))
-        marks.append(lanes.timed_event())
-    lanes.synchronize()
-    return [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
 
 
 def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> int | None:
@@ -620,33 +580,33 @@ def measured_bytes(call: KernelCall) -> KernelBytes | None:
         ),
     ):
         try:
-            _require_host_memory(tensors, call)
+            sized = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+            nbytes = sum(compat.evaluate_size(tensor.numel(), call.sizes) * tensor.element_size() for tensor in sized)
+            if nbytes > _SMALL_BYTES and nbytes > _MOST_OF_HOST * available_host_bytes():
+                raise MemoryError(f"its tensors have {nbytes} bytes, most of the host memory that is free")
             made = {source: _made_up(source, call) for source in node.all_input_nodes}
             given = local_args(node, call.result_dim, call.parts, int) if call.parts > 1 else (node.args, node.kwargs)
             args, kwargs = fx.map_arg((given[0], dict(given[1])), made.__getitem__)
             if target in INDICES_OF:
-                indices, num = (args[place] for place in INDICES_OF[target])
-                _make_different(indices, num)
+                # All indices differ, as far as there are as many: then the kernel allocates most.
+                taken: list[Any] = [args[place] for place in INDICES_OF[target]]
+                indices, num = taken
+                indices.copy_((torch.arange(indices.numel()) % num).view(indices.shape))
             run = _on_device if platform.has_own_memory else _on_host
             kernel = in_own_memory(target)
             results, peak_bytes = run(lambda: kernel(*args, **kwargs), platform, device)
-            return _bytes_of(node, results, (args, kwargs), peak_bytes)
+            inputs = {part.untyped_storage().data_ptr() for part in _dense((args, kwargs))}
+            parts = [(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in _dense(results)]
+            if len(parts) != len(_dense(value_of(node))):
+                raise ValueError("it returned more or fewer tensors than it was traced with")
+            own = {address: nbytes for address, nbytes in parts if address not in inputs}
+            return KernelBytes(
+                results_bytes=tuple(own.get(address) for address, _ in parts),
+                workspace_bytes=max(peak_bytes - sum(own.values()), 0),
+            )
         except Exception as error:  # what kernels say of made-up inputs: indices, shapes, values, and no memory
             log.info("the bytes that %s allocates are not known: %s", target, str(error).partition("\n")[0])
             return None
-
-
-def _make_different(indices: Any, num: Any) -> None:
-    """Let all `indices` below `num` differ, as far as there are as many: then the kernel allocates most."""
-    indices.copy_((torch.arange(indices.numel()) % num).view(indices.shape))
-
-
-def _require_host_memory(tensors: list[torch.Tensor], call: KernelCall) -> None:
-    """Raise MemoryError if `tensors`, the inputs and results of an op, would take most of the free host memory."""
-    sized = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    nbytes = sum(compat.evaluate_size(tensor.numel(), call.sizes) * tensor.element_size() for tensor in sized)
-    if nbytes > _SMALL_BYTES and nbytes > _MOST_OF_HOST * available_host_bytes():
-        raise MemoryError(f"its tensors have {nbytes} bytes, most of the host memory that is free")
 
 
 def _made_up(node: fx.Node, call: KernelCall) -> Any:
@@ -711,19 +671,6 @@ def _on_host(call: Callable[[], Any], platform: Platform, device: torch.device) 
         raise errors.pop()
     results, blocks = found
     return results, max(accumulate(blocks), default=0)
-
-
-def _bytes_of(node: fx.Node, results: Any, given: Any, peak_bytes: int) -> KernelBytes:
-    """Return the bytes of `results` of the op of `node` on the arguments `given`, which allocated `peak_bytes`."""
-    inputs = {part.untyped_storage().data_ptr() for part in _dense(given)}
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _dense(results)}
-    own = {address: nbytes for address, nbytes in storages.items() if address not in inputs}
-    if len(_dense(results)) != len(_dense(value_of(node))):
-        raise ValueError("it returned more or fewer tensors than it was traced with")
-    return KernelBytes(
-        results_bytes=tuple(own.get(part.untyped_storage().data_ptr()) for part in _dense(results)),
-        workspace_bytes=max(peak_bytes - sum(own.values()), 0),
-    )
 
 
 def _dense(values: Any) -> list[torch.Tensor]:

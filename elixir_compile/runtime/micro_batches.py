@@ -4,10 +4,10 @@
   for each micro-batch j      body(slice j of each input)  -->  slice j of each whole result, part j of each sum
 ```
 
-A result that only regions in micro-batches read stays in parts, if the plan counts on it (see `slices`).
+A result that only regions in micro-batches read stays in parts, if the plan counts on it (see `runtime.saved`).
 
 Parts of 16 bits add up in fp32, and their sum is rounded once. Offloaded activations leave the device and arrive on it
-slice by slice, if the plan counts on it (see `slices`).
+slice by slice, if the plan counts on it (see `runtime.saved`).
 
 The number of rows may be dynamic. Each run then cuts its own batch, see `ir.schedule`: the micro-batches of a run
 differ by at most one row, and a short batch has fewer of them.
@@ -21,14 +21,23 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
-from elixir_compile.graph.rewrite.regions import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
+from elixir_compile.graph.rewrite.micro_batches import DividedGraph, Filled, Kept, Read, Size, Summed
 from elixir_compile.ir import Lane, sizes
 from elixir_compile.ir.schedule import rows_of_micro_batches
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.lowering import CompiledRegion
 from elixir_compile.runtime.recording import Ledger
-from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.slices import ArrivingView, InParts, LeavingStorage, LeavingView, View, kept_part, viewed
+from elixir_compile.runtime.saved import (
+    ArrivingView,
+    InParts,
+    LeavingStorage,
+    LeavingView,
+    SavedActivations,
+    View,
+    copy_into,
+    kept_part,
+    viewed,
+)
 
 _SEED_STEP = 0x9E3779B9
 """The seeds of two micro-batches differ by a multiple of this: 2**32 over the golden ratio, as in Philox."""
@@ -61,32 +70,29 @@ class DividedRegion(torch.nn.Module):
 
     def forward(self, box: list[Any]) -> Any:
         with self._ledger.span(Lane.COMPUTE, self._label):
-            return self._run(box)
-
-    def _run(self, box: list[Any]) -> tuple[Any, ...]:
-        divided = self._divided
-        values = list(box)
-        box.clear()
-        symbols = {name: values[place] for name, place in divided.symbols}
-        values += [_at(size, symbols) for size in divided.numbers]
-        if self._head is not None:
-            values += self._head([_whole(values[place]) for place in divided.head_reads])
-        arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
-        results = _Results(divided, symbols, self._saved, self._lanes)
-        self._lanes.touches(_tensors_in(values))  # slices in other strides are copies, and seeds are sums
-        for number, cut in enumerate(cuts_of(divided, symbols)):
-            for storage in arriving:
-                storage.begin(number)
-            inputs = [slice_of(values[read.place], read, number, cut) for read in divided.body_reads]
-            for storage in arriving:
-                storage.release()
-            results.add(number, cut, list(self._body(inputs)))
-        values += results.finished()
-        for view in divided.views:
-            values.append(viewed(values[view.place], view.layout, divided.micro_batches))
-        if self._tail is not None:
-            values += self._tail([_whole(values[place]) for place in divided.tail_reads])
-        return tuple(values[place] for place in divided.outputs)
+            divided = self._divided
+            values = list(box)
+            box.clear()
+            symbols = {name: values[place] for name, place in divided.symbols}
+            values += [_at(size, symbols) for size in divided.numbers]
+            if self._head is not None:
+                values += self._head([_whole(values[place]) for place in divided.head_reads])
+            arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
+            results = _Results(divided, symbols, self._saved, self._lanes)
+            self._lanes.touches(_tensors_in(values))  # slices in other strides are copies, and seeds are sums
+            for number, cut in enumerate(cuts_of(divided, symbols)):
+                for storage in arriving:
+                    storage.begin(number)
+                inputs = [slice_of(values[read.place], read, number, cut) for read in divided.body_reads]
+                for storage in arriving:
+                    storage.release()
+                results.add(number, cut, list(self._body(inputs)))
+            values += results.finished()
+            for view in divided.views:
+                values.append(viewed(values[view.place], view.layout, divided.micro_batches))
+            if self._tail is not None:
+                values += self._tail([_whole(values[place]) for place in divided.tail_reads])
+            return tuple(values[place] for place in divided.outputs)
 
     def extra_repr(self) -> str:
         most = "at most " if isinstance(self._divided.batch, str) else ""
@@ -113,8 +119,14 @@ class _Results:
 
     def add(self, number: int, cut: "Cut", parts: list[Any]) -> None:
         """Add the results of micro-batch `number`, which has the rows of `cut`, and empty `parts`."""
-        if number == 0:
-            self._allocate()
+        for place, memory in enumerate(self._divided.wholes if number == 0 else ()):
+            numel = _at(memory.numel, self._symbols)
+            if memory.group:
+                nbytes, num = numel * memory.dtype.itemsize, self._divided.micro_batches
+                self._leaving[place] = self._saved.begin_leaving(memory.group, nbytes, num)
+                self._wholes.append(None)
+            else:
+                self._wholes.append(torch.empty(numel, dtype=memory.dtype, device=memory.device))
         for storage in self._leaving.values():
             storage.begin()
         self._lanes.touches(_tensors_in(parts), _tensors_in(self._values))
@@ -124,25 +136,19 @@ class _Results:
             part, parts[place] = parts[place], None
             if isinstance(result, Filled):
                 self._fill(place, result, number, cut, part)
-            elif isinstance(result, Kept):
-                self._keep(place, result.layout, number, part, kept)
+            elif isinstance(result, Kept):  # `kept` has a part of this micro-batch for each memory so far
+                layout = result.layout
+                if number == 0:
+                    self._values[place] = InParts([], layout.dim)
+                part = kept_part(part, layout, kept.get(layout.memory))
+                kept.setdefault(layout.memory, part)
+                self._values[place].tensors.append(part)
             elif isinstance(result, Summed):
                 self._sum(place, number, part, seen)
             else:
                 self._values[place] = part
         for storage in self._leaving.values():
             storage.send(number)
-
-    def _allocate(self) -> None:
-        num = self._divided.micro_batches
-        for place, memory in enumerate(self._divided.wholes):
-            numel = _at(memory.numel, self._symbols)
-            if memory.group:
-                nbytes = numel * memory.dtype.itemsize
-                self._leaving[place] = self._saved.begin_leaving(memory.group, nbytes, num)
-                self._wholes.append(None)
-            else:
-                self._wholes.append(torch.empty(numel, dtype=memory.dtype, device=memory.device))
 
     def _fill(self, place: int, result: Filled, number: int, cut: "Cut", part: torch.Tensor) -> None:
         shape, strides = ([_at(size, self._symbols) for size in sizes] for sizes in (result.shape, result.stride))
@@ -154,18 +160,7 @@ class _Results:
                 slice_of_whole = value.source.part(value.view, result.dim)
             else:
                 slice_of_whole = cut.slice_of(value, result.dim)
-            for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-                if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
-                    slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
-            slice_of_whole.copy_(part)
-
-    def _keep(self, place: int, layout: Layout, number: int, part: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
-        """Keep `part` as it is. `kept` has a part of this micro-batch for each memory so far."""
-        if number == 0:
-            self._values[place] = InParts([], layout.dim)
-        part = kept_part(part, layout, kept.get(layout.memory))
-        kept.setdefault(layout.memory, part)
-        self._values[place].tensors.append(part)
+            copy_into(slice_of_whole, part, shape, strides)
 
     def _whole(self, result: Filled, shape: Sequence[int], stride: Sequence[int]) -> "torch.Tensor | LeavingView":
         """Return the whole value of `result`: a tensor to fill, or the view of a storage that leaves in slices."""

@@ -19,7 +19,7 @@ from elixir_compile.base.errors import ElixirError, InvalidPlan, NoFeasiblePlan,
 from elixir_compile.base.options import Options
 from elixir_compile.base.version import __version__
 from elixir_compile.graph.capture.additions import trained_keys, with_absent
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.ir import Bucket, Plan, StepGraph, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.runtime.distributed.control import ControlChannel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, ranks_text

@@ -29,12 +29,16 @@ from elixir_compile.base.errors import (
 from elixir_compile.base.options import Options, parse_options
 from elixir_compile.base.process import collector_off
 from elixir_compile.graph.capture.batch import mark_inputs_of_modules
-from elixir_compile.graph.capture.input_sizes import added_sizes, sizes_in
-from elixir_compile.graph.capture.joint import partition_hidden, reads_parameters, show_in_inference
+from elixir_compile.graph.capture.joint import (
+    added_sizes,
+    partition_hidden,
+    reads_parameters,
+    show_in_inference,
+    sizes_in,
+)
 from elixir_compile.graph.capture.loss import chunk_loss, find_loss
-from elixir_compile.graph.capture.markers import gather_keys
 from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, read_plainly
-from elixir_compile.graph.capture.node_facts import outputs_of
+from elixir_compile.graph.capture.node_facts import gather_keys, outputs_of
 from elixir_compile.graph.capture.rewire import (
     ParameterInputs,
     fake_parameter,

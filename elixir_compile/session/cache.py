@@ -22,10 +22,10 @@ from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.base.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.base.options import Options
 from elixir_compile.base.version import __version__, source_digest
-from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall
-from elixir_compile.graph.rewrite.own_memory import in_own_memory
+from elixir_compile.graph.capture.captured import KernelBytes, KernelCall
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, Tier, plan_from_json, plan_to_json
 from elixir_compile.ir.hardware import hardware_fingerprint
+from elixir_compile.runtime.lowering import in_own_memory
 from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import plan_as_asked

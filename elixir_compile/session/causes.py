@@ -43,7 +43,7 @@ import torch
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import plans_alike
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.ir import Phase, Plan, StepGraph
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem

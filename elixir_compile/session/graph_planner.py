@@ -18,7 +18,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Options
 from elixir_compile.base.units import format_bytes
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.ir.cost import Measured
 from elixir_compile.runtime.executor import Executor

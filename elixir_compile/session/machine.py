@@ -29,9 +29,8 @@ from elixir_compile.compat.platforms import (
     num_local_ranks,
     platform_of,
 )
-from elixir_compile.graph.capture.convert import Captured
-from elixir_compile.graph.capture.markers import is_collective
-from elixir_compile.graph.capture.node_facts import reads_seed_on_host
+from elixir_compile.graph.capture.captured import Captured
+from elixir_compile.graph.capture.node_facts import is_collective, reads_seed_on_host
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.graph.rewrite.regions import RegionGraph, partition_of, split_regions
 from elixir_compile.ir import OpId, Phase, Region, StepGraph

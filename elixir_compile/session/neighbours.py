@@ -13,7 +13,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.base.process import Living
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.ops.optimizers import has_state, planned_states
 from elixir_compile.graph.ops.registry import Slot, held_by_others, slot_of
 from elixir_compile.graph.ops.shards import own_part

@@ -12,7 +12,8 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, InvalidOption
 from elixir_compile.base.options import Options
-from elixir_compile.graph.capture.convert import Captured, step_graph, storages_behind, with_siblings
+from elixir_compile.graph.capture.captured import Captured
+from elixir_compile.graph.capture.convert import step_graph, storages_behind, with_siblings
 from elixir_compile.graph.capture.node_facts import tensor_of
 from elixir_compile.graph.ops.optimizers import has_master, planned_states
 from elixir_compile.graph.ops.registry import Slot

@@ -11,13 +11,13 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.base.errors import IllegalSchedule
-from elixir_compile.graph.capture.batch import UNDIVIDED, step_states
-from elixir_compile.graph.capture.convert import Captured, storages_behind
-from elixir_compile.graph.capture.markers import TICKET
-from elixir_compile.graph.capture.node_facts import outputs_of
-from elixir_compile.graph.rewrite.micro_batches import SlicedValues, divide, sliced_values
+from elixir_compile.graph.capture.batch import step_states
+from elixir_compile.graph.capture.captured import UNDIVIDED, Captured
+from elixir_compile.graph.capture.convert import storages_behind
+from elixir_compile.graph.capture.node_facts import TICKET, outputs_of
+from elixir_compile.graph.rewrite.micro_batches import divide
 from elixir_compile.graph.rewrite.program import actions_of, check, write_program
-from elixir_compile.graph.rewrite.regions import RegionGraph, partition_of
+from elixir_compile.graph.rewrite.regions import RegionGraph, SlicedValues, partition_of, sliced_values
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, RegionRef, Saving, StepGraph, Verb, label
 from elixir_compile.ir.plan import next_is_lean
 from elixir_compile.ir.schedule import LEAST_ROWS

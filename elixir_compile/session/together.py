@@ -23,7 +23,7 @@ import torch
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import format_bytes
-from elixir_compile.graph.capture.convert import Captured, returns_loss
+from elixir_compile.graph.capture.captured import Captured, returns_loss
 from elixir_compile.graph.ops.optimizers import are_optimized
 from elixir_compile.ir import Plan, StepGraph, Tier
 from elixir_compile.runtime.executor import Executor

@@ -18,7 +18,7 @@ This is the one place that says what an action does. Readers fold the works of a
 A work is behind the work before it on its actor, a lane or a thread, and behind all that the program knows to be over
 when it issues the work. The program issues all works, far ahead of the lanes; what the thread of the updates issues is
 `late`. Moments have numbers: first the actors, then some for each bucket and each group. The rules are those of
-`runtime.gathers`, `runtime.gradients`, `runtime.distributed.sharded`, `runtime.saved`, `runtime.slices` and
+`runtime.gathers`, `runtime.gradients`, `runtime.distributed.sharded`, `runtime.saved` and
 `optim.update`. The program waits for lanes where the runtime does:
 
 ```text

@@ -18,7 +18,7 @@ from elixir_compile.base.units import MIB
 from elixir_compile.compat.platforms import lane_stream
 from elixir_compile.compat.platforms import platform as blocks
 from elixir_compile.compat.platforms.platform import AcceleratorPlatform
-from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall, may_differ
+from elixir_compile.graph.capture.captured import KernelBytes, KernelCall, may_differ
 from elixir_compile.ir.hardware import preset
 from elixir_compile.runtime import measure as regions
 from elixir_compile.runtime.lanes import Accelerator, lanes_for

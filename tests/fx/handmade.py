@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from elixir_compile.graph.capture.batch import Walked, walk
-from elixir_compile.graph.capture.batch_call import State, States, states_in
+from elixir_compile.graph.capture.batch import walk
+from elixir_compile.graph.capture.captured import State, States, Walked, states_in
 from elixir_compile.ir import (
     Action,
     Activations,

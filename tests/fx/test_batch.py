@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from elixir_compile import compat
 from elixir_compile.base.options import parse_options
-from elixir_compile.graph.capture.batch import Walked, scattered, walk
-from elixir_compile.graph.capture.batch_call import SAME, SUM, TOTAL, each
+from elixir_compile.graph.capture.batch import scattered, walk
+from elixir_compile.graph.capture.captured import SAME, SUM, TOTAL, Walked, each
 from elixir_compile.graph.capture.node_facts import tensor_of
 from elixir_compile.ir import Batched, Kind, Op, Phase, StepGraph, StorageId
 from elixir_compile.tools.preview.capture import capture_step

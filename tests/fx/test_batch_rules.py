@@ -18,9 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elixir_compile.graph.capture.batch import Walked, step_states
-from elixir_compile.graph.capture.batch_call import SAME, State, each, states_in
-from elixir_compile.graph.capture.markers import MARKERS
+from elixir_compile.graph.capture.batch import step_states
+from elixir_compile.graph.capture.captured import SAME, State, Walked, each, states_in
+from elixir_compile.graph.capture.node_facts import MARKERS
 from elixir_compile.ir import Batched
 from tests.fx.captures import record_of
 from tests.fx.handmade import mixing, run_in_micro_batches, traced, walked

@@ -16,9 +16,9 @@ from elixir_compile.base.process import collector_off
 from elixir_compile.compat import dynamo
 from elixir_compile.graph.capture import convert, joint
 from elixir_compile.graph.capture.additions import trained_keys, with_absent
-from elixir_compile.graph.capture.convert import Captured, ops_of, step_graph
-from elixir_compile.graph.capture.markers import TICKET, gradient, key_of, parameter, ticket
-from elixir_compile.graph.capture.node_facts import source_line, source_of
+from elixir_compile.graph.capture.captured import Captured
+from elixir_compile.graph.capture.convert import ops_of, step_graph
+from elixir_compile.graph.capture.node_facts import TICKET, gradient, key_of, parameter, source_line, source_of, ticket
 from elixir_compile.graph.capture.tracing import trace_step, with_deep_calls
 from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.graph.ops.registry import Slot, slot_by_key

@@ -12,13 +12,13 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.base.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.graph.capture.additions import add_extra_saved
-from elixir_compile.graph.capture.convert import Captured, step_graph
-from elixir_compile.graph.capture.markers import TICKET, parameter, ticket
+from elixir_compile.graph.capture.captured import Captured
+from elixir_compile.graph.capture.convert import step_graph
+from elixir_compile.graph.capture.node_facts import TICKET, parameter, ticket
 from elixir_compile.graph.capture.rewire import by_owner, path_to
 from elixir_compile.graph.capture.tracing import trace_step
-from elixir_compile.graph.rewrite.micro_batches import SlicedValues
 from elixir_compile.graph.rewrite.program import actions_of, check, write_program
-from elixir_compile.graph.rewrite.regions import RECOMPUTED, partition_of, split_regions
+from elixir_compile.graph.rewrite.regions import RECOMPUTED, SlicedValues, partition_of, split_regions
 from elixir_compile.ir import (
     Activations,
     GroupId,

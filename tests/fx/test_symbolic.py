@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+from elixir_compile.graph.capture.captured import as_traced
 from elixir_compile.graph.capture.convert import step_graph
-from elixir_compile.graph.capture.input_sizes import SIZES
-from elixir_compile.graph.capture.joint import _Hidden, _rebuild_view, _view_chain
-from elixir_compile.graph.capture.kernel_bytes import as_traced
-from elixir_compile.graph.capture.markers import parameter
-from elixir_compile.graph.capture.node_facts import kernel_of
+from elixir_compile.graph.capture.joint import SIZES, _Hidden, _rebuild_view, _view_chain
+from elixir_compile.graph.capture.node_facts import kernel_of, parameter
 from elixir_compile.graph.capture.rewire import is_view, view_chain, viewed
 from elixir_compile.graph.capture.tracing import _renamed
 from elixir_compile.ir import Kernel, Kind, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, sizes

@@ -85,18 +85,17 @@ def record_blocks(device: torch.device) -> BlockRecord | None:
 def _end(device_type: str, snapshot: Mapping[str, Any] | None = None) -> None:
     """End one record of devices of the type, and the history with the last, unless somebody else began it anew.
 
-    `snapshot` is one of now; None if there is none yet.
+    The history of others has stacks, as that of torch's own functions by default: this package records none. A history
+    that somebody else began just now, or without stacks, is not told apart. `snapshot` is one of now; None if there is
+    none yet.
     """
     with _lock:
         _running[device_type] -= 1
-        if not _running[device_type] and not _is_of_others(snapshot or compat.allocator_snapshot(device_type)):
+        if _running[device_type]:
+            return
+        traces = (snapshot or compat.allocator_snapshot(device_type))["device_traces"]
+        if not any(entry.get("frames") for entries in traces for entry in entries):
             compat.stop_allocator_history(device_type)
-
-
-def _is_of_others(snapshot: Mapping[str, Any]) -> bool:
-    """Return whether the history in `snapshot` has stacks, as that of torch's own functions by default: this package
-    records none. A history that somebody else began just now, or without stacks, is not told apart."""
-    return any(entry.get("frames") for entries in snapshot["device_traces"] for entry in entries)
 
 
 def live_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, int]:

@@ -25,7 +25,6 @@ at each position not kept by its plan, so a spare outside of all plans costs not
 If a rank has no gradient of a parameter, the mean over the ranks counts zeros for it.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,10 +32,22 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.graph.capture.convert import Captured, op_id, step_graph, storages_behind
-from elixir_compile.graph.capture.input_sizes import add_numbers, add_placeholders
-from elixir_compile.graph.capture.markers import TICKET, gradient, key_of, marker_node, merge_markers, parameter
-from elixir_compile.graph.capture.node_facts import has_tensor, is_number, outputs_of, set_outputs, tensor_of
+from elixir_compile.graph.capture.captured import Captured, copied
+from elixir_compile.graph.capture.convert import op_id, step_graph, storages_behind
+from elixir_compile.graph.capture.joint import add_numbers, add_placeholders
+from elixir_compile.graph.capture.node_facts import (
+    TICKET,
+    gradient,
+    has_tensor,
+    is_number,
+    key_of,
+    marker_node,
+    merge_markers,
+    outputs_of,
+    parameter,
+    set_outputs,
+    tensor_of,
+)
 from elixir_compile.graph.capture.rewire import by_owner, is_view, ops_of, path_to, view_chain
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import Phase, StepGraph
@@ -49,55 +60,40 @@ def add_extra_saved(captured: Captured) -> StepGraph:
 
     The `StepGraph` has the sizes of the capture. It is the same with and without spares.
     """
-    graph = step_graph(captured, {})
+    graph, forward, backward = step_graph(captured, {}), captured.forward.graph, captured.backward_module.graph
     saved = [node for node in captured.saved[1:] if isinstance(node, fx.Node)]
-    numbers = _spare_numbers(captured, saved)
+    # The sizes taken by views of the forward and not saved yet.
+    views = [node for node in forward.nodes if node.op == "call_function" and is_view(node)]
+    read = dict.fromkeys(source for view in views for source in view.all_input_nodes if is_number(source))
+    numbers = [node for node in read if node not in saved]
     spares = _spare_values(captured, graph, saved, {node.name for node in (*saved, *numbers) if is_number(node)})
-    _save(captured, spares, numbers)
-    for half in (captured.forward, captured.backward_module):
-        half.graph.lint()
+    # Numbers come last in the forward's outputs and first in the backward's inputs, as AOTAutograd orders them.
+    values, behind_ticket = outputs_of(forward), captured.num_outputs + 1
+    set_outputs(forward, (*values[:behind_ticket], *spares, *values[behind_ticket:], *numbers))
+    add_numbers(backward, numbers)
+    add_placeholders(backward, backward.find_nodes(op="placeholder", target=TICKET)[0], spares)
+    for half in (forward, backward):
+        half.lint()
     return graph
 
 
-def _spare_numbers(captured: Captured, saved: list[fx.Node]) -> list[fx.Node]:
-    """Return the sizes taken by views of the forward and not saved yet."""
-    views = [node for node in captured.forward.graph.nodes if node.op == "call_function" and is_view(node)]
-    read = dict.fromkeys(source for view in views for source in view.all_input_nodes if is_number(source))
-    return [node for node in read if node not in saved]
-
-
 def _spare_values(captured: Captured, graph: StepGraph, saved: list[fx.Node], numbers: set[str]) -> list[fx.Node]:
-    behind = storages_behind(captured)
+    forward, behind = captured.forward.graph, storages_behind(captured)
     tensors = {node: behind[node][0] for node in behind if has_tensor(node) and len(behind[node]) == 1}
     first = {name: node for node, name in reversed(tensors.items())}
     groups = [group for group in activation_groups(graph) if group.is_input]
     spares = dict.fromkeys(first[name] for group in groups for name in group.storages)
-    given = {tensors[node] for node in captured.forward.graph.find_nodes(op="placeholder") if node in tensors}
+    given = {tensors[node] for node in forward.find_nodes(op="placeholder") if node in tensors}
     may_be_there = saved_storages(graph) | given | {tensors[node] for node in spares}
     there = by_owner([node for node in (*saved, *spares) if node in tensors])
-    for node in _recomputation_inputs(captured, graph):
+    once = {op.id for op in graph.ops if op.once}
+    repeatable = [node for node in ops_of(forward) if op_id(Phase.FORWARD, node) not in once]
+    for node in dict.fromkeys(source for op in repeatable for source in op.all_input_nodes):
         if tensors.get(node) in may_be_there and path_to(node, there, numbers) is None:
             spare = [view for view in view_chain(node) if tensors.get(view) == tensors[node]][-1]
             spares[spare] = None
             there.setdefault(view_chain(spare)[-1], []).append(spare)
     return list(spares)
-
-
-def _recomputation_inputs(captured: Captured, graph: StepGraph) -> list[fx.Node]:
-    """Return the inputs of the forward ops that may be recomputed."""
-    once = {op.id for op in graph.ops if op.once}
-    ops = [node for node in ops_of(captured.forward.graph) if op_id(Phase.FORWARD, node) not in once]
-    return list(dict.fromkeys(source for node in ops for source in node.all_input_nodes))
-
-
-def _save(captured: Captured, spares: list[fx.Node], numbers: list[fx.Node]) -> None:
-    """Save `spares` and `numbers`. Numbers come last in the forward's outputs and first in the backward's inputs, as
-    AOTAutograd orders them."""
-    values, behind_ticket = outputs_of(captured.forward.graph), captured.num_outputs + 1
-    set_outputs(captured.forward.graph, (*values[:behind_ticket], *spares, *values[behind_ticket:], *numbers))
-    backward = captured.backward_module.graph
-    add_numbers(backward, numbers)
-    add_placeholders(backward, backward.find_nodes(op="placeholder", target=TICKET)[0], spares)
 
 
 def trained_keys(captured: Captured) -> frozenset[int]:
@@ -113,41 +109,30 @@ def with_absent(captured: Captured, read: Sequence[Slot], trained: Sequence[Slot
     Nothing is added for a parameter that `captured` reads or trains already.
     """
     known = captured.param_names
-    forward = _copied(captured.forward)
+    forward = copied(captured.forward)
+    backward = None if captured.backward is None else copied(captured.backward)
     example = next(tensor_of(node) for node in forward.graph.nodes if has_tensor(node))
-    output = forward.graph.output_node()
+
+    def like(slot: Slot) -> torch.Tensor:
+        with compat.own_fake_mode(example):
+            return torch.empty(slot.shape, dtype=slot.param.dtype, device=slot.device)
+
     for slot in read:
         if slot.key not in known:
-            with forward.graph.inserting_before(output):
-                marker_node(forward.graph, parameter, (slot.key,), {"val": _like(slot, example)})
+            with forward.graph.inserting_before(forward.graph.output_node()):
+                marker_node(forward.graph, parameter, (slot.key,), {"val": like(slot)})
     merge_markers(forward.graph)
-    backward = None if captured.backward is None else _copied(captured.backward)
-    if backward is not None:
-        own = trained_keys(captured)
-        _add_zeros(backward, [slot for slot in trained if slot.key not in own], example)
+    own = trained_keys(captured)
+    for slot in trained:
+        if backward is not None and slot.key not in own:
+            # At the end of the backward, because earlier zeros would only take memory.
+            with backward.graph.inserting_before(backward.graph.output_node()):
+                options = {"dtype": slot.param.dtype, "device": slot.device, "pin_memory": False}
+                zeros = backward.graph.call_function(torch.ops.aten.full.default, (list(slot.shape), 0), options)
+                zeros.meta = {"val": like(slot)}
+                marker_node(backward.graph, gradient, (zeros, slot.key), {"val": None})
     for half in (forward, backward):
         if half is not None:
             half.graph.lint()
     names = {slot.key: slot.name for slot in (*read, *trained)}
     return replace(captured, forward=forward, backward=backward, param_names={**known, **names})
-
-
-def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.Tensor) -> None:
-    """Add the gradients of zeros at the end of `backward`, because earlier they would only take memory."""
-    graph = backward.graph
-    for slot in slots:
-        with graph.inserting_before(graph.output_node()):
-            options = {"dtype": slot.param.dtype, "device": slot.device, "pin_memory": False}
-            zeros = graph.call_function(torch.ops.aten.full.default, (list(slot.shape), 0), options)
-            zeros.meta = {"val": _like(slot, example)}
-            marker_node(graph, gradient, (zeros, slot.key), {"val": None})
-
-
-def _like(slot: Slot, example: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of the full parameter, in the fake mode of `example`."""
-    with compat.own_fake_mode(example):
-        return torch.empty(slot.shape, dtype=slot.param.dtype, device=slot.device)
-
-
-def _copied(half: fx.GraphModule) -> fx.GraphModule:
-    return compat.graph_module(half, copy.deepcopy(half.graph))

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -14,28 +13,37 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from elixir_compile import compat
 from elixir_compile.graph.capture.batch_call import (
-    SAME,
-    SUM,
-    TOTAL,
     Call,
     Conflict,
     Mixes,
-    State,
-    States,
     all_results,
     check_sizes,
-    each,
     has_rows_at,
     known_shape,
     operands_of,
     shape_of,
-    states_in,
 )
 from elixir_compile.graph.capture.batch_rules import CREATES, LOOKUPS, RANDOM, is_linear_in_sum, is_pointwise, rule_for
-from elixir_compile.graph.capture.markers import MARKERS, TICKET, gradient, is_collective
+from elixir_compile.graph.capture.captured import (
+    SAME,
+    SUM,
+    TOTAL,
+    UNDIVIDED,
+    Captured,
+    State,
+    States,
+    StepStates,
+    Walked,
+    each,
+    states_in,
+)
 from elixir_compile.graph.capture.node_facts import (
+    MARKERS,
+    TICKET,
     as_node,
+    gradient,
     has_tensor,
+    is_collective,
     is_number,
     is_pure,
     leaves_of,
@@ -48,37 +56,8 @@ from elixir_compile.graph.capture.rewire import view_chain
 from elixir_compile.ir import Batched, Phase, StorageId
 from elixir_compile.ir.schedule import LEAST_ROWS
 
-if TYPE_CHECKING:
-    from elixir_compile.graph.capture.convert import Captured
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Pass once through a graph and find the state of each value, with the rules of `batch_rules`.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walked:
-    """The state of each value of a graph, and the ops of the graph that mix the batch."""
-
-    states: Mapping[fx.Node, States]
-    """The state of each node with a value."""
-    mixes: Mapping[fx.Node, str]
-    """Why an op needs the whole batch, or a view of its result."""
-    narrowed: Mapping[tuple[fx.Node, fx.Node], int]
-    """Pairs of a node and a SAME value that it reads in slices, with the dimension of the slices."""
-
-    apart: frozenset[fx.Node] = frozenset()
-    """The views of inputs that do not keep the slices together, so that they are taken of the whole inputs."""
-    num_conflicts: int = 0
-    """How many ops mix the batch because slices of two values do not match."""
-
-    def batched(self, node: fx.Node, index: int) -> Batched:
-        """Return how tensor `index` of the value of `node` is made of its values in micro-batches."""
-        states = states_in(self.states.get(node, SAME))
-        value = value_of(node)
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        places = [at for at, v in enumerate(values) if isinstance(v, torch.Tensor) for _ in compat.dense_parts(v)]
-        return states[places[index] if len(states) == len(values) else 0].batched
 
 
 def walk(graph: fx.Graph, given: Mapping[fx.Node, State], batch: int | torch.SymInt) -> Walked:
@@ -138,23 +117,41 @@ class _Walk:
         )
 
     def _pass(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            self._pass_result(node, node.args[0])
+        if node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
+            states = self.states[source]
+            self.states[node] = states[int(str(node.args[1]))] if isinstance(states, tuple) else states
+            if source in self.laps:
+                self.laps[node] = self.laps[source]
             return
         if is_number(node):  # a number of the whole batch; `batch_call` says where that of a micro-batch is read
             self.states[node] = SAME
             return
         read = {source: self._read(source) for source in operands_of(node)}
         kinds = {state.batched for state in read.values()}
+        has_sum = Batched.SUM in kinds or any(state.is_total for state in read.values())
         try:
-            if Batched.EACH in kinds or not is_pure(node):
-                states = self._ruled(node, read, kinds)
+            if not is_pure(node):
+                if compat.is_op_overload(node.target) and compat.schema_of(node.target).is_mutable:
+                    raise Mixes("it writes one of its inputs")
+                if is_collective(node):
+                    raise Mixes("a collective joins the rows of several ranks")
+                raise Mixes(f"no rule says how {node.target} treats the rows of the batch")
+            if Batched.EACH in kinds:
+                if has_sum:
+                    raise Mixes("a sum over the batch meets rows of it")
+                call = Call(node, read, self.batch, self.symbol)
+                states = state_by_rule(call)
+                self.narrowed.update({(node, operand): dim for operand, dim in call.narrowed.items()})
             elif Batched.SUM in kinds and is_linear_in_sum(node, read) and self._allows(node, read, SUM):
                 states = all_results(node, SUM)
-            elif Batched.SUM in kinds or any(state.is_total for state in read.values()):
+            elif has_sum:
                 states = all_results(node, TOTAL)
+            elif str(node.target) in RANDOM:
+                shape = shape_of(node)
+                is_of_rows = len(shape) and shape[0] and shape[0] % self.batch == 0
+                states = each(0) if is_of_rows and self._allows(node, read, each(0)) else SAME
             else:
-                states = self._made(node, read)
+                states = all_results(node, SAME)
         except Mixes as mixed:
             self.num_conflicts += isinstance(mixed, Conflict)
             self._mix(node, read, str(mixed))
@@ -171,22 +168,6 @@ class _Walk:
         is_sum = state.batched is Batched.SUM or state.is_total
         return SAME if is_sum and self.laps[source] < self.lap else state
 
-    def _pass_result(self, node: fx.Node, source: fx.Node) -> None:
-        states = self.states[source]
-        self.states[node] = states[int(str(node.args[1]))] if isinstance(states, tuple) else states
-        if source in self.laps:
-            self.laps[node] = self.laps[source]
-
-    def _ruled(self, node: fx.Node, read: Mapping[fx.Node, State], kinds: set[Batched]) -> States:
-        if not is_pure(node):
-            raise Mixes(_why_impure(node))
-        if Batched.SUM in kinds or any(state.is_total for state in read.values()):
-            raise Mixes("a sum over the batch meets rows of it")
-        call = Call(node, read, self.batch, self.symbol)
-        states = state_by_rule(call)
-        self.narrowed.update({(node, operand): dim for operand, dim in call.narrowed.items()})
-        return states
-
     def _allows(
         self,
         node: fx.Node,
@@ -201,20 +182,24 @@ class _Walk:
             return False
         return True
 
-    def _made(self, node: fx.Node, read: Mapping[fx.Node, State]) -> States:
-        """Return the state of a result of `node`, which reads SAME values only."""
-        if str(node.target) in RANDOM:
-            shape = shape_of(node)
-            is_of_rows = len(shape) and shape[0] and shape[0] % self.batch == 0 and self._allows(node, read, each(0))
-            return each(0) if is_of_rows else SAME
-        return all_results(node, SAME)
-
     def _mix(self, node: fx.Node, read: Mapping[fx.Node, State], why: str) -> None:
         """Note that `node`, or the op of which it is a view, runs on whole tensors.
 
-        Its results may be divided again, along dimensions that stay.
+        Its results are EACH again along a dimension that has the same size as in an operand with slices there.
         """
-        self.states[node] = _divided_again(node, read, self.symbol)
+        sliced = [(state.dim, shape_of(source)) for source, state in read.items() if state.is_each]
+
+        def again(value: object) -> State:
+            if not isinstance(value, torch.Tensor):
+                return SAME
+            shape = known_shape(value)
+            # A value of many fewer dimensions, such as a mean of each channel, is no slice, even if its size is that.
+            alike = [(dim, own) for dim, own in sliced if max(dim, len(own) - 2) < len(shape)]
+            found = (dim for dim, own in alike if shape[dim] == own[dim])
+            return next((each(dim) for dim in found if not self.symbol or has_rows_at(value, dim, self.symbol)), SAME)
+
+        value = value_of(node)
+        self.states[node] = tuple(map(again, value)) if isinstance(value, (tuple, list)) else again(value)
         owner = view_chain(node)[-1]
         if owner.op == "call_function" and owner.target not in MARKERS:
             self.mixes.setdefault(owner, why)
@@ -230,7 +215,8 @@ class _Walk:
         for node in reversed(graph.nodes):
             if self.states.get(node) != SAME or node.op != "call_function" or node in self.mixes:
                 continue
-            if str(node.target) not in CREATES | LOOKUPS and not is_pointwise(node.target):
+            is_lookup, is_created = str(node.target) in LOOKUPS, str(node.target) in CREATES
+            if not is_lookup and not is_created and not is_pointwise(node.target):
                 continue
             readers = [user for user in node.users if user.op != "output"]
             dims = {self.narrowed.get((user, node)) for user in readers}
@@ -238,60 +224,27 @@ class _Walk:
                 continue
             (dim,) = dims
             assert dim is not None
-            if str(node.target) not in LOOKUPS or dim < tensor_of(as_node(node.args[1])).ndim:
-                self._divide(node, readers, dim)
-
-    def _divide(self, node: fx.Node, readers: list[fx.Node], dim: int) -> None:
-        """Make `node`, whose `readers` read slices along `dim`, EACH, and its own operands read in slices."""
-        ndim, operands = tensor_of(node).ndim, operands_of(node)
-        if str(node.target) in LOOKUPS:
-            ndim, operands = ndim - 1, operands[1:]
-        narrowed: dict[fx.Node, int] = {}
-        for operand in operands if str(node.target) not in CREATES else ():
-            own = shape_of(operand)
-            place = dim - (ndim - len(own))
-            if place >= 0 and own[place] != 1:
-                narrowed[operand] = place
-        if not self._allows(node, {own: self._read(own) for own in operands_of(node)}, each(dim), narrowed):
-            return
-        self.narrowed.update({(node, operand): place for operand, place in narrowed.items()})
-        self.states[node] = each(dim)
-        for user in readers:
-            del self.narrowed[user, node]
-
-
-def _why_impure(node: fx.Node) -> str:
-    if compat.is_op_overload(node.target) and compat.schema_of(node.target).is_mutable:
-        return "it writes one of its inputs"
-    if is_collective(node):
-        return "a collective joins the rows of several ranks"
-    return f"no rule says how {node.target} treats the rows of the batch"
-
-
-def _divided_again(node: fx.Node, read: Mapping[fx.Node, State], symbol: str) -> States:
-    """Return the state of the results of `node`, which ran on the whole batch: EACH along a dimension that has the same
-    size as in an operand with slices there."""
-    sliced = [(state.dim, shape_of(source)) for source, state in read.items() if state.is_each]
-
-    def again(value: object) -> State:
-        shape = known_shape(value) if isinstance(value, torch.Tensor) else ()
-        # A value of many fewer dimensions, such as a mean of each channel, is no slice, even if its size is that.
-        alike = [(dim, own) for dim, own in sliced if max(dim, len(own) - 2) < len(shape)]
-        found = (dim for dim, own in alike if shape[dim] == own[dim] and _is_sliced(value, dim, symbol))
-        return next(map(each, found), SAME)
-
-    value = value_of(node)
-    return tuple(map(again, value)) if isinstance(value, (tuple, list)) else again(value)
-
-
-def _is_sliced(value: object, dim: int, symbol: str) -> bool:
-    return not symbol or (isinstance(value, torch.Tensor) and has_rows_at(value, dim, symbol))
+            if is_lookup and dim >= tensor_of(as_node(node.args[1])).ndim:
+                continue
+            # The operands of the value are read in slices too, but for the table of a lookup.
+            ndim, operands = tensor_of(node).ndim, operands_of(node)
+            if is_lookup:
+                ndim, operands = ndim - 1, operands[1:]
+            narrowed: dict[fx.Node, int] = {}
+            for operand in operands if not is_created else ():
+                own = shape_of(operand)
+                place = dim - (ndim - len(own))
+                if place >= 0 and own[place] != 1:
+                    narrowed[operand] = place
+            if self._allows(node, {own: self._read(own) for own in operands_of(node)}, each(dim), narrowed):
+                self.narrowed.update({(node, operand): place for operand, place in narrowed.items()})
+                self.states[node] = each(dim)
+                for user in readers:
+                    del self.narrowed[user, node]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Find how each value of a captured step is made of its values in micro-batches, and which ops need the whole batch.
-#
-#   EACH(d)  one slice per micro-batch along dimension d      SAME  equal for all      SUM  the sum over micro-batches
 #
 # `walk` passes a graph once, with the rules of `batch_rules`. The inputs whose dimension 0 is the batch are EACH(0).
 # Whatever inputs are chosen, the result is right: with a wrong choice only more ops mix the batch.
@@ -306,9 +259,6 @@ def _is_sliced(value: object, dim: int, symbol: str) -> bool:
 #
 # Sizes may be dynamic. If the number of rows is a symbol, a micro-batch runs the same graph with fewer rows as the
 # symbol: `batch_call` says which ops allow that.
-#
-# The dimension of the slices belongs to a node, because two views of one storage may have it in different places.
-# `Storage.batched` and `Op.mixes` have the rest.
 
 
 OF_MODULE = "elixir_of_module"
@@ -316,40 +266,16 @@ OF_MODULE = "elixir_of_module"
 they have as many rows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStates:
-    """The states of the values of a captured step."""
-
-    batch: int | torch.SymInt
-    """The rows of the batch, 1 if the step has no batch that can be divided; all values are then SAME."""
-    forward: Walked
-    backward: Walked
-    undivided: str = ""
-    """Why the batch that the inputs share cannot be divided, empty if it can be."""
-
-    def half(self, phase: Phase) -> Walked:
-        """Return the states of the values of the forward or the backward."""
-        return self.forward if phase is Phase.FORWARD else self.backward
-
-    @property
-    def states(self) -> Mapping[fx.Node, States]:
-        """The state of each node of both halves."""
-        return {**self.forward.states, **self.backward.states}
-
-
-_NOTHING = Walked(states={}, mixes={}, narrowed={})
-UNDIVIDED = StepStates(batch=1, forward=_NOTHING, backward=_NOTHING)
-"""The states of a step without a batch."""
-
-
-def step_states(captured: "Captured") -> StepStates:
+def step_states(captured: Captured) -> StepStates:
     """Return the states of the values of `captured`, a capture or one that `graph.rewrite.regions` has changed.
 
     The batch of a step without a backward is 1. So is the batch of a step whose sizes depend on data, as the number of
     nonzero entries.
     """
     graph = captured.forward.graph
-    inputs = [node for node in graph.find_nodes(op="placeholder") if _may_have_batch(node)]
+    given = [node for node in graph.find_nodes(op="placeholder") if has_tensor(node) and node.users]
+    given = [node for node in given if not node.meta.get(OF_MODULE, False) and tensor_of(node).ndim > 0]
+    inputs = [node for node in given if shape_of(node)[0] > 1]
     if captured.backward is None or not inputs:
         return UNDIVIDED
     backward = captured.backward.graph
@@ -357,44 +283,31 @@ def step_states(captured: "Captured") -> StepStates:
     ((size, _),) = sizes.most_common(1)  # of sizes that as many inputs have, the size of the first input
     own = [node for node in inputs if shape_of(node)[0] == size]
     batch = tensor_of(own[0]).shape[0]
-    if any(map(_depends_on_data, (*graph.nodes, *backward.nodes))):
-        return replace(UNDIVIDED, undivided="its sizes depend on the elements of a tensor")
-    if isinstance(batch, torch.SymInt) and (why := _not_free(batch, graph, backward)):
+    values = (leaf for node in (*graph.nodes, *backward.nodes) for leaf in leaves_of(value_of(node)))
+    symbolic = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    why = ""
+    if any(isinstance(value, symbolic) and free_unbacked_symbols(value) for value in values):
+        why = "its sizes depend on the elements of a tensor"
+    elif isinstance(batch, torch.SymInt):  # a micro-batch must be able to have any number of rows in its place
+        symbol = compat.symbol_of(batch)
+        numbers = [map(value_of, half.find_nodes(op="placeholder")) for half in (graph, backward)]
+        if not symbol:
+            why = f"its number of rows, {batch}, is computed from other sizes"
+        elif not compat.may_have_any_value_from(LEAST_ROWS, batch):
+            why = "the model reads conditions from its number of rows, which a part of them may not meet"
+        elif any(all(compat.symbol_of(value) != symbol for value in of_half) for of_half in numbers):
+            why = "its number of rows is no input of the graph"
+    if why:
         return replace(UNDIVIDED, undivided=why)
     forward = _best(graph, {node: each(0) for node in own}, batch)
     seeds = _between(captured, backward, forward)
     return StepStates(batch=batch, forward=forward, backward=walk(backward, seeds, batch))
 
 
-def _depends_on_data(node: fx.Node) -> bool:
-    return any(
-        isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(leaf)
-        for leaf in leaves_of(value_of(node))
-    )
-
-
-def _not_free(batch: torch.SymInt, *halves: fx.Graph) -> str:
-    """Return why a micro-batch cannot have any number of rows in place of `batch`, "" if it can."""
-    symbol = compat.symbol_of(batch)
-    if not symbol:
-        return f"its number of rows, {batch}, is computed from other sizes"
-    if not compat.may_have_any_value_from(LEAST_ROWS, batch):
-        return "the model reads conditions from its number of rows, which a part of them may not meet"
-    for graph in halves:
-        if all(compat.symbol_of(value_of(node)) != symbol for node in graph.find_nodes(op="placeholder")):
-            return "its number of rows is no input of the graph"
-    return ""
-
-
 def mark_inputs_of_modules(graph: fx.Graph, positions: Collection[int]) -> None:
     """Mark the inputs of AOTAutograd's `graph` at `positions` as tensors of modules, for `step_states`."""
     for node in compat.inputs_at(graph, positions):
         node.meta[OF_MODULE] = True
-
-
-def _may_have_batch(node: fx.Node) -> bool:
-    is_input = has_tensor(node) and node.users and not node.meta.get(OF_MODULE, False)
-    return bool(is_input) and tensor_of(node).ndim > 0 and shape_of(node)[0] > 1
 
 
 _MOST_LOST = 0.9
@@ -422,7 +335,7 @@ def _num_divided(walked: Walked) -> int:
     return sum(any(state.is_each for state in states_in(states)) for states in walked.states.values())
 
 
-def _between(captured: "Captured", backward: fx.Graph, forward: Walked) -> dict[fx.Node, State]:
+def _between(captured: Captured, backward: fx.Graph, forward: Walked) -> dict[fx.Node, State]:
     """Return the EACH inputs of `backward`: saved values, and tangents of outputs, in the states of the forward."""
     saved = {node.name: node for node in captured.saved if isinstance(node, fx.Node)}
     outputs = [node for node in outputs_of(captured.forward.graph)[: captured.num_outputs] if isinstance(node, fx.Node)]
@@ -456,12 +369,21 @@ def scattered(
     `storages` has the storages of each node, and `walked` the states. A value that the backward returns counts too: the
     caller takes the whole of it.
     """
+
+    def is_consecutive(value: object, state: States | None) -> bool:
+        if not (isinstance(value, torch.Tensor) and isinstance(state, State) and state.is_each):
+            return False
+        layout = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        if not all(isinstance(number, int) for number in layout):
+            return False
+        return compat.MemoryView.of(value).is_consecutive(state.dim, value.untyped_storage().nbytes())
+
     found: set[StorageId] = set()
     for node, names in storages.items():
         value, state = value_of(node), walked.states.get(node)
         if isinstance(value, (tuple, list)):
             continue  # its results are nodes of their own
-        if len(names) == 1 and node not in walked.apart and _is_consecutive(value, state):
+        if len(names) == 1 and node not in walked.apart and is_consecutive(value, state):
             continue
         found.update(names)
     if phase is Phase.BACKWARD:
@@ -469,19 +391,3 @@ def scattered(
         returned += [source_of(node, 0) for node in graph.find_nodes(op="call_function", target=gradient)]
         found.update(name for node in returned for name in storages.get(node, ()))
     return found
-
-
-def _is_consecutive(value: object, state: States | None) -> bool:
-    if not (isinstance(value, torch.Tensor) and isinstance(state, State) and state.is_each):
-        return False
-    layout = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
-    if not all(isinstance(number, int) for number in layout):
-        return False
-    rows_apart = value.stride(state.dim)
-    last = value.storage_offset() + sum(
-        (size - 1) * stride
-        for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True))
-        if dim != state.dim
-    )
-    is_outermost = value.shape[state.dim] * rows_apart * value.element_size() == value.untyped_storage().nbytes()
-    return is_outermost and last < rows_apart

@@ -11,45 +11,11 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.graph.capture.captured import SAME, State, States, states_in
 from elixir_compile.graph.capture.node_facts import leaves_of, tensor_of, value_of
-from elixir_compile.ir import Batched
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The states of values in micro-batches, and one call of a captured graph with the states of what it reads.
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """How a value is made of its values in micro-batches, and where its slices are."""
-
-    batched: Batched
-    dim: int = 0
-    """The dimension of the slices if `batched` is EACH, else 0."""
-    is_total: bool = False
-    """Whether the value, which is SAME, is computed from a sum over the micro-batches. Within the lap of the sum it
-    exists only behind the last micro-batch; for later laps it is as any other SAME value."""
-
-    @property
-    def is_each(self) -> bool:
-        """Whether the value has one slice per micro-batch."""
-        return self.batched is Batched.EACH
-
-
-SAME = State(Batched.SAME)
-SUM = State(Batched.SUM)
-TOTAL = State(Batched.SAME, is_total=True)
-States = State | tuple[State, ...]
-"""The state of a node: one state, or one for each of its results."""
-
-
-def each(dim: int) -> State:
-    """Return the state of a value with its slices along `dim`."""
-    return State(Batched.EACH, dim)
-
-
-def states_in(states: States) -> tuple[State, ...]:
-    """Return the state of each result of a node."""
-    return (states,) if isinstance(states, State) else states
+# One call of a captured graph with the states of what it reads.
 
 
 def all_results(node: fx.Node, state: State) -> States:
@@ -240,7 +206,18 @@ def check_sizes(
     for value, state in zip(values, found if len(found) == len(values) else [found[0]] * len(values), strict=True):
         if isinstance(value, torch.Tensor):
             _check_shape(value, state.dim if state.is_each else None, symbol)
-    _check_numbers(node, symbol)
+    # A number of the symbol must be in the shape of the result, or a factor.
+    arguments = compat.schema_of(node.target).arguments
+    given = [*zip(arguments, node.args, strict=False)]
+    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
+    for place, (argument, value) in enumerate(given):
+        numbers = [leaf for leaf in leaves_of(value) if isinstance(leaf, fx.Node)]
+        if not any(symbol in compat.symbols_in(value_of(number)) for number in numbers):
+            continue
+        is_size = "int" in str(argument.type)
+        is_local = place in (shape_place(node), rows_place(node)) or ends_at_rows(node)
+        if not (is_local if is_size else all(map(_is_computed, numbers))):
+            raise Mixes(f"its argument {argument.name} is computed from the number of rows")
 
 
 def has_rows_at(value: torch.Tensor, dim: int | None, symbol: str) -> bool:
@@ -255,21 +232,6 @@ def _check_shape(value: torch.Tensor, dim: int | None, symbol: str) -> None:
     if not has_rows_at(value, dim, symbol):
         sizes = ", ".join(map(str, value.shape))
         raise Mixes(f"the number of rows, {symbol}, is not only the size of slices in a tensor of [{sizes}]")
-
-
-def _check_numbers(node: fx.Node, symbol: str) -> None:
-    """Raise Mixes if `node` reads a number of `symbol` that is neither in the shape of its result nor a factor."""
-    arguments = compat.schema_of(node.target).arguments
-    given = [*zip(arguments, node.args, strict=False)]
-    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
-    for place, (argument, value) in enumerate(given):
-        numbers = [leaf for leaf in leaves_of(value) if isinstance(leaf, fx.Node)]
-        if not any(symbol in compat.symbols_in(value_of(number)) for number in numbers):
-            continue
-        is_size = "int" in str(argument.type)
-        is_local = place in (shape_place(node), rows_place(node)) or ends_at_rows(node)
-        if not (is_local if is_size else all(map(_is_computed, numbers))):
-            raise Mixes(f"its argument {argument.name} is computed from the number of rows")
 
 
 def _is_computed(number: fx.Node) -> bool:

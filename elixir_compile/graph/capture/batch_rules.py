@@ -11,19 +11,15 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.graph.capture.batch_call import (
-    SAME,
-    SUM,
     Call,
     Conflict,
     Mixes,
-    State,
-    States,
     all_results,
-    each,
     normal_dims,
     operands_of,
     shape_of,
 )
+from elixir_compile.graph.capture.captured import SAME, SUM, State, States, each
 from elixir_compile.graph.capture.node_facts import as_node, tensor_of, value_of
 from elixir_compile.ir import Batched
 
@@ -157,18 +153,14 @@ def along(noun: str, dims: Callable[[Call], Collection[int]]) -> Rule:
     """
 
     def rule(call: Call) -> States:
-        ndim, worked = ndim_of(call), dims(call)
-        operands = [operand for operand in operands_of(call.node) if not _is_left_out(operand, ndim)]
+        ndim, worked, operands = ndim_of(call), dims(call), operands_of(call.node)
+        if ndim > 1:  # `cat` leaves out an empty tensor of one dimension, as an empty cache
+            operands = [operand for operand in operands if list(shape_of(operand)) != [0]]
         if any(state.is_each and state.dim in worked for state in map(call.state, operands)):
             raise Mixes(f"{noun} along the batch")
         return all_results(call.node, each(aligned(call, ((operand, ndim) for operand in operands))))
 
     return rule
-
-
-def _is_left_out(operand: fx.Node, ndim: int) -> bool:
-    """Return whether `operand` is an empty tensor of one dimension, which `cat` leaves out, as an empty cache."""
-    return ndim > 1 and list(shape_of(operand)) == [0]
 
 
 def dim_joined(call: Call) -> set[int]:
@@ -497,22 +489,15 @@ def attention(num_rows: int, mask: str = "") -> Rule:
                 call.slices_at(operand, 0)
             elif call.state(operand).is_each:
                 call.different_dims()
-        states = [each(0) if place < num_rows else SAME for place in range(len(_results(call)))]
+        value = value_of(call.node)
+        num_results = len(value) if isinstance(value, (tuple, list)) else 1
+        states = [each(0) if place < num_rows else SAME for place in range(num_results)]
         if any(name == "grad_input_mask" for name, _ in call.parameters):
-            states[-1] = _of_mask_gradient(given)
+            shape = shape_of(given)
+            states[-1] = each(0) if len(shape) == 4 and shape[0] != 1 else SUM
         return tuple(states)
 
     return rule
-
-
-def _of_mask_gradient(mask: object) -> State:
-    shape = shape_of(mask)
-    return each(0) if len(shape) == 4 and shape[0] != 1 else SUM
-
-
-def _results(call: Call) -> Sequence[object]:
-    value = value_of(call.node)
-    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def nll_loss(call: Call) -> States:

@@ -12,38 +12,45 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import Argument
 
 from elixir_compile import compat
 from elixir_compile.base.errors import InvalidPlan, UnsupportedModel
-from elixir_compile.graph.capture.batch import OF_MODULE, UNDIVIDED, StepStates, scattered, step_states
-from elixir_compile.graph.capture.batch_call import SAME, State
-from elixir_compile.graph.capture.kernel_bytes import (
+from elixir_compile.graph.capture.batch import OF_MODULE, scattered, step_states
+from elixir_compile.graph.capture.captured import (
     NEGLIGIBLE_BYTES,
+    SAME,
+    UNDIVIDED,
+    Captured,
     KernelBytes,
     KernelCall,
     Kernels,
+    State,
+    StepStates,
     as_traced,
     may_differ,
 )
-from elixir_compile.graph.capture.markers import MARKERS, gradient, key_of, parameter, ring_of
 from elixir_compile.graph.capture.node_facts import (
+    MARKERS,
     bodies_of,
     dense_tensors_of,
     flops_of,
+    gradient,
     is_number,
-    is_tangent,
     kernel_of,
+    key_of,
     may_return_input,
     module_path,
     outputs_of,
     overwritten_input,
+    parameter,
+    ring_of,
     runs_once,
     size_of,
     source_line,
     source_of,
     storage_keys_of,
     tensor_of,
+    written_by,
 )
 from elixir_compile.graph.capture.rewire import ops_of, viewed
 from elixir_compile.graph.ops.registry import Slot
@@ -177,7 +184,28 @@ def body_of(graph: fx.Graph, step: StepGraph, count: Count, *, is_fused: bool) -
 def inside_of(node: fx.Node, bodies: Sequence[Body], count: Count) -> Inside:
     """Return what `bodies`, in the order in which `node` names them, add to `node`."""
     results = total(count(value.untyped_storage().nbytes()) for value in dense_tensors_of(node))
-    peak, turns = _PEAKS.get(str(node.target), _branches)(node, bodies, results, count)
+    peak, turns = largest(body.peak for body in bodies), Size(1)  # of a `cond`; results included
+    body, target = bodies[-1], str(node.target)
+    # Over the rows of the first of these tensors a node loops.
+    given: Any = {"map_impl": 1, "scan": 2}.get(target)
+    if given is not None and (tensors := node.args[given]):
+        turns = count(tensor_of(tensors[0]).shape[0])  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    match target:
+        case "while_loop":
+            peak = total(body.results) + peak
+        case "map_impl":
+            row = total(body.results)
+            peak = ((turns - Size(1)) * row + body.peak).or_more(turns * row + results)
+        case "scan":
+            init: Any = node.args[1]
+            carried, made = total(body.results[: len(init)]), total(body.results[len(init) :])
+            indices = body.indices[len(init) :]
+            # All rows of the results and their indices, the first row and the one before, and the carried values.
+            peak = turns * made + total(indices) + made + made + carried + body.peak.or_more(largest(indices))
+        case "associative_scan":
+            # The pairs of neighbours, their scan, the values between, these with the first one, and both interleaved.
+            # A level above has half of the rows, so all together have twice those of the last.
+            peak, turns = results * Size(3), Size(2)
     return Inside(
         workspace=(peak - results).or_more(NOTHING).simplified(),
         flops=(turns * largest(body.flops for body in bodies)).simplified(),
@@ -192,54 +220,6 @@ def largest(parts: Iterable[Size]) -> Size:
     for part in parts:
         found = found.or_more(part)
     return found
-
-
-_Found = tuple[Size, Size]
-"""The most bytes that are live at once, results included, and the number of runs of a body."""
-
-
-def _branches(node: fx.Node, bodies: Sequence[Body], results: Size, count: Count) -> _Found:
-    return largest(body.peak for body in bodies), Size(1)
-
-
-def _while_loop(node: fx.Node, bodies: Sequence[Body], results: Size, count: Count) -> _Found:
-    return total(bodies[-1].results) + largest(body.peak for body in bodies), Size(1)
-
-
-def _map(node: fx.Node, bodies: Sequence[Body], results: Size, count: Count) -> _Found:
-    (body,), rows = bodies, _rows(node.args[1], count)
-    row = total(body.results)
-    return ((rows - Size(1)) * row + body.peak).or_more(rows * row + results), rows
-
-
-def _scan(node: fx.Node, bodies: Sequence[Body], results: Size, count: Count) -> _Found:
-    init: Any = node.args[1]
-    given = node.args[2]
-    (body,), rows, num_carried = bodies, _rows(given, count), len(init)
-    carried, made = total(body.results[:num_carried]), body.results[num_carried:]
-    indices = body.indices[num_carried:]
-    # All rows of the results and their indices, the first row and the one before, and the values carried to this one.
-    kept = rows * total(made) + total(indices) + total(made) + total(made) + carried
-    return kept + body.peak.or_more(largest(indices)), rows
-
-
-def _associative_scan(node: fx.Node, bodies: Sequence[Body], results: Size, count: Count) -> _Found:
-    # The pairs of neighbours, their scan, the values between, these with the first one, and both interleaved. A level
-    # above has half of the rows, so all together have twice those of the last.
-    return results * Size(3), Size(2)
-
-
-def _rows(given: Any, count: Count) -> Size:
-    """Return the number of rows of the first tensor in `given`, over whose rows a node loops; 1 without a tensor."""
-    return count(tensor_of(given[0]).shape[0]) if given else Size(1)
-
-
-_PEAKS: dict[str, Callable[[fx.Node, Sequence[Body], Size, Count], _Found]] = {
-    "associative_scan": _associative_scan,
-    "while_loop": _while_loop,
-    "map_impl": _map,
-    "scan": _scan,
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -259,41 +239,6 @@ _DATA_DEPENDENT = (
     "the shape of a value in its forward depends on the elements of a tensor, as the shape of `nonzero` does, so its "
     "bytes cannot be planned. Without fullgraph=True it is planned in several graphs, which begin behind such values"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """The FX graphs of one capture, after partitioning, and the names of the parameters they read."""
-
-    name: str
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    num_outputs: int
-    """The number of leading outputs of the forward that go to the caller; the others are saved for the backward."""
-    param_names: Mapping[int, str]
-    fused: bool
-    """If True, Inductor compiles the regions and fuses kernels."""
-    kernels: Kernels = as_traced
-    """Knows the bytes of kernels that may take others than tracing stated."""
-
-    @property
-    def backward_module(self) -> fx.GraphModule:
-        """The backward. Raises TypeError if the capture has none, because it trains nothing."""
-        if self.backward is None:
-            raise TypeError(f"{self.name} has no backward")
-        return self.backward
-
-    @property
-    def saved(self) -> tuple[Argument, ...]:
-        """The outputs of the forward for the backward: the ticket, then saved values."""
-        return outputs_of(self.forward.graph)[self.num_outputs :]
-
-
-def returns_loss(captured: Captured) -> bool:
-    """Return whether a result of `captured` through which it is trained is a single number."""
-    placeholders = captured.backward_module.graph.find_nodes(op="placeholder")
-    values = (node.meta.get("val") for node in placeholders if is_tangent(node))
-    return any(isinstance(value, torch.Tensor) and value.ndim == 0 for value in values)
 
 
 def op_id(phase: Phase, node: fx.Node) -> OpId:
@@ -413,18 +358,44 @@ class _Builder:
         return number, text if is_same else ""
 
     def _join_backward(self, graph: fx.Graph, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
+        """Add the backward `graph` and the update; `forward` has the storages of the nodes of the forward.
+
+        Raises UnsupportedModel if no op of the backward writes a gradient into memory of its own: nothing would add it
+        to the parameter's `.grad`.
+        """
         known = self._saved(graph, forward)
         self.saved = frozenset(name for names in known.values() for name in names)
         for storage in self.saved:
             if self.drafts[storage].kind is Kind.TEMP:
                 self.drafts[storage].kind = Kind.SAVED
         first = len(self.ops)
-        backward = self._walk(graph, Phase.BACKWARD, known)
-        self._start_tangents(first)
-        self._mark_gradients(graph, backward)
+        storages = self._walk(graph, Phase.BACKWARD, known)
+        # The tangents, inputs of the backward alone, are results of its first op. Autograd makes them then, and frees
+        # them after their last use, or after the backward under torch 2.11.
+        inputs = (draft.id for draft in self.drafts.values() if draft.kind is Kind.INPUT)
+        tangents = [name for name in inputs if name.startswith(_PREFIX[Phase.BACKWARD])]
+        if first < len(self.ops):
+            self.ops[first] = replace(self.ops[first], writes=(*tangents, *self.ops[first].writes))
+            if compat.keeps_tangents():
+                self.ops[-1] = replace(self.ops[-1], reads=tuple(dict.fromkeys((*self.ops[-1].reads, *tangents))))
+            for name in tangents:
+                self.drafts[name].kind = Kind.TEMP
+        # If a parameter has several gradients, they stay several storages.
+        written = {storage for op in self.ops if op.phase is Phase.BACKWARD for storage in op.writes}
+        for node in graph.find_nodes(op="call_function", target=gradient):
+            name = self.captured.param_names[key_of(node)]
+            drafts = [self.drafts[storage] for storage in storages.get(source_of(node), ())]
+            if not drafts or not all(draft.kind is Kind.TEMP and draft.id in written for draft in drafts):
+                raise UnsupportedModel(name, _no_writer(source_of(node), drafts))
+            for draft in drafts:
+                draft.kind, draft.of = Kind.GRAD, StorageId(name)
         gradients = [draft for draft in self.drafts.values() if draft.kind is Kind.GRAD]
         trained = [draft.of for draft in gradients if draft.of is not None]
-        unmanaged = self._unmanaged_gradients(graph, backward)
+        # The gradients that the backward returns for parameters among its inputs, as those of an RNN, stay until the
+        # update too.
+        pairs = zip(self.captured.forward.graph.find_nodes(op="placeholder"), outputs_of(graph), strict=False)
+        made = [own for source, own in pairs if isinstance(own, fx.Node) and source.meta.get(OF_MODULE, False)]
+        unmanaged = [name for own in made for name in storages.get(own, ()) if self.drafts[name].kind is Kind.TEMP]
         reads = tuple(dict.fromkeys([*trained, *(draft.id for draft in gradients), *unmanaged]))
         if reads:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
@@ -437,45 +408,6 @@ class _Builder:
         # An extra saved value has no readers.
         found = {node: saved.get(str(node.target)) for node in graph.find_nodes(op="placeholder") if node.users}
         return {node: forward[source] for node, source in found.items() if source is not None and source in forward}
-
-    def _start_tangents(self, first: int) -> None:
-        """Make the tangents, inputs of the backward alone, results of its first op, which has the index `first`.
-
-        Autograd makes the tangents then, and frees them after their last use, or after the backward under torch 2.11.
-        """
-        inputs = (d.id for d in self.drafts.values() if d.kind is Kind.INPUT)
-        tangents = [name for name in inputs if name.startswith(_PREFIX[Phase.BACKWARD])]
-        if first < len(self.ops):
-            self.ops[first] = replace(self.ops[first], writes=(*tangents, *self.ops[first].writes))
-            if compat.keeps_tangents():
-                self.ops[-1] = replace(self.ops[-1], reads=tuple(dict.fromkeys((*self.ops[-1].reads, *tangents))))
-            for name in tangents:
-                self.drafts[name].kind = Kind.TEMP
-
-    def _mark_gradients(self, graph: fx.Graph, storages: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        """Set the kind of each storage with a parameter's gradient to GRAD.
-
-        If a parameter has several gradients, they stay several storages. Raises UnsupportedModel if no op of the
-        backward writes a gradient into memory of its own: nothing would add it to the parameter's `.grad`.
-        """
-        written = {storage for op in self.ops if op.phase is Phase.BACKWARD for storage in op.writes}
-        for node in graph.find_nodes(op="call_function", target=gradient):
-            name = self.captured.param_names[key_of(node)]
-            drafts = [self.drafts[storage] for storage in storages.get(source_of(node), ())]
-            if not drafts or not all(draft.kind is Kind.TEMP and draft.id in written for draft in drafts):
-                raise UnsupportedModel(name, _no_writer(source_of(node), drafts))
-            for draft in drafts:
-                draft.kind, draft.of = Kind.GRAD, StorageId(name)
-
-    def _unmanaged_gradients(
-        self, graph: fx.Graph, storages: Mapping[fx.Node, tuple[StorageId, ...]]
-    ) -> list[StorageId]:
-        """Return the gradients that the backward `graph` returns for parameters among its inputs, as those of an RNN:
-        they stay until the update. `storages` are those of its nodes."""
-        given = self.captured.forward.graph.find_nodes(op="placeholder")
-        pairs = zip(given, outputs_of(graph), strict=False)
-        made = [own for source, own in pairs if isinstance(own, fx.Node) and source.meta.get(OF_MODULE, False)]
-        return [name for own in made for name in storages.get(own, ()) if self.drafts[name].kind is Kind.TEMP]
 
     def _walk(
         self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]
@@ -491,7 +423,10 @@ class _Builder:
             elif node.op == "get_attr":
                 storages[node] = self._enter(node, Kind.BUFFER, given, phase)
             elif node.op == "call_function" and node.target is parameter:
-                storages[node] = self._enter_parameter(node)
+                value, storage = tensor_of(node), StorageId(self.captured.param_names[key_of(node)])
+                nbytes = value.numel() * value.element_size()
+                self.drafts.setdefault(storage, _Draft(storage, nbytes, Kind.PARAM, _dtype(value)))
+                storages[node] = (storage,)
             elif node.op == "call_function" and node.target not in MARKERS:
                 op = self._enter_call(node, phase, storages, self._inside(module, node))
                 if node in ops:
@@ -499,14 +434,6 @@ class _Builder:
         if self.batch.half(phase).states:
             self.scattered |= scattered(graph, phase, storages, self.batch.half(phase))
         return storages
-
-    def _enter_parameter(self, node: fx.Node) -> tuple[StorageId, ...]:
-        value = tensor_of(node)
-        storage = StorageId(self.captured.param_names[key_of(node)])
-        if storage not in self.drafts:
-            nbytes = value.numel() * value.element_size()
-            self.drafts[storage] = _Draft(storage, nbytes, Kind.PARAM, _dtype(value))
-        return (storage,)
 
     def _enter(
         self,
@@ -547,12 +474,10 @@ class _Builder:
         storages: dict[fx.Node, tuple[StorageId, ...]],
         inside: Inside,
     ) -> Op:
+        name, walked = op_id(phase, node), self.batch.half(phase)
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
-        walked = self.batch.half(phase)
         overwritten = overwritten_input(node) if self.captured.fused else None
-        base = overwritten
-        if node.target is not operator.getitem:
-            base = viewed(node) or base
+        base = overwritten if node.target is operator.getitem else viewed(node) or overwritten
         shared = _by_key(node.all_input_nodes if may_return_input(node) else (), storages)
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: several gathers of one parameter have different fake storages.
@@ -562,20 +487,29 @@ class _Builder:
         seen = None if call is None else self.kernels(call)
         storages[node] = self._enter(node, Kind.TEMP, shared, phase, seen)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
-        mutated = [*_mutated(node, storages), *(() if overwritten is None else storages[overwritten])]
+        given = [value for value in written_by(node.target, node.args, node.kwargs) if isinstance(value, fx.Node)]
+        mutated = [storage for value in given for storage in storages.get(value, ())]
         for storage in () if overwritten is None else storages[overwritten]:
+            mutated.append(storage)
             self.drafts[storage].batched = walked.batched(node, 0)  # zeros, into which each micro-batch adds
         # An op that makes no tensor, as one that returns a size, needs what it reads where that may be on the host.
         reads = tuple(name for name in inputs if made or mutated or name in self.saved)
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops = (Size(*self._count(flops_of(node))) + inside.flops).simplified()
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes)) if made or mutated else 0
-        writes = (*writes, *self._workspace(op_id(phase, node), inside.workspace))
+        if inside.workspace.number:
+            own = StorageId(f"{name}.workspace")
+            size = inside.workspace
+            self.drafts[own] = _Draft(own, size.number, Kind.WORKSPACE, "uint8", size=size.text)
+            writes = (*writes, own)
         if call is not None and seen is not None and seen.workspace_bytes > NEGLIGIBLE_BYTES:
             writes = (*writes, *self._enter_workspaces(call, phase, seen.workspace_bytes, (*inputs, *writes)))
         return Op(
-            id=op_id(phase, node),
-            target=_target(node),
+            id=name,
+            # Of a function its name, as Python's `str` has its address.
+            target=f"{node.target.__module__}.{node.target.__name__}"
+            if inspect.isroutine(node.target)
+            else str(node.target),
             phase=phase,
             reads=reads,
             writes=writes,
@@ -614,33 +548,23 @@ class _Builder:
         `touched` are the storages that the op reads and writes. If it can run once for each micro-batch, the bytes that
         follow the rows are a storage of their own: a kernel may copy its weights, and its slices.
         """
-        is_in_slices = any(self.drafts[name].batched is not Batched.SAME for name in touched)
-        fixed_bytes = self._fixed_bytes(call, nbytes) if is_in_slices else nbytes
-        parts = {Batched.SAME: fixed_bytes, Batched.EACH: nbytes - fixed_bytes}
+        fixed_bytes, rows = nbytes, self.batch.batch
+        if any(self.drafts[name].batched is not Batched.SAME for name in touched):
+            # A call on one row shows how many bytes do not depend on the rows; none if it does not run.
+            fixed_bytes = 0
+            if isinstance(rows, int) and rows != 1 and (one := self.kernels(replace(call, parts=rows))) is not None:
+                row_bytes = max(0, nbytes - one.workspace_bytes) // (rows - 1)
+                fixed_bytes = min(nbytes, max(0, one.workspace_bytes - row_bytes))
         found: list[StorageId] = []
-        for batched, own_bytes in parts.items():
+        parts = ((Batched.SAME, fixed_bytes, ""), (Batched.EACH, nbytes - fixed_bytes, ".rows"))
+        for batched, own_bytes, suffix in parts:
             if own_bytes:
-                suffix = "" if batched is Batched.SAME else ".rows"
-                storage, size = (
-                    StorageId(f"{op_id(phase, call.node)}.workspace{suffix}"),
-                    self._scaled(call.node, own_bytes),
-                )
+                storage = StorageId(f"{op_id(phase, call.node)}.workspace{suffix}")
+                size = self._scaled(call.node, own_bytes)
                 self.drafts[storage] = _Draft(storage, own_bytes, Kind.WORKSPACE, "uint8", size=size, batched=batched)
                 self.scattered.add(storage)
                 found.append(storage)
         return found
-
-    def _fixed_bytes(self, call: KernelCall, nbytes: int) -> int:
-        """Return how many of `nbytes`, the workspace of `call`, do not depend on the rows of the batch: a call on one
-        row shows it. Returns 0 if it does not run."""
-        rows = self.batch.batch
-        if not isinstance(rows, int) or rows == 1:
-            return 0
-        one = self.kernels(replace(call, parts=rows))
-        if one is None:
-            return 0
-        row_bytes = max(0, nbytes - one.workspace_bytes) // (rows - 1)
-        return min(nbytes, max(0, one.workspace_bytes - row_bytes))
 
     def _scaled(self, node: fx.Node, nbytes: int) -> str:
         """Return `nbytes`, seen at the present sizes, as an expression that is proportional to the largest tensor that
@@ -670,14 +594,6 @@ class _Builder:
             found.append(body_of(body.graph, step, count, is_fused=fused))
         return inside_of(node, found, count)
 
-    def _workspace(self, op: OpId, workspace: Size) -> list[StorageId]:
-        """Add a storage of the bytes `workspace`, which only `op` touches, if it has any; return it."""
-        if not workspace.number:
-            return []
-        storage = StorageId(f"{op}.workspace")
-        self.drafts[storage] = _Draft(storage, workspace.number, Kind.WORKSPACE, "uint8", size=workspace.text)
-        return [storage]
-
 
 def _by_key(nodes: Iterable[fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> dict[int, StorageId]:
     """Return the storages of `nodes` by the keys of their fake storages.
@@ -692,11 +608,6 @@ def _by_key(nodes: Iterable[fx.Node], storages: Mapping[fx.Node, tuple[StorageId
     }
 
 
-def _target(node: fx.Node) -> str:
-    """Return the name of the target of `node`, without the address from Python's `str`."""
-    return f"{node.target.__module__}.{node.target.__name__}" if inspect.isroutine(node.target) else str(node.target)
-
-
 def _no_writer(source: fx.Node, drafts: Sequence[_Draft]) -> str:
     """Return why the gradient `source`, in the storages `drafts`, cannot be told from other values."""
     found = ", ".join(f"{draft.id} ({draft.kind}{f' of {draft.of}' if draft.of else ''})" for draft in drafts) or "none"
@@ -705,17 +616,6 @@ def _no_writer(source: fx.Node, drafts: Sequence[_Draft]) -> str:
         f"no op of the captured backward writes its gradient {source.name}{where} into memory of its own; its storages "
         f"are: {found}. It would not be trained. Compute it by other ops, or freeze the parameter"
     )
-
-
-def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:
-    schema = compat.schema_of(node.target)
-    if schema is None or not schema.is_mutable:
-        return []
-    found: list[StorageId] = []
-    for argument, value in zip(schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-            found.extend(storages.get(value, ()))
-    return found
 
 
 def _dtype(value: torch.Tensor) -> str:

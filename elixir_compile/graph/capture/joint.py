@@ -13,38 +13,36 @@ and the partitioner returns, node for node, the forward and backward of the same
 which inputs are parameters, by their positions.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
-from elixir_compile.graph.capture.input_sizes import add_sizes, save_sizes
-from elixir_compile.graph.capture.markers import (
+from elixir_compile.graph.capture.node_facts import (
     TICKET,
+    as_node,
     first_op,
     gather_keys,
     gradient,
-    key_of,
-    marker_node,
-    merge_markers,
-    parameter,
-    ticket,
-)
-from elixir_compile.graph.capture.node_facts import (
-    as_node,
     has_tensor,
     is_number,
     is_tangent,
+    key_of,
+    marker_node,
+    merge_markers,
     outputs_of,
+    parameter,
     set_outputs,
     source_of,
     tensor_of,
+    ticket,
     value_of,
 )
-from elixir_compile.graph.capture.rewire import viewed
+from elixir_compile.graph.capture.rewire import fresh_value, view_chain, viewed
 from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.graph.ops.registry import slot_by_key
 
@@ -143,15 +141,18 @@ def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
 
 
 def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) -> _Hidden:
+    """Put one input in place of the reads of each parameter, and move the gradients of all parameters behind the other
+    outputs, in the order in which they are computed.
+
+    Raises UnsupportedModel if a gradient is a tensor subclass.
+    """
     graph, hidden = joint.graph, _Hidden()
-    placeholders = graph.find_nodes(op="placeholder")
-    primals = [node for node in placeholders if not is_tangent(node)]
     given = compat.inputs_at(graph, keys)
     gathers = graph.find_nodes(op="call_function", target=GATHER)
     reads = {node: keys[position] for node, position in given.items() if node.users}
     reads |= {node: key_of(node) for node in gathers}
     inputs: dict[int, fx.Node] = {}
-    last = primals[-1]
+    last = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)][-1]
     # In the order of the keys, so the step does not depend on the order of the reads.
     for read, key in sorted({key: (read, key) for read, key in reads.items()}.values(), key=lambda found: found[1]):
         with graph.inserting_after(last):
@@ -163,56 +164,32 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
     for node in gathers:
         graph.erase_node(node)
     hidden.keys = {node.name: key for key, node in inputs.items()}
-    _turn_gradients_into_extra_outputs(graph, hidden, num_fwd_outputs, given, keys)
-    return hidden
-
-
-def _turn_gradients_into_extra_outputs(
-    graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int, given: Mapping[fx.Node, int], keys: Mapping[int, int]
-) -> None:
-    """Move the gradients of all parameters behind the other outputs, in the order in which they are computed.
-
-    The parameters are the inputs `given` and the gathered parameters. Raises UnsupportedModel if the gradient of one is
-    a tensor subclass.
-    """
     for position in compat.gradients_in_subclasses_at(graph, given.values()):
         raise UnsupportedModel(slot_by_key(keys[position]).name, _GRADIENT_IN_SUBCLASS)
     output, outputs = graph.output_node(), list(outputs_of(graph))
     descriptions = list(output.meta.get("desc", [None] * len(outputs)))
     reduces = graph.find_nodes(op="call_function", target=REDUCE)
-    reached = _downstream(reduces)
+    # The reduces and what is computed from them: the sums of the one-element gradients of handles.
+    reached, pending = dict.fromkeys(reduces), list(reduces)
+    while pending:
+        users = [user for user in pending.pop().users if user.op != "output" and user not in reached]
+        reached |= dict.fromkeys(users)
+        pending += users
     found = [(source_of(node), key_of(node)) for node in reduces]
     for place, position in compat.gradients_at(graph, given.values()).items():
         found += [(as_node(outputs[place]), keys[position])] if outputs[place] is not None else []
         outputs[place] = None
     for index in range(num_fwd_outputs, len(outputs)):
-        if outputs[index] in reached:
-            outputs[index] = None
+        outputs[index] = None if outputs[index] in reached else outputs[index]
     order = {node: place for place, node in enumerate(graph.nodes)}
-    for grad, key in sorted(found, key=lambda pair: order[pair[0]]):
-        outputs.append(grad)
-        descriptions.append(None)
-        hidden.gradient_keys.append(key)
-    set_outputs(graph, outputs)
+    found.sort(key=lambda pair: order[pair[0]])
+    hidden.gradient_keys = [key for _, key in found]
+    set_outputs(graph, [*outputs, *(grad for grad, _ in found)])
     if "desc" in output.meta:
-        output.meta["desc"] = descriptions
+        output.meta["desc"] = [*descriptions, *[None] * len(found)]
     for node in reversed([node for node in graph.nodes if node in reached]):
         graph.erase_node(node)
-
-
-def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return `roots` and all nodes computed from them, without the output node.
-
-    From the reduces on, these are the sums of the one-element gradients of handles.
-    """
-    reached = dict.fromkeys(roots)
-    pending = list(roots)
-    while pending:
-        for user in pending.pop().users:
-            if user.op != "output" and user not in reached:
-                reached[user] = None
-                pending.append(user)
-    return reached
+    return hidden
 
 
 def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
@@ -233,7 +210,11 @@ def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: 
 
 
 def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
-    """Do the same as `_show_in_forward` to the inputs, and turn the extra gradient outputs into `gradient` markers."""
+    """Do the same as `_show_in_forward` to the inputs, and put a `gradient` marker behind each extra gradient output.
+
+    The marker gets a contiguous copy if the gradient shares its storage, if its strides are not the parameter's, or if
+    it has a lazy bit, as its bytes go to the host and to other ranks.
+    """
     graph = backward.graph
     placeholders = graph.find_nodes(op="placeholder")
     sizes = {str(node.target): node for node in placeholders if is_number(node)}
@@ -252,11 +233,28 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     _replace_inputs(graph, hidden)
     output, outputs = graph.output_node(), outputs_of(graph)
     num_results = len(outputs) - len(hidden.gradient_keys)
-    results, gradients = outputs[:num_results], outputs[num_results:]
-    set_outputs(graph, results)
+    set_outputs(graph, outputs[:num_results])
     if "desc" in output.meta:
-        output.meta["desc"] = list(output.meta["desc"])[: len(results)]
-    _insert_gradients(graph, [None if grad is None else as_node(grad) for grad in gradients], hidden)
+        output.meta["desc"] = list(output.meta["desc"])[:num_results]
+    given = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    claimed = {compat.storage_key(tensor_of(node)) for node in given if has_tensor(node)}
+    for made, key in zip(outputs[num_results:], hidden.gradient_keys, strict=True):
+        if made is None:
+            continue
+        grad = as_node(made)
+        value = tensor_of(grad)
+        storage = compat.storage_key(value)
+        owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
+        with graph.inserting_before(first_op(graph) if grad.op == "placeholder" else grad.next):
+            if storage in claimed or not owns or compat.is_lazy(value) or value.stride() != hidden.strides[key]:
+                with compat.own_fake_mode(value):
+                    example = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                clone = torch.ops.aten.clone.default
+                copy = graph.call_function(clone, (grad,), {"memory_format": torch.contiguous_format})
+                copy.meta = {**grad.meta, "val": example}
+                grad = copy
+            marker_node(graph, gradient, (grad, key), {"val": None})
+        claimed.add(storage)
 
 
 def _view_chain(saved_value: fx.Node, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
@@ -294,37 +292,6 @@ def _rebuild_view(
     return first
 
 
-def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
-    """Put a marker behind each gradient.
-
-    The marker gets a contiguous copy if the gradient shares its storage, if its strides are not the parameter's, or if
-    it has a lazy bit, as its bytes go to the host and to other ranks.
-    """
-    given = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
-    claimed = {compat.storage_key(tensor_of(node)) for node in given if has_tensor(node)}
-    for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
-        if grad is None:
-            continue
-        value = tensor_of(grad)
-        storage = compat.storage_key(value)
-        owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
-        before = first_op(graph) if grad.op == "placeholder" else grad.next
-        with graph.inserting_before(before):
-            if storage in claimed or not owns or compat.is_lazy(value) or value.stride() != hidden.strides[key]:
-                grad = _own_copy(graph, grad)
-            marker_node(graph, gradient, (grad, key), {"val": None})
-        claimed.add(storage)
-
-
-def _own_copy(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    value = tensor_of(grad)
-    with compat.own_fake_mode(value):
-        example = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    copy = graph.call_function(torch.ops.aten.clone.default, (grad,), {"memory_format": torch.contiguous_format})
-    copy.meta = {**grad.meta, "val": example}
-    return copy
-
-
 def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
     """Turn the placeholders of hidden parameters into markers."""
     before = first_op(graph)
@@ -343,3 +310,120 @@ def _ticket_example(graph: fx.Graph, num_keys: int) -> torch.Tensor:
     example = next(tensor_of(node) for node in graph.nodes if has_tensor(node))
     with compat.own_fake_mode(example):
         return torch.empty(1 + num_keys, dtype=torch.int64, device="cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Give a graph of AOTAutograd each dynamic size of its inputs as a number among its inputs.
+#
+# `add_sizes` does so for the forward, `save_sizes` for the backward.
+#
+#   Dynamo       s0, x [s0, 64]                     the size of a plain tensor comes as a number
+#   AOTAutograd  values [s1, 64], offsets [s2 + 1]  a tensor subclass is taken apart; s1 is no number of the graph
+#   here         values, offsets, s1                s1 becomes the last input; each call reads it from the tensor
+#
+# So what counts, saves or divides by numbers among the inputs does so for tensors inside of subclasses too. The length
+# of the jagged dimension of a nested tensor stays an input that no op reads: it names the offsets and is no number.
+#
+#   partitioner  forward   h = view(x, [mul(s0, s1), 64]); return ..., h, s0, s1
+#                backward  s0, s1, h, g -> n = sym_size(h, 0); r = view(g, [n, 64]);  ...;  w = mm(r, t(h))
+#   here         forward   n = mul(s0, s1); h = view(x, [n, 64]); return ..., h, s0, s1, n
+#                backward  s0, s1, n, h, g -> r = view(g, [n, 64]);  ...;  w = mm(r, t(h))
+#
+# So the saved tensor `h` may be on the host, or not be made again yet, until an op reads its elements.
+
+
+_SIZE_OF = "elixir_size_of"
+"""The key in `node.meta` of an added input: the position of the tensor among the inputs, and the dimension."""
+_aten = torch.ops.aten
+SIZES = (_aten.sym_size.int, _aten.sym_stride.int, _aten.sym_numel.default, _aten.sym_storage_offset.default)
+"""Ops that return a number about a tensor without a look at its elements."""
+
+
+def add_sizes(graph: fx.Graph) -> None:
+    """Add an input behind those of the forward for each symbol that is a size of a tensor among them, and no number."""
+    given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    known = {compat.symbol_of(value_of(node)) for node in given if is_number(node)}
+    added: dict[str, fx.Node] = {}
+    last = given[-1]
+    for position, node in enumerate(given):
+        for dim, size in enumerate(tensor_of(node).shape if has_tensor(node) else ()):
+            symbol = compat.symbol_of(size)
+            if symbol and symbol not in known and symbol not in added:
+                added[symbol] = last = compat.new_input(graph, f"elixir_size_{symbol}", last)
+                last.meta = {"val": size, _SIZE_OF: (position, dim)}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        if (symbol := compat.symbol_of(value_of(node))) in added:
+            node.replace_all_uses_with(added[symbol])
+            graph.erase_node(node)
+
+
+def added_sizes(graph: fx.Graph) -> list[tuple[int, int]]:
+    """Return the position among the inputs and the dimension of the tensor whose size is each input that `add_sizes`
+    added, in their order."""
+    return [node.meta[_SIZE_OF] for node in graph.find_nodes(op="placeholder") if _SIZE_OF in node.meta]
+
+
+def sizes_in(args: Sequence[Any], added: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the values of the inputs `added` in a call with the other inputs `args`."""
+    return [args[position].shape[dim] for position, dim in added]
+
+
+def save_sizes(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Let `backward` take the sizes that it reads off saved tensors as numbers, which `forward` returns last.
+
+    A number with the same expression that the backward takes already, or that the forward has, stands for the size.
+    Sizes of views that the backward makes of saved tensors stay if no number stands for them; `step_graph` counts them
+    as reads.
+    """
+    made = {node.name: node for node in forward.nodes}
+    known = _by_expression(node for node in backward.nodes if node.op == "placeholder")
+    before = _by_expression(forward.nodes)
+    read = [
+        node for node in backward.nodes if node.target in SIZES and view_chain(source_of(node))[-1].op == "placeholder"
+    ]
+    for node in read:
+        expression = _expression(node)
+        if expression not in known:
+            source, tensor = before.get(expression), made.get(source_of(node).name)
+            if source is None and tensor is not None:
+                with forward.inserting_before(first_op(forward) if tensor.op == "placeholder" else tensor.next):
+                    source = forward.node_copy(node, lambda _, tensor=tensor: tensor)
+            if source is None:
+                continue
+            set_outputs(forward, (*outputs_of(forward), source))
+            known[expression] = add_numbers(backward, [source])[0]
+        node.replace_all_uses_with(known[expression])
+        backward.erase_node(node)
+
+
+def add_numbers(backward: fx.Graph, numbers: Sequence[fx.Node]) -> list[fx.Node]:
+    """Add a placeholder to `backward` for each of `numbers` of the forward, behind those of other numbers, which come
+    first, as AOTAutograd orders them."""
+    known = [node for node in backward.find_nodes(op="placeholder") if is_number(node)]
+    return add_placeholders(backward, known[-1] if known else None, numbers)
+
+
+def add_placeholders(backward: fx.Graph, last: fx.Node | None, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Add a placeholder to `backward` for each of `nodes` of the forward, behind `last`, or at the front if `last` is
+    None, and return them."""
+    found: list[fx.Node] = []
+    for node in nodes:
+        with backward.inserting_before(next(iter(backward.nodes)) if last is None else last.next):
+            last = backward.placeholder(node.name)
+        last.meta = {**node.meta, "val": fresh_value(node)}
+        found.append(last)
+    return found
+
+
+def _by_expression(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    """Return the first of `nodes` with each expression of dynamic sizes."""
+    found: dict[str, fx.Node] = {}
+    for node in nodes:
+        if expression := _expression(node):
+            found.setdefault(expression, node)
+    return found
+
+
+def _expression(node: fx.Node) -> str:
+    value = value_of(node)
+    return compat.expression_of(value)[0] if isinstance(value, torch.SymInt) else ""

@@ -4,7 +4,7 @@ plans or other ranks need.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -78,11 +78,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         form: LossForm,
     ) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            losses, sums = _losses(hidden, weight, bias, targets, form)
-            loss = losses.sum()
+            states, columns, added = _cast((hidden, weight, bias), form.logits_dtype)
+            counts = _counts(targets, form)
+            indices = torch.where(counts, targets, 0).to(torch.int64)
+            losses, sums = [], []  # the loss and the log-sum-exp of each token
+            for start, length in _chunks(hidden.shape[0], form.num_chunks):
+                rows, classes = states.narrow(0, start, length), columns.t()
+                logits = rows @ classes if added is None else torch.addmm(added, rows, classes)
+                logits = _widened(logits, form)
+                at_target = logits.gather(1, indices.narrow(0, start, length).unsqueeze(1))
+                average = logits.mean(1, keepdim=True) if form.label_smoothing else None
+                top = logits.amax(1, keepdim=True)
+                lse = (logits - top).exp().sum(1, keepdim=True).log() + top
+                own = _rounded(lse - at_target, form)
+                if average is not None:
+                    own = (1 - form.label_smoothing) * own + form.label_smoothing * (lse - average)
+                losses.append(own.squeeze(1))
+                sums.append(lse.squeeze(1))
+            per_token, all_sums = torch.where(counts, torch.cat(losses), 0.0), torch.cat(sums)
+            loss = per_token.sum()
             if form.is_mean:
                 loss = loss / _counts(targets, form).sum()
-        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        ctx.save_for_backward(hidden, weight, bias, targets, all_sums)
         ctx.form = form
         return loss.to(form.loss_dtype)
 
@@ -91,71 +108,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the names of arguments
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, sums = ctx.saved_tensors
-        form = ctx.form
-        wanted = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
+        *operands, targets, sums = ctx.saved_tensors
+        form, wanted = ctx.form, ctx.needs_input_grad[:3]
+        with torch.autocast(operands[0].device.type, enabled=False):
             per_token = grad.to(sums.dtype)
             counts = _counts(targets, form)
             if form.is_mean:
                 per_token = per_token / counts.sum()
             # Zero for an ignored target, even if all targets are ignored and the mean divides by zero.
             per_token = torch.where(counts, per_token, 0.0)
-            grads = _gradients((hidden, weight, bias), (targets, sums, per_token), wanted, form)
+            states, weight, bias = _cast(operands, form.logits_dtype)
+            weight_grad, bias_grad = None, None
+            for start, length in _chunks(states.shape[0], form.num_chunks):
+                rows = states.narrow(0, start, length)
+                logits = weight @ rows.t() if bias is None else torch.addmm(bias.unsqueeze(1), weight, rows.t())
+                tokens = [token.narrow(0, start, length) for token in (targets, sums, per_token)]
+                own = _logits_gradient(logits, tokens, form)
+                del logits
+                if wanted[1]:
+                    # `addmm` adds to the sum without a second tensor of the weight's size.
+                    weight_grad = own @ rows if weight_grad is None else torch.addmm(weight_grad, own, rows)
+                if wanted[2]:
+                    bias_grad = own.sum(1) if bias_grad is None else bias_grad + own.sum(1)
+                # Even if dh is not wanted: see [Note: One chunk after the other].
+                states = states.slice_scatter(own.t() @ weight, 0, start, start + length)
+                del own
+            found = (states if wanted[0] else None, weight_grad, bias_grad)
+            grads = [
+                None if own is None or operand is None else own.to(operand.dtype)
+                for own, operand in zip(found, operands, strict=True)
+            ]
         return *grads, None, None
-
-
-def _losses(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: LossForm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss and the log-sum-exp of each token."""
-    hidden, weight, bias = _cast((hidden, weight, bias), form.logits_dtype)
-    counts = _counts(targets, form)
-    indices = torch.where(counts, targets, 0).to(torch.int64)
-    losses, sums = [], []
-    for start, length in _chunks(hidden.shape[0], form.num_chunks):
-        rows, columns = hidden.narrow(0, start, length), weight.t()
-        logits = rows @ columns if bias is None else torch.addmm(bias, rows, columns)
-        logits = _widened(logits, form)
-        at_target = logits.gather(1, indices.narrow(0, start, length).unsqueeze(1))
-        average = logits.mean(1, keepdim=True) if form.label_smoothing else None
-        top = logits.amax(1, keepdim=True)
-        lse = (logits - top).exp().sum(1, keepdim=True).log() + top
-        loss = _rounded(lse - at_target, form)
-        if average is not None:
-            loss = (1 - form.label_smoothing) * loss + form.label_smoothing * (lse - average)
-        losses.append(loss.squeeze(1))
-        sums.append(lse.squeeze(1))
-    return torch.where(counts, torch.cat(losses), 0.0), torch.cat(sums)
-
-
-def _gradients(
-    operands: Sequence[torch.Tensor | None],
-    tokens: Sequence[torch.Tensor],
-    wanted: Sequence[bool],
-    form: LossForm,
-) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of hidden, weight and bias; None for a gradient that is not `wanted`."""
-    hidden, weight, bias = _cast(operands, form.logits_dtype)
-    states, weight_grad, bias_grad = hidden, None, None
-    for start, length in _chunks(hidden.shape[0], form.num_chunks):
-        rows = states.narrow(0, start, length)
-        logits = weight @ rows.t() if bias is None else torch.addmm(bias.unsqueeze(1), weight, rows.t())
-        grad = _logits_gradient(logits, [token.narrow(0, start, length) for token in tokens], form)
-        del logits
-        if wanted[1]:
-            # `addmm` adds to the sum without a second tensor of the weight's size.
-            weight_grad = grad @ rows if weight_grad is None else torch.addmm(weight_grad, grad, rows)
-        if wanted[2]:
-            bias_grad = grad.sum(1) if bias_grad is None else bias_grad + grad.sum(1)
-        # Even if dh is not wanted: see [Note: One chunk after the other].
-        states = states.slice_scatter(grad.t() @ weight, 0, start, start + length)
-        del grad
-    found = (states if wanted[0] else None, weight_grad, bias_grad)
-    return tuple(
-        None if grad is None or operand is None else grad.to(operand.dtype)
-        for grad, operand in zip(found, operands, strict=True)
-    )
 
 
 def _logits_gradient(logits: torch.Tensor, tokens: Sequence[torch.Tensor], form: LossForm) -> torch.Tensor:
@@ -249,8 +232,21 @@ class _Found:
 
 def find_loss(gm: fx.GraphModule) -> LossRegion | None:
     """Return the loss region of `gm` with the most bytes of logits, None if it has no region; do not change `gm`."""
-    losses = gm.graph.find_nodes(op="call_function", target=functional.cross_entropy)
-    regions = [_region(found) for found in map(_match, losses) if found is not None]
+    regions: list[LossRegion] = []
+    for loss in gm.graph.find_nodes(op="call_function", target=functional.cross_entropy):
+        found = _match(loss)
+        if found is not None:
+            nodes = (found.projection, *found.between)
+            logits = list(map(_value, nodes))
+            region = LossRegion(
+                name=loss.name,
+                nodes=(*(node.name for node in nodes), loss.name),
+                num_tokens=compat.evaluate_size(logits[-1].shape[0], {}),
+                num_classes=logits[-1].shape[1],
+                logits_bytes=max(compat.evaluate_size(value.numel(), {}) * value.element_size() for value in logits),
+                source=source_line(loss),
+            )
+            regions.append(region)
     return max(regions, key=lambda region: region.logits_bytes, default=None)
 
 
@@ -261,7 +257,8 @@ def chunk_loss(gm: fx.GraphModule, region: LossRegion, num_chunks: int) -> None:
     [Note: Tolerance] in `graph.capture.loss`. A dynamic number of tokens is split when the graph runs. Raises
     ValueError if `gm` has no such region.
     """
-    loss = next((node for node in gm.graph.nodes if node.name == region.name), None)
+    graph = gm.graph
+    loss = next((node for node in graph.nodes if node.name == region.name), None)
     found = None if loss is None else _match(loss)
     if found is None or num_chunks < 1:
         raise ValueError(f"cannot split {region.name!r} of this graph into {num_chunks} chunks")
@@ -274,28 +271,23 @@ def chunk_loss(gm: fx.GraphModule, region: LossRegion, num_chunks: int) -> None:
         logits_dtype=_value(found.projection).dtype,
         loss_dtype=_value(found.loss).dtype,
     )
-    with gm.graph.inserting_before(found.loss):
-        hidden = _tokens_of_hidden(gm.graph, found)
-        weight = gm.graph.call_function(torch.t, (found.weight,)) if found.is_product else found.weight
-        chunked = gm.graph.call_function(chunked_cross_entropy, (hidden, weight, found.bias, arguments["target"], form))
+    with graph.inserting_before(found.loss):
+        # The nodes between projection and loss, applied to the hidden states, give [tokens of the loss, width].
+        hidden, width = found.hidden, _value(found.weight).shape[0 if found.is_product else 1]
+        for node in found.between:
+            if node.target in _VIEWS:
+                hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
+            elif node.target not in _COPIES:
+                new = {source_of(node): hidden}
+                hidden = graph.node_copy(node, lambda source, new=new: new.get(source, source))
+        weight = graph.call_function(torch.t, (found.weight,)) if found.is_product else found.weight
+        chunked = graph.call_function(chunked_cross_entropy, (hidden, weight, found.bias, arguments["target"], form))
     chunked.meta = dict(found.loss.meta)
     found.loss.replace_all_uses_with(chunked)
     for node in (found.loss, *reversed(found.between), found.projection):
-        gm.graph.erase_node(node)
-    gm.graph.lint()
+        graph.erase_node(node)
+    graph.lint()
     gm.recompile()
-
-
-def _region(found: _Found) -> LossRegion:
-    logits = [_value(node) for node in (found.projection, *found.between)]
-    return LossRegion(
-        name=found.loss.name,
-        nodes=tuple(node.name for node in (found.projection, *found.between, found.loss)),
-        num_tokens=compat.evaluate_size(logits[-1].shape[0], {}),
-        num_classes=logits[-1].shape[1],
-        logits_bytes=max(compat.evaluate_size(value.numel(), {}) * value.element_size() for value in logits),
-        source=source_line(found.loss),
-    )
 
 
 def _match(loss: fx.Node) -> _Found | None:
@@ -387,23 +379,18 @@ def _keeps_rows(node: fx.Node) -> bool:
         return False
     if node.target in _VIEWS:
         return not node.kwargs and all(isinstance(size, int | fx.Node) for size in _sizes(node))
-    if node.target is operator.getitem:
-        return _slices_tokens(node.args[1], base.ndim)
-    return node.target in _FLATTENS
-
-
-def _slices_tokens(index: object, ndim: int) -> bool:
-    """Return whether `index` consists of slices with constant bounds and takes all of the last dimension."""
+    if node.target is not operator.getitem:
+        return node.target in _FLATTENS
+    # Slices with constant bounds that take all of the last dimension.
+    index: Any = node.args[1]
     entries = index if isinstance(index, tuple) else (index,)
-    is_sliced = all(
-        entry is Ellipsis
-        or (
-            isinstance(entry, slice)
-            and all(type(end) in (int, type(None)) for end in (entry.start, entry.stop, entry.step))
-        )
+    bounds = [
+        (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else ("",)
         for entry in entries
-    )
-    reaches_last = len(entries) == ndim or Ellipsis in entries
+        if entry is not Ellipsis
+    ]
+    is_sliced = all(type(end) in (int, type(None)) for ends in bounds for end in ends)
+    reaches_last = len(entries) == base.ndim or Ellipsis in entries
     return is_sliced and (not reaches_last or entries[-1] in (Ellipsis, slice(None)))
 
 
@@ -424,43 +411,22 @@ def _is_undisturbed(found: _Found) -> bool:
 def _writes(node: fx.Node) -> bool:
     """Return whether `node` may write an argument: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
     schema = compat.schema_of(node.target)
-    is_mutable = schema is not None and schema.is_mutable
-    return (
-        is_in_place
-        or is_mutable
+    if (
+        (name.endswith("_") and not name.endswith("__"))
+        or (schema is not None and schema.is_mutable)
         or node.target in _WRITES
         or node.kwargs.get("out") is not None
-        or _has_inplace_argument(node)
-    )
-
-
-def _has_inplace_argument(node: fx.Node) -> bool:
-    """Return whether an argument `inplace` of `node`, by name or by position, is true."""
-    if isinstance(node.target, str) or node.kwargs.get("inplace", False):
-        return bool(node.kwargs.get("inplace", False))
+        or node.kwargs.get("inplace", False)
+    ):
+        return True
+    if isinstance(node.target, str):
+        return False
     try:
         names = list(inspect.signature(node.target).parameters)
     except (TypeError, ValueError):  # a builtin of torch that writes ends in `_`
         return False
     return "inplace" in names[: len(node.args)] and bool(node.args[names.index("inplace")])
-
-
-def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
-    """Apply the nodes between projection and loss to the hidden states; return [tokens of the loss, width]."""
-    width = _value(found.weight).shape[0 if found.is_product else 1]
-    hidden = found.hidden
-    for node in found.between:
-        if node.target in _VIEWS:
-            hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
-        elif node.target not in _COPIES:
-            hidden = graph.node_copy(node, _replacing(source_of(node), hidden))
-    return hidden
-
-
-def _replacing(old: fx.Node, new: fx.Node) -> Callable[[fx.Node], fx.Node]:
-    return lambda node: new if node is old else node
 
 
 def _sizes(view: fx.Node) -> tuple[Any, ...]:

@@ -15,14 +15,17 @@ from torch.nn.utils import stateless
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
-from elixir_compile.graph.capture.markers import MARKERS, is_wait, key_of, parameter
 from elixir_compile.graph.capture.node_facts import (
+    MARKERS,
     bodies_of,
     example_of,
     int_of,
     ints_of,
     is_number,
+    is_wait,
+    key_of,
     leaves_of,
+    parameter,
     source_of,
     storages_of,
     tensor_example_of,
@@ -30,6 +33,7 @@ from elixir_compile.graph.capture.node_facts import (
     tensors_of,
     value_of,
     values_of_arguments,
+    written_by,
 )
 from elixir_compile.graph.ops.gather import GATHER
 from elixir_compile.graph.ops.registry import Slot, slot_by_key, slot_of
@@ -73,8 +77,12 @@ def ops_of(graph: fx.Graph) -> list[fx.Node]:
     A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
     parameter among the outputs of the step.
     """
+
+    def is_op(node: fx.Node) -> bool:
+        return not is_view(node) or (is_parameter_view(node) and any(user.op == "output" for user in node.users))
+
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
-    return [node for node in calls if not is_view(node) or _is_returned_parameter_view(node)] or calls
+    return list(filter(is_op, calls)) or calls
 
 
 def is_parameter_view(node: fx.Node) -> bool:
@@ -84,10 +92,6 @@ def is_parameter_view(node: fx.Node) -> bool:
         if node.target is parameter:
             return True
     return False
-
-
-def _is_returned_parameter_view(node: fx.Node) -> bool:
-    return is_parameter_view(node) and any(user.op == "output" for user in node.users)
 
 
 _aten = torch.ops.aten
@@ -119,6 +123,12 @@ def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Co
     `there` has the available nodes, by the owner of their memory. `numbers` has the names of the available
     dynamic sizes.
     """
+
+    def can_undo(view: fx.Node) -> bool:
+        if view.target in _RESHAPES:
+            return all(isinstance(size, int) for size in tensor_of(source_of(view)).shape)
+        return view.target is _aten.permute.default or view.target in _SELF_INVERSE
+
     chain_of_wanted = view_chain(wanted)
     for at, common in enumerate(chain_of_wanted):
         redo = tuple(reversed(chain_of_wanted[:at]))
@@ -129,7 +139,7 @@ def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Co
             if common not in chain:
                 continue
             undo = tuple(chain[: chain.index(common)])
-            if all(map(_can_undo, undo)):
+            if all(map(can_undo, undo)):
                 return Path(source=source, undo=undo, redo=redo)
     return None
 
@@ -190,30 +200,19 @@ def renewed(value: object, memory: dict[int, torch.Tensor]) -> object:
         return type(value)([renewed(part, memory) for part in value])
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
-    key = compat.storage_key(value)
+    key, offset = compat.storage_key(value), value.storage_offset()
     with compat.own_fake_mode(value):
-        if key not in memory:
-            return memory.setdefault(key, _memory_like(value))
-        source = memory[key]
-        flat = compat.with_bits(source, compat.LazyBits())
-        flat = flat if flat.dtype is value.dtype else flat.view(value.dtype)
-        made = torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
-        return compat.with_bits(made, compat.lazy_bits(value))
-
-
-def _memory_like(value: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value.storage_offset(), int) or value.storage_offset() == 0:
-        return compat.like_in_strides(value, value.stride())
-    numel = value.untyped_storage().nbytes() // value.element_size()
-    flat = torch.empty(numel, dtype=value.dtype, device=value.device)
-    made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
-    return compat.with_bits(made, compat.lazy_bits(value))
-
-
-def _can_undo(view: fx.Node) -> bool:
-    if view.target in _RESHAPES:
-        return all(isinstance(size, int) for size in tensor_of(source_of(view)).shape)
-    return view.target is _aten.permute.default or view.target in _SELF_INVERSE
+        if key in memory:
+            source = memory[key]
+            flat = compat.with_bits(source, compat.LazyBits())
+            flat = flat if flat.dtype is value.dtype else flat.view(value.dtype)
+        elif not isinstance(offset, int) or offset == 0:
+            return memory.setdefault(key, compat.like_in_strides(value, value.stride()))
+        else:
+            numel = value.untyped_storage().nbytes() // value.element_size()
+            flat = torch.empty(numel, dtype=value.dtype, device=value.device)
+        made = compat.with_bits(flat.as_strided(value.shape, value.stride(), offset), compat.lazy_bits(value))
+        return memory.setdefault(key, made) if key not in memory else made
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -406,20 +405,15 @@ def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any], sink: object) -> R
             continue
         handles[index] = slot.handle()
         inputs[index] = fake_mode.from_tensor(handles[index], static_shapes=True)
-        _gather_for_each_user(gm.graph, node, placeholders[-1], slot)
+        for user in list(node.users):
+            with gm.graph.inserting_after(placeholders[-1]):
+                gathered = gm.graph.call_function(GATHER, (node, list(slot.shape), list(slot.stride), slot.key))
+            gathered.meta["example_value"] = node.meta["example_value"]
+            user.replace_input_with(node, gathered)
         node.meta["example_value"] = inputs[index]
     if handles:
         gm.recompile()
     return Rewired(example_inputs=inputs, handles=handles)
-
-
-def _gather_for_each_user(graph: fx.Graph, node: fx.Node, after: fx.Node, slot: Slot) -> None:
-    size, stride = list(slot.shape), list(slot.stride)
-    for user in list(node.users):
-        with graph.inserting_after(after):
-            gathered = graph.call_function(GATHER, (node, size, stride, slot.key))
-        gathered.meta["example_value"] = node.meta["example_value"]
-        user.replace_input_with(node, gathered)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,12 +443,16 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
     of_modules = frozenset(place for node, place in positions.items() if compat.belongs_to_module(node))
     handed_out = {key for node in copied.graph.output_node().all_input_nodes for key in storages_of(node)}
     for gather in copied.graph.find_nodes(op="call_function", target=GATHER):
-        handle, key = source_of(gather), key_of(gather)
-        if handle not in positions or not handed_out.isdisjoint(storages_of(gather)):
+        read, key = source_of(gather), key_of(gather)
+        if read not in positions or not handed_out.isdisjoint(storages_of(gather)):
             continue
-        position, example = positions[handle], _fake_parameter(gather)
-        if len(handle.users) == 1:  # the last gather of the handle, which has no other user
-            read = handle
+        # A leaf with separate memory, which requires a gradient if the handle does.
+        position, handle = positions[read], tensor_example_of(read)
+        form = {"dtype": handle.dtype, "device": handle.device}
+        with compat.fake_mode_of([handle]):
+            example = torch.empty_strided(ints_of(gather, 1), ints_of(gather, 2), **form)
+        example.requires_grad_(handle.requires_grad)
+        if len(read.users) == 1:  # the last gather of the handle, which has no other user
             inputs[position] = example
         else:
             read = compat.new_input(copied.graph, f"elixir_read_{key}", placeholders[-1])
@@ -467,15 +465,6 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
         copied.graph.erase_node(gather)
         read.meta["example_value"] = example
     return ParameterInputs(module=copied, example_inputs=inputs, keys=keys, repeated=repeated, of_modules=of_modules)
-
-
-def _fake_parameter(gather: fx.Node) -> torch.Tensor:
-    """Return an example of the result of `gather`: a leaf with separate memory, which requires a gradient if the handle
-    does."""
-    handle = tensor_example_of(source_of(gather))
-    with compat.fake_mode_of([handle]):
-        example = torch.empty_strided(ints_of(gather, 1), ints_of(gather, 2), dtype=handle.dtype, device=handle.device)
-    return example.requires_grad_(handle.requires_grad)
 
 
 def with_handles(gm: fx.GraphModule, examples: Sequence[Any], keys: Mapping[int, int]) -> list[Any]:
@@ -573,7 +562,8 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
         taken = [source for source in node.all_input_nodes if source in found.roots]
         bodies = bodies_of(gm, node)
         for body in bodies:
-            _enter(body, taken, found)
+            for placeholder in body.graph.find_nodes(op="placeholder"):
+                _follow(placeholder, taken, found)
             _walk(body, found, is_grad_on=is_grad_on)
         if not taken or bodies or node.op == "output":
             continue
@@ -582,12 +572,6 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
             found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
         elif _may_write(node):
             _call(node, taken, found, is_grad_on=is_grad_on)
-        _follow(node, taken, found)
-
-
-def _enter(body: fx.GraphModule, taken: Sequence[fx.Node], found: _Found) -> None:
-    """Give each placeholder of `body`, a graph that a node runs, the roots of the nodes `taken` with its memory."""
-    for node in body.graph.find_nodes(op="placeholder"):
         _follow(node, taken, found)
 
 
@@ -628,23 +612,31 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
             if not isinstance(leaf, torch.Tensor) or leaf.is_sparse:
                 continue
             roots = by_object.get(id(leaf)) or by_storage.get(compat.storage_key(leaf), frozenset())
-            if is_write and is_grad_on and leaf.requires_grad:
-                _refuse_leaf(roots, found, reason)
+            for root in roots if is_write and is_grad_on and leaf.requires_grad else ():
+                slot = slot_of(found.params[root])
+                name = "a parameter" if slot is None else slot.name
+                because = f"{reason} while gradients are on, which PyTorch refuses for a leaf that requires one. "
+                raise UnsupportedModel(name, f"{because}Write it under `torch.no_grad()`")
             found.mark(roots, reason)
 
     def see(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        written, is_only_writing = _writes_of(op, args, kwargs)
+        schema, written = compat.schema_of(op), written_by(op, args, kwargs)
         for value in written:
             note(value, _reason(node), is_write=True)
-        if _argument(op, args, kwargs, "sparse") is True:
-            note(args[0], "its gradient is sparse", is_write=False)
-        if not is_only_writing:
+        for place, argument in enumerate(schema.arguments):
+            if argument.name == "sparse" and (args[place] if place < len(args) else kwargs.get("sparse")) is True:
+                note(args[0], "its gradient is sparse", is_write=False)
+        if not written or not all(value.alias_info is not None for value in schema.returns):
             return op(*args, **kwargs)
         # `set_` and `t_` are not run: they would change shape or memory of the fake tensors of the capture.
-        num_returns = len(compat.schema_of(op).returns)
+        num_returns = len(schema.returns)
         return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
 
-    args, kwargs = values_of_arguments(node, _inner_example)
+    def inner_example(source: fx.Node) -> object:
+        """Return Dynamo's example value without the wrappers of function transforms, whose levels are gone."""
+        return map_aggregate(example_of(source), compat.unwrapped)  # pyright: ignore[reportArgumentType]  any value
+
+    args, kwargs = values_of_arguments(node, inner_example)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
     fakes = compat.own_fake_mode(next(iter(tensors_of(taken[0]))))
     try:
@@ -657,39 +649,6 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         # function of torch writes first; another function may write later, so all its parameters are marked.
         if not str(getattr(function, "__module__", "")).startswith("torch"):
             found.mark(frozenset().union(*by_object.values()), _reason(node))
-
-
-def _inner_example(node: fx.Node) -> object:
-    """Return Dynamo's example value of `node` without the wrappers of function transforms, whose levels are gone."""
-    return map_aggregate(example_of(node), compat.unwrapped)  # pyright: ignore[reportArgumentType]  it maps any value
-
-
-def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Return the arguments written by `op`, and whether all its results are such arguments."""
-    schema = compat.schema_of(op)
-    if not schema.is_mutable:
-        return [], False
-    written = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return written, bool(written) and all(value.alias_info is not None for value in schema.returns)
-
-
-def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(compat.schema_of(op).arguments):
-        if argument.name == name:
-            return args[place] if place < len(args) else kwargs.get(name)
-    return None
-
-
-def _refuse_leaf(roots: _Roots, found: _Found, reason: str) -> None:
-    for root in roots:
-        slot = slot_of(found.params[root])
-        name = "a parameter" if slot is None else slot.name
-        because = f"{reason} while gradients are on, which PyTorch refuses for a leaf that requires one. "
-        raise UnsupportedModel(name, f"{because}Write it under `torch.no_grad()`")
 
 
 def _reason(node: fx.Node) -> str:

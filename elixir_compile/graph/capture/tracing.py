@@ -17,15 +17,16 @@ from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.base.process import collector_off
 from elixir_compile.graph.capture.batch import mark_inputs_of_modules
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.capture.joint import partition_hidden, reads_parameters
-from elixir_compile.graph.capture.markers import key_of, parameter
 from elixir_compile.graph.capture.node_facts import (
     bodies_of,
     example_of,
     is_number,
+    key_of,
     module_path,
     outputs_of,
+    parameter,
     tensors_of,
 )
 from elixir_compile.graph.capture.rewire import gathers_to_inputs, renewed, split_gathers
@@ -59,7 +60,8 @@ def inline_regions(gm: fx.GraphModule) -> None:
     calls = gm.graph.find_nodes(op="call_function", target=_INVOKE)
     for call in calls:
         (body,) = bodies_of(gm, call)
-        path = _path(call.meta.get("nn_module_stack"))
+        stack: _Stack | None = call.meta.get("nn_module_stack")
+        path = [path for path, _ in stack.values()][-1] if stack else ""
         _inline(gm, call, body, _Renewal(memory={}, old_path=paths.setdefault(body, path), path=path))
     if calls:
         gm.recompile()
@@ -81,74 +83,55 @@ class _Renewal:
         found: dict[str, Any] = {"example_value": renewed(example_of(node), self.memory)}
         stack: _Stack | None = node.meta.get("nn_module_stack")
         if stack and self.path != self.old_path:
-            found["nn_module_stack"] = {key: (self._moved(path), kind) for key, (path, kind) in stack.items()}
+            found["nn_module_stack"] = {
+                key: (self.path + path.removeprefix(self.old_path), kind)
+                if f"{path}.".startswith(f"{self.old_path}.")
+                else (path, kind)
+                for key, (path, kind) in stack.items()
+            }
         return found
-
-    def _moved(self, path: str) -> str:
-        is_inside = f"{path}.".startswith(f"{self.old_path}.")
-        return self.path + path.removeprefix(self.old_path) if is_inside else path
-
-
-def _path(stack: _Stack | None) -> str:
-    """Return the path of the innermost module of `stack`, empty if it has none."""
-    return [path for path, _ in stack.values()][-1] if stack else ""
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule, renewal: _Renewal) -> None:
     """Replace `call` by copies of the nodes of `body`."""
     inputs, results = body.graph.find_nodes(op="placeholder"), outputs_of(body.graph)
     values: dict[fx.Node, Argument] = dict(zip(inputs, call.args[2:], strict=True))
-    taken = {user: results[_place_of(user)] for user in call.users}
+    taken: dict[fx.Node, Argument] = {}
+    for user in call.users:  # Dynamo takes each result by itself
+        place = user.args[1] if user.target is operator.getitem else None
+        if not isinstance(place, int):
+            raise AssertionError(f"{user.name} takes all results of a nested region together")
+        taken[user] = results[place]
     # Results first: an input that is a result too lies in the memory of the input.
     for outer, inner in [*taken.items(), *((outer, inner) for inner, outer in values.items())]:
         if isinstance(inner, fx.Node) and isinstance(outer, fx.Node):
-            pairs = zip(tensors_of(inner), tensors_of(outer), strict=False)
-            renewal.memory.update((compat.storage_key(old), new) for old, new in pairs if _is_as_large(new, old))
-    names = _attributes_of(body, gm)
+            for old, new in zip(tensors_of(inner), tensors_of(outer), strict=False):
+                # The storage of the new one has fewer bytes if the old one is a view of a part.
+                sizes = [compat.evaluate_size(own.untyped_storage().nbytes(), {}) for own in (new, old)]
+                if sizes[0] == sizes[1]:
+                    renewal.memory[compat.storage_key(old)] = new
+    # What the graph of the body reads by name becomes an attribute of `gm`.
+    names: dict[str, str] = {}
+    for node in body.graph.find_nodes(op="get_attr"):
+        inside = str(node.target)
+        value, stem = operator.attrgetter(inside)(body), inside.replace(".", "_")
+        candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count()))
+        names[inside] = next(name for name in candidates if getattr(gm, name, value) is value)
+        setattr(gm, names[inside], value)
     with gm.graph.inserting_before(call):
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copied = values[node] = gm.graph.node_copy(node, values.__getitem__)
                 copied.target = names[str(node.target)] if node.op == "get_attr" else node.target
                 copied.meta |= renewal.meta_of(node)
-    for user, result in taken.items():
-        _replace(user, values[result] if isinstance(result, fx.Node) else result)
-        gm.graph.erase_node(user)
+    for outer, result in taken.items():
+        new = values[result] if isinstance(result, fx.Node) else result
+        for user in list(outer.users):
+            user.args, user.kwargs = map_arg(
+                (user.args, user.kwargs), lambda source, outer=outer, new=new: new if source is outer else source
+            )
+        gm.graph.erase_node(outer)
     gm.graph.erase_node(call)
-
-
-def _is_as_large(new: torch.Tensor, old: torch.Tensor) -> bool:
-    """Return whether the storage of `new` has the bytes of that of `old`; it has fewer if `old` is a view of a part."""
-    new_bytes, old_bytes = (compat.evaluate_size(value.untyped_storage().nbytes(), {}) for value in (new, old))
-    return new_bytes == old_bytes
-
-
-def _place_of(user: fx.Node) -> int:
-    """Return which result of a region `user` takes; Dynamo takes each result by itself."""
-    place = user.args[1] if user.target is operator.getitem else None
-    if not isinstance(place, int):
-        raise AssertionError(f"{user.name} takes all results of a nested region together")
-    return place
-
-
-def _replace(node: fx.Node, value: Argument) -> None:
-    """Put `value`, a node or a constant, in place of `node` wherever it is read."""
-    for user in list(node.users):
-        user.args = map_arg(user.args, lambda source: value if source is node else source)
-        user.kwargs = map_arg(user.kwargs, lambda source: value if source is node else source)
-
-
-def _attributes_of(body: fx.GraphModule, gm: fx.GraphModule) -> dict[str, str]:
-    """Make what the graph of `body` reads by name attributes of `gm`; return the names there, by the names inside."""
-    names: dict[str, str] = {}
-    for node in body.graph.find_nodes(op="get_attr"):
-        inside = str(node.target)
-        value = operator.attrgetter(inside)(body)
-        stem = inside.replace(".", "_")
-        candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count()))
-        names[inside] = next(name for name in candidates if getattr(gm, name, value) is value)
-        setattr(gm, names[inside], value)
-    return names
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,11 +157,7 @@ def with_deep_calls(run: Callable[[], T]) -> T:
     return _in_wide_frame(run)
 
 
-def _call(run: Callable[[], Any]) -> Any:
-    return run()
-
-
-_in_wide_frame = FunctionType(_call.__code__.replace(co_stacksize=_HALF_BYTES // _STACK_ENTRY_BYTES), {})
+_in_wide_frame = FunctionType((lambda run: run()).__code__.replace(co_stacksize=_HALF_BYTES // _STACK_ENTRY_BYTES), {})
 
 
 class _Stopped(BaseException):
@@ -249,7 +228,21 @@ def captured_step(
     for node in lstms if backward is not None else ():
         if not node.args[-1]:
             raise UnsupportedModel(module_path(node) or name, _LSTM_FOR_INFERENCE)
-    _name_inputs(halves)
+    # Number the tensors among the inputs without counting the sizes among the inputs: ranks with different batches may
+    # have different sizes as inputs.
+    names: dict[str, str] = {}
+    taken = {node.name for half in halves for node in half.graph.nodes}
+    num_sizes = 0
+    for node in forward.graph.find_nodes(op="placeholder"):
+        stem, _, number = node.name.rpartition("_")
+        if is_number(node):
+            num_sizes += 1
+            names[node.name] = next(own for i in itertools.count(num_sizes) if (own := f"size_{i}") not in taken)
+            taken.add(names[node.name])
+        elif num_sizes and stem == "primals":
+            names[node.name] = f"{stem}_{int(number) - num_sizes}"
+    for half in halves if num_sizes else ():
+        half.graph = _renamed(half.graph, names)
     markers = [node for half in halves for node in half.graph.find_nodes(op="call_function", target=parameter)]
     return Captured(
         name=name,
@@ -259,26 +252,6 @@ def captured_step(
         param_names={key: slot_by_key(key).name for key in dict.fromkeys(map(key_of, markers))},
         fused=inner == "inductor",
     )
-
-
-def _name_inputs(halves: Sequence[fx.GraphModule]) -> None:
-    """Number the tensors among the inputs without counting the sizes among the inputs.
-
-    If ranks have different batches, they may have different sizes as inputs.
-    """
-    names: dict[str, str] = {}
-    taken = {node.name for half in halves for node in half.graph.nodes}
-    num_sizes = 0
-    for node in halves[0].graph.find_nodes(op="placeholder"):
-        stem, _, number = node.name.rpartition("_")
-        if is_number(node):
-            num_sizes += 1
-            names[node.name] = next(name for i in itertools.count(num_sizes) if (name := f"size_{i}") not in taken)
-            taken.add(names[node.name])
-        elif num_sizes and stem == "primals":
-            names[node.name] = f"{stem}_{int(number) - num_sizes}"
-    for half in halves if num_sizes else ():
-        half.graph = _renamed(half.graph, names)
 
 
 def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:

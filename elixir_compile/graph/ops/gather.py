@@ -36,10 +36,6 @@ _LIBRARY.define("gather(Tensor handle, int[] size, int[] stride, int key) -> Ten
 _LIBRARY.define("reduce(Tensor grad, int key) -> Tensor")
 
 
-def _gather(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int], key: int) -> torch.Tensor:
-    return slot_by_key(key).gather()
-
-
 def _reduce(grad: torch.Tensor, key: int) -> torch.Tensor:
     slot = slot_by_key(key)
     if not compat.is_trial_of_scan():
@@ -53,10 +49,6 @@ def _gather_fake(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int
     return handle.new_empty_strided(size, stride)
 
 
-def _reduce_fake(grad: torch.Tensor, key: int) -> torch.Tensor:
-    return grad.new_empty(1)
-
-
 def _setup_context(ctx, inputs, output) -> None:
     ctx.key = inputs[3]
     # Autograd keeps a parameter alive if it is deleted before the backward, so the context keeps the slot. Not during
@@ -64,16 +56,18 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.slot = slot_by_key(inputs[3]) if type(inputs[0]) is torch.Tensor else None
 
 
-def _gather_backward(ctx, grad: torch.Tensor):
-    return torch.ops.elixir.reduce(grad, ctx.key), None, None, None
-
-
 # Between the graphs of a model with graph breaks, Dynamo would compile these functions with their collectives.
-_LIBRARY.impl("gather", torch.compiler.disable(_gather), "CompositeExplicitAutograd")
+_gather = torch.compiler.disable(lambda handle, size, stride, key: slot_by_key(key).gather())
+_LIBRARY.impl("gather", _gather, "CompositeExplicitAutograd")
 _LIBRARY.impl("reduce", torch.compiler.disable(_reduce), "CompositeExplicitAutograd")
 torch.library.register_fake("elixir::gather", _gather_fake, lib=_LIBRARY)
-torch.library.register_fake("elixir::reduce", _reduce_fake, lib=_LIBRARY)
-torch.library.register_autograd("elixir::gather", _gather_backward, setup_context=_setup_context, lib=_LIBRARY)
+torch.library.register_fake("elixir::reduce", lambda grad, key: grad.new_empty(1), lib=_LIBRARY)
+torch.library.register_autograd(
+    "elixir::gather",
+    lambda ctx, grad: (torch.ops.elixir.reduce(grad, ctx.key), None, None, None),
+    setup_context=_setup_context,
+    lib=_LIBRARY,
+)
 
 GATHER = torch.ops.elixir.gather.default
 REDUCE = torch.ops.elixir.reduce.default
@@ -106,8 +100,22 @@ class Gate:
 
     def handles(self) -> tuple[torch.Tensor | None, ...]:
         """Return a handle for each slot, None if the parameter is frozen."""
-        if self.slots and not self.is_current:
-            self._connect()
+        if not self.slots or self.is_current:
+            return self._handles
+        owner = self.slots[0].sink
+        # `DisableTorchFunctionSubclass`, because nothing here reads a value, so it need not wait for a queued update.
+        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():
+            trained = [slot for slot in self.slots if slot.param.requires_grad]
+            made: dict[int, torch.Tensor] = {}
+            for slot in trained:
+                slot.find_node()
+            if trained:
+                params = [slot.param for slot in trained]
+                outputs = _GateNode.apply(trained, owner.gradients, *params, owner.gradients.sentinel)
+                made = {slot.key: handle for slot, handle in zip(trained, outputs, strict=True)}
+        self._frozen = tuple(slot for slot in self.slots if slot.key not in made)
+        self._handles = tuple(made.get(slot.key) for slot in self.slots)
+        self._generation = owner.buckets.generation
         return self._handles
 
     def call(
@@ -160,22 +168,6 @@ class Gate:
             if handle is not None:
                 values[position] = handle
         return values
-
-    def _connect(self) -> None:
-        owner = self.slots[0].sink
-        # `DisableTorchFunctionSubclass`, because nothing here reads a value, so it need not wait for a queued update.
-        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():
-            trained = [slot for slot in self.slots if slot.param.requires_grad]
-            made: dict[int, torch.Tensor] = {}
-            for slot in trained:
-                slot.find_node()
-            if trained:
-                params = [slot.param for slot in trained]
-                outputs = _GateNode.apply(trained, owner.gradients, *params, owner.gradients.sentinel)
-                made = {slot.key: handle for slot, handle in zip(trained, outputs, strict=True)}
-        self._frozen = tuple(slot for slot in self.slots if slot.key not in made)
-        self._handles = tuple(made.get(slot.key) for slot in self.slots)
-        self._generation = owner.buckets.generation
 
 
 class _GateNode(torch.autograd.Function):

@@ -76,34 +76,6 @@ def claim_master(param: torch.Tensor, keeper: Optimizer) -> None:
     _ALL_KEEPERS.add(keeper)
 
 
-def _require_keeper(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise MasterIgnored if `optimizer` would update a parameter whose master it does not keep.
-
-    Called before each step of any optimizer.
-    """
-    if not _HELD:
-        return
-    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and has_master(param) and not _keeps(optimizer, param):
-                    slot = slot_of(param)
-                    name = "outside of every model" if slot is None else slot.name
-                    raise MasterIgnored(name, str(param.dtype), type(optimizer).__name__, optimizer in _ALL_KEEPERS)
-
-
-def _keeps(optimizer: Optimizer, param: torch.Tensor) -> bool:
-    reference = _KEEPERS.get(param)
-    keeper = None if reference is None else reference()
-    if keeper is None and optimizer in _ALL_KEEPERS:  # a later keeper, such as a copy of the optimizer, was freed
-        claim_master(param, optimizer)
-        return True
-    return keeper is optimizer
-
-
-register_optimizer_step_pre_hook(_require_keeper)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Connect optimizers with the slots of the parameters that they update.
 #
@@ -240,29 +212,35 @@ def note_replaced(param: torch.Tensor) -> None:
     _REPLACED[param] = True
 
 
-def _require_present(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise OptimizerTooEarly if `optimizer` has parameters that `prepare` replaced by sharded parameters.
-
-    Such an optimizer was made before `prepare`, and would never update the model. Runs before each step of any
+def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Raise an error if a step of `optimizer` would not train a model as its user expects. Runs before each step of any
     optimizer.
+
+    Raises MasterIgnored if it would update a parameter whose master it does not keep; OptimizerTooEarly if it has
+    parameters that `prepare` replaced by sharded parameters, as it was made before and would never update the model;
+    IncompleteStep if a model with its parameters has gradients of some calls of a step only.
     """
-    if len(_REPLACED):
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        with torch.DisableTorchFunctionSubclass():  # a queued update does not change `.grad`, so nothing waits for it
-            # A replaced parameter with a gradient is still in use, for example tied into a module beside the model.
-            is_early = any(param in _REPLACED and param.grad is None for param in params)
-        if is_early:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
+        for param in params if _HELD else ():
+            if param.grad is None or not has_master(param):
+                continue
+            reference = _KEEPERS.get(param)
+            keeper = None if reference is None else reference()
+            if (
+                keeper is None and optimizer in _ALL_KEEPERS
+            ):  # a later keeper, such as a copy of the optimizer, was freed
+                claim_master(param, optimizer)
+            elif keeper is not optimizer:
+                slot = slot_of(param)
+                name = "outside of every model" if slot is None else slot.name
+                raise MasterIgnored(name, str(param.dtype), type(optimizer).__name__, optimizer in _ALL_KEEPERS)
+        # A replaced parameter with a gradient is still in use, for example tied into a module beside the model.
+        if len(_REPLACED) and any(param in _REPLACED and param.grad is None for param in params):
             raise OptimizerTooEarly(type(optimizer).__name__)
-
-
-def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise IncompleteStep if a model with parameters of `optimizer` has gradients of some calls of a step only.
-
-    Runs before each step of any optimizer.
-    """
-    found = (slot_of(param) for group in optimizer.param_groups for param in group["params"])
     incomplete: list[IncompleteStep] = []
-    for owner in {id(slot.sink): slot.sink for slot in found if slot is not None}.values():
+    slots = map(slot_of, params)
+    for owner in {id(slot.sink): slot.sink for slot in slots if slot is not None}.values():
         try:
             owner.require_whole_step()
         except IncompleteStep as error:  # every model must begin a new step
@@ -271,6 +249,5 @@ def _require_whole_step(optimizer: Optimizer, args: object, kwargs: object) -> N
         raise error.renewed()
 
 
-register_optimizer_step_pre_hook(_require_present)
-register_optimizer_step_pre_hook(_require_whole_step)
+register_optimizer_step_pre_hook(_check_step)
 register_optimizer_step_post_hook(_note_update)

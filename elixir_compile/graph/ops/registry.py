@@ -423,23 +423,21 @@ def _bound_together(group: Sequence[Named]) -> dict[str, str]:
     """Return the tensors of `group`, all in one storage, that must move together, in the form of `aliases`."""
     if _has_other_holders(group):
         return {name: next(other for other, _ in group if other != name) for name, _ in group}
-    spans = sorted((*_span(tensor), name) for name, tensor in group)
+    # The offsets in the storage of the first byte of each tensor and of the first byte behind it.
+    spans: list[tuple[int, int, str]] = []
+    for name, tensor in group:
+        start, size = int(tensor.storage_offset()), tensor.element_size()
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((start * size, (start + reach + 1) * size, name))
     found: dict[str, str] = {}
     furthest, last = -1, ""
-    for start, end, name in spans:
+    for start, end, name in sorted(spans):
         if start < furthest:
             found.setdefault(last, name)
             found[name] = last
         if end > furthest:
             furthest, last = end, name
     return found
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the offsets in the storage of the first byte of `tensor` and of the first byte behind it."""
-    start = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 
 
 def moved_together(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -62,10 +62,14 @@ class Portion(DTensor):
             if func in _VIEWS_AS and given[0].shape == given[1].shape:
                 func, given = torch.ops.aten.alias.default, given[:1]  # DTensor's view expects the rows of equal parts
             tensors = list(_tensors_in((*given, *(kwargs or {}).values())))
-            rows = _common_rows(tensors)
-            _require_same_rows([each for each in given if isinstance(each, DTensor)])
+            rows = _common_rows(tensors, [each for each in given if isinstance(each, DTensor)])
             if rows:
-                given = [_summed_up(each) for each in given]
+                # Each rank gets the sum if ranks hold terms of it, such as of a norm.
+                from torch.distributed.tensor import Replicate
+
+                for place, each in enumerate(given):
+                    if isinstance(each, DTensor) and all(own.is_partial() for own in each.placements):
+                        given[place] = each.redistribute(placements=[Replicate()] * len(each.placements))
             try:
                 with refuses_redistribution():
                     found = func(*given, **(kwargs or {}))
@@ -218,36 +222,23 @@ def _layout(tensor: DTensor) -> _Layout:
     return tensor.shape, tuple(tensor.placements)
 
 
-def _common_rows(tensors: Iterable[DTensor]) -> dict[_Layout, tuple[int, ...]]:
-    """Return the rows of each rank for the layouts of the Portions in `tensors`.
+def _common_rows(tensors: Iterable[DTensor], operands: Sequence[DTensor]) -> dict[_Layout, tuple[int, ...]]:
+    """Return the rows of each rank for the layouts of the Portions in `tensors`, all that an op reads.
 
-    Raises ValueError if two of `tensors` have the same layout and other rows: an op would pair rows that do not belong
-    together.
+    Raises ValueError if two of `tensors` have the same layout and other rows, or two of its `operands` equal lengths in
+    dimension 0 and other parts of it: an op would pair rows that do not belong together.
     """
     found: dict[_Layout, tuple[int, ...] | None] = {}
     for tensor in tensors:
         rows = rows_of(tensor)
         if found.setdefault(_layout(tensor), rows) != rows:
             raise _other_rows(found[_layout(tensor)], rows)
-    return {layout: rows for layout, rows in found.items() if rows is not None}
-
-
-def _require_same_rows(operands: Sequence[DTensor]) -> None:
-    """Raise ValueError if two of the `operands` of an op have equal lengths in dimension 0 and other parts of it."""
     cut = [each for each in operands if any(placement.is_shard() for placement in each.placements)]
     for first, second in itertools.combinations(cut, 2):
         is_paired = first.shape[:1] == second.shape[:1] and first.placements == second.placements
         if is_paired and rows_of(first) != rows_of(second):
             raise _other_rows(rows_of(first), rows_of(second))
-
-
-def _summed_up(value: Any) -> Any:
-    """Return `value` on every rank, if it is a DTensor of which ranks hold terms of a sum, such as a norm."""
-    if not isinstance(value, DTensor) or not all(placement.is_partial() for placement in value.placements):
-        return value
-    from torch.distributed.tensor import Replicate
-
-    return value.redistribute(placements=[Replicate()] * len(value.placements))
+    return {layout: rows for layout, rows in found.items() if rows is not None}
 
 
 def _other_rows(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> ValueError:
@@ -321,13 +312,6 @@ def _with_parts_of(target: Any, source: DTensor) -> DTensor:
 #
 # own_part(param)       the local tensor of this rank, or the parameter itself if it is no DTensor
 # as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
-
-
-if TYPE_CHECKING or distributed.is_available():
-    from torch.distributed.tensor import DTensor
-else:  # a build of torch without it has no DTensors
-
-    class DTensor(torch.Tensor): ...
 
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
@@ -622,7 +606,7 @@ class TensorAxis:
             shape[placement.dim] //= self.num_ranks  # pyright: ignore[reportAttributeAccessIssue]  only shards have it
         is_cut = any(map(cuts, over_data))
         size = torch.Size(shape)
-        stride = _contiguous(size) if is_cut else own_part(param).stride()
+        stride = torch.empty(size, device="meta").stride() if is_cut else own_part(param).stride()
         return TensorPart(placement=placement, shape=size, stride=stride, is_plain=param in self._plain)
 
     def with_axis(self, own: torch.Tensor, over_data: Sequence["Placement"], placement: "Placement", like: Any) -> Any:
@@ -666,7 +650,3 @@ def is_over_data(param: torch.Tensor) -> bool:
     """Return whether `param`, which has the tensor axis in its mesh, is sharded over the data axes too."""
     assert isinstance(param, DTensor)
     return any(map(cuts, param.placements[:-1]))
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

@@ -5,7 +5,7 @@ the ops behind it.
 import ast
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,85 +14,149 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from elixir_compile import compat
-from elixir_compile.graph.capture.batch import Walked
+from elixir_compile.base.errors import IllegalSchedule
+from elixir_compile.graph.capture.batch import state_by_rule, walk
 from elixir_compile.graph.capture.batch_call import (
-    State,
-    States,
+    Call,
+    Mixes,
     ends_at_rows,
     is_seeded,
     known_shape,
     rows_place,
     shape_place,
-    states_in,
 )
-from elixir_compile.graph.capture.convert import storages_behind
+from elixir_compile.graph.capture.captured import State, States, Walked, states_in
 from elixir_compile.graph.capture.node_facts import (
     as_node,
     is_number,
     leaves_of,
     outputs_of,
+    size_of,
     tensor_of,
     value_of,
     values_of_arguments,
 )
-from elixir_compile.graph.capture.node_facts import size_of as number_of
-from elixir_compile.graph.capture.rewire import view_chain
-from elixir_compile.graph.rewrite.regions import (
-    DividedGraph,
-    Filled,
-    Kept,
-    Last,
-    Layout,
-    Memory,
-    Part,
-    Partition,
-    PartsView,
-    Read,
-    RegionGraph,
-    Result,
-    Size,
-    Summed,
-    views_taken_apart,
-    walked,
-)
-from elixir_compile.graph.rewrite.regions import as_size as size_of
-from elixir_compile.ir import Batched, GroupId, Phase, Plan, StepGraph, StorageId
-from elixir_compile.step.as_run import as_run, stays_in_parts
-from elixir_compile.step.divide import Lap, crossings, laps_of, leaving_name, next_name
+from elixir_compile.graph.capture.rewire import view_chain, viewed
+from elixir_compile.graph.rewrite.regions import Layout, RegionGraph, SlicedValues, layout_of, local_shape
+from elixir_compile.ir import Batched, GroupId
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Fake values of one micro-batch, for the nodes of the body of a divided region.
+# The parts of a region that runs in micro-batches, as graphs and as values that say how they fit together.
 
 
-def narrowed(value: object, dim: int, num: int) -> torch.Tensor:
-    """Return the first of `num` slices of the tensor `value` along `dim`."""
-    assert isinstance(value, torch.Tensor)
-    with compat.own_fake_mode(value):
-        return value.narrow(dim, 0, value.shape[dim] // num)
+Size = int | str
+"""A size, or the expression of a dynamic size, see `ir.sizes`."""
 
 
-def computed(node: fx.Node, like: object) -> object:
-    """Return the value of `node`, computed on the fake values of its arguments; `like` is a value in the same mode."""
-    fake = next(leaf for leaf in leaves_of(like) if isinstance(leaf, torch.Tensor))
-    args, kwargs = values_of_arguments(node, value_of)
-    with compat.own_fake_mode(fake):
-        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+def as_size(size: "int | torch.SymInt") -> Size:
+    """Return `size` as a number or an expression."""
+    return compat.expression_of(size)[0] or int(size)
 
 
-def strides_by_rows(value: torch.Tensor, rows: str) -> tuple[Size, ...]:
-    """Return the strides of `value` if they depend on the number of `rows`, a symbol, else none."""
-    is_by_rows = bool(rows) and any(rows in compat.symbols_in(stride) for stride in value.stride())
-    return tuple(map(size_of, value.stride())) if is_by_rows else ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A value that the body reads: entry `place` of the inputs of the region and the results of its head."""
+
+    place: int
+    dim: int | None = None
+    """The dimension along which each micro-batch has its slice; None if all micro-batches read the same."""
+    is_seed: bool = False
+    """Whether the value seeds random numbers, so that each micro-batch needs another."""
+    is_rows: bool = False
+    """Whether the value, a dynamic number of rows, counts only the rows of the micro-batch."""
+    is_unknown: bool = False
+    """Whether the body knows nothing about the value, the rows of the batch, whose symbol has another value there."""
+    strides: tuple[Size, ...] = ()
+    """The strides in which the body expects its slice, if they depend on the number of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A result of the body that fills a tensor of the whole batch, a slice per micro-batch."""
+
+    whole: int
+    """The index in `wholes` of the memory of the tensor; views of one memory share it."""
+    dim: int
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
+    bits: compat.LazyBits
+    is_copied: bool
+    """False if another result of the body has all elements of the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A result of the body that stays in parts: the tensors of all micro-batches."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsView:
+    """An output of the region that is a view of its input `place`, which stays in parts."""
+
+    place: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summed:
+    """A result of the body whose values in all micro-batches are added up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Last:
+    """A result of the body that is equal in all micro-batches."""
+
+
+Result = Filled | Kept | Summed | Last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of a tensor of the whole batch."""
+
+    numel: Size
+    dtype: torch.dtype
+    device: torch.device
+    group: str = ""
+    """The group of activations with which the tensor leaves the device in slices; empty if it stays until the region
+    ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedGraph:
+    """The three parts of a region.
+
+    Values have places: first the inputs of the region, then its dynamic sizes `numbers`, then the results of its head,
+    then those of its body as they are for the whole batch, then `views`, then those of its tail.
+    """
+
+    micro_batches: int
+    """The number of micro-batches, an upper limit if the number of rows is dynamic."""
+    num_inputs: int
+    batch: Size
+    """The rows of the batch; a symbol if their number is dynamic."""
+    symbols: tuple[tuple[str, int], ...]
+    """The symbols of dynamic sizes, each with its place among the inputs."""
+    numbers: tuple[Size, ...]
+    """The dynamic sizes among the outputs of the region."""
+    head: RegionGraph | None
+    head_reads: tuple[int, ...]
+    body: RegionGraph
+    body_reads: tuple[Read, ...]
+    results: tuple[Result, ...]
+    wholes: tuple[Memory, ...]
+    views: tuple[PartsView, ...]
+    tail: RegionGraph | None
+    tail_reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """The place of each output of the region."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Compute dynamic sizes in a part of a divided region: each part computes its own from the symbols among its inputs.
-#
-#   region   s0, x -> n = mul(s0, 8); y = view(x, [n, 64]); z = div(y, n)
-#   body     rows of the micro-batch, s0, x' -> n' = mul(rows, 8); y = view(x', [n', 64]); n = mul(s0, 8); z = div(y, n)
-#
-# A captured graph may read a size off a tensor, `sym_size(x, 0)`, that the part does not have. So sizes are written
-# anew from their expressions.
+# A part of a region under construction. It computes its own dynamic sizes from the symbols among its inputs.
 
 
 _OPERATORS: Mapping[type[ast.operator], Callable[..., Any]] = {
@@ -125,49 +189,82 @@ def symbols_of(region: RegionGraph) -> Mapping[str, tuple[int, fx.Node]]:
     }
 
 
-class Numbers:
-    """Writes numbers into one part of a divided region."""
+@dataclass(slots=True)
+class Part:
+    """A graph under construction, with the values that it reads.
 
-    def __init__(self, part: Part, rows: str = "") -> None:
-        """`rows` is the symbol that has the rows of a micro-batch as its value, empty in a head or tail."""
-        self._part = part
-        self._rows = rows
-        self._symbols = symbols_of(part.source)
+        region   s0, x -> n = mul(s0, 8); y = view(x, [n, 64]); z = div(y, n)
+        body     rows, s0, x' -> n' = mul(rows, 8); y = view(x', [n', 64]); n = mul(s0, 8); z = div(y, n)
+
+    A captured graph may read a size off a tensor, `sym_size(x, 0)`, that the part does not have. So sizes are written
+    anew from their expressions.
+    """
+
+    source: RegionGraph
+    rows: str = ""
+    """The symbol that has the rows of a micro-batch as its value, empty in a head or tail."""
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """The node of this graph for a node of the region."""
+    created: dict[tuple[fx.Node, int | None], fx.Node] = field(default_factory=dict)
+    """The copies of a tensor of one value, by the dimension along which they have the size of a micro-batch."""
+    _by_read: dict[Read, fx.Node] = field(default_factory=dict)
+    _stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """The input of the region that a placeholder reads whole."""
+    _sizes: dict[tuple[str, bool], Any] = field(default_factory=dict)
+    _others: dict[fx.Node, Any] = field(default_factory=dict)
+    _symbols: Mapping[str, tuple[int, fx.Node]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._symbols = symbols_of(self.source)
         for name in self._symbols:  # a compiler needs each symbol of a shape among the inputs
             self._symbol(name, is_local=True)
-        self._sizes: dict[tuple[str, bool], Any] = {}
-        self._others: dict[fx.Node, Any] = {}
 
-    def local(self, size: "int | torch.SymInt") -> Any:
-        """Return `size` of one micro-batch: a number, or a node of the part."""
-        return self._size(size, is_local=True)
+    def read(self, read: Read, node: fx.Node, value: object) -> fx.Node:
+        """Return the placeholder for `read` of the region's `node`, with the example `value`."""
+        if read not in self._by_read:
+            with self.graph.inserting_before(None):
+                made = self.graph.placeholder(node.name)
+            made.target = made.name  # a value may be read whole and in slices
+            made.meta = {**node.meta, "val": value}
+            self._by_read[read] = made
+            is_changed = read.is_seed or read.is_rows or read.is_unknown
+            if read.dim is None and not is_changed and read.place < len(self.source.inputs):
+                self._stands_for[made] = self.source.inputs[read.place]
+        return self._by_read[read]
 
-    def of(self, node: fx.Node, *, is_local: bool = False) -> Any:
+    def constant(self, node: fx.Node) -> fx.Node:
+        """Return the copy of `node`, a constant of the region."""
+        if node not in self.copies:
+            setattr(self.root, str(node.target), getattr(self.source.module, str(node.target)))
+            self.copies[node] = self.graph.node_copy(node)
+        return self.copies[node]
+
+    def number(self, node: fx.Node, *, is_local: bool = False) -> Any:
         """Return the value of `node`, a symbolic number of the region, for the whole batch or for one micro-batch."""
         value = value_of(node)
         if isinstance(value, torch.SymInt):
-            return self._size(value, is_local=is_local)
+            return self.size(value, is_local=is_local)
         if node not in self._others:
-            self._others[node] = self._other(node)
+            # A float or a condition, computed from sizes of the whole batch, or an input of the region.
+            place = None
+            if node.op == "placeholder":
+                place = self.source.module.graph.find_nodes(op="placeholder").index(node)
+            source = node if place is None else self.source.inputs[place]
+            if place is not None and source.op == "placeholder":
+                self._others[node] = self.read(Read(place=place), node, value)
+            else:
+                args = map_arg(source.args, lambda own: self.number(own) if is_number(own) else own)
+                self._others[node] = self._call(source.target, args)  # pyright: ignore[reportArgumentType]
         return self._others[node]
 
-    def _other(self, node: fx.Node) -> fx.Node:
-        """Return a float or a condition, computed from sizes of the whole batch, or an input of the region."""
-        source, inputs = node, self._part.source.inputs
-        placeholders = self._part.source.module.graph.find_nodes(op="placeholder")
-        if node.op == "placeholder":
-            place = placeholders.index(node)
-            source = inputs[place]
-            if source.op == "placeholder":
-                return self._part.read(Read(place=place), node, value_of(node))
-        args = map_arg(source.args, lambda own: self.of(own) if is_number(own) else own)
-        return self._call(source.target, args)  # pyright: ignore[reportArgumentType]
-
-    def _size(self, size: "int | torch.SymInt", *, is_local: bool) -> Any:
+    def size(self, size: "int | torch.SymInt", *, is_local: bool = True) -> Any:
+        """Return `size` of one micro-batch, or of the whole batch: a number, or a node of the part."""
         text = compat.expression_of(size)[0]
         if not text:
             return int(size)
-        is_local = is_local or self._rows not in compat.symbols_in(size)
+        is_local = is_local or self.rows not in compat.symbols_in(size)
         if (text, is_local) not in self._sizes:
             tree = ast.parse(text, mode="eval").body
             self._sizes[text, is_local] = self._written(tree, is_local=is_local)
@@ -187,26 +284,88 @@ class Numbers:
             case ast.Call(func=ast.Name(id=name), args=args) if name in _FUNCTIONS:
                 values = [self._written(value, is_local=is_local) for value in args]
                 return functools.reduce(lambda left, right: self._call(_FUNCTIONS[name], (left, right)), values)
-        raise AssertionError(f"a size of {self._part.source.id} has an expression that is not known: {ast.dump(tree)}")
+        raise AssertionError(f"a size of {self.source.id} has an expression that is not known: {ast.dump(tree)}")
 
     def _symbol(self, name: str, *, is_local: bool) -> fx.Node:
         place, node = self._symbols[name]
-        if name != self._rows:
-            return self._part.read(Read(place=place), node, value_of(node))
+        if name != self.rows:
+            return self.read(Read(place=place), node, value_of(node))
         if is_local:
-            return self._part.read(Read(place=place, is_rows=True), node, value_of(node))
-        meta = self._part.source.inputs[place].meta
+            return self.read(Read(place=place, is_rows=True), node, value_of(node))
+        meta = self.source.inputs[place].meta
         if _WHOLE_ROWS not in meta:
             meta[_WHOLE_ROWS] = compat.unknown_number(meta["val"])
-        return self._part.read(Read(place=place, is_unknown=True), node, meta[_WHOLE_ROWS])
+        return self.read(Read(place=place, is_unknown=True), node, meta[_WHOLE_ROWS])
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if not any(isinstance(arg, fx.Node) for arg in args):
             return target(*args)
-        made = self._part.graph.call_function(target, args)
+        made = self.graph.call_function(target, args)
         values, _ = values_of_arguments(made, value_of)
         made.meta = {"val": target(*values)}
         return made
+
+    def finished(self, outputs: Sequence[fx.Node]) -> tuple[RegionGraph, tuple[Read, ...]]:
+        """Return the graph, which returns `outputs`, as a region, and what it reads."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        reads = {node: read for read, node in self._by_read.items()}
+        self.graph.output(tuple(outputs))
+        self.graph.lint()
+        made = replace(
+            self.source,
+            module=compat.graph_module(self.root, self.graph),
+            inputs=tuple(self._stands_for.get(node, node) for node in placeholders),
+            outputs=tuple(outputs),
+            is_only=False,
+        )
+        return made, tuple(reads[node] for node in placeholders)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The states of the values of one region, and which of its views are taken of the whole batch: see
+# `graph.capture.batch`.
+
+
+def walked(region: RegionGraph, states: Mapping[fx.Node, States], batch: int | torch.SymInt) -> Walked:
+    """Return the states of the nodes of `region`. Its inputs are whole: a sum of an earlier region is equal for all
+    micro-batches.
+
+    `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
+    the batch.
+    """
+    placeholders = region.module.graph.find_nodes(op="placeholder")
+    given: dict[fx.Node, State] = {}
+    for node, source in zip(placeholders, region.inputs, strict=True):
+        state = states.get(source)
+        if isinstance(state, State) and state.is_each:
+            given[node] = state
+    found = walk(region.module.graph, given, batch)
+    mixing = next((node for node in found.mixes if viewed(node) is None), None)
+    if mixing is not None:
+        raise IllegalSchedule(
+            f"{region.id} runs in micro-batches, but {mixing.name} mixes them: {found.mixes[mixing]}."
+        )
+    return found
+
+
+def views_taken_apart(
+    calls: Sequence[fx.Node], states: Mapping[fx.Node, States], batch: int | torch.SymInt
+) -> set[fx.Node]:
+    """Return the views of inputs among `calls` that do not keep the slices together, and the views of these: a view of
+    a slice would be another value than a slice of the view."""
+    found: set[fx.Node] = set()
+    for node in calls:
+        base = viewed(node)
+        if base in found:
+            found.add(node)
+        elif base is not None and base.op == "placeholder":
+            state = states[base]
+            if isinstance(state, State) and state.is_each:
+                try:
+                    state_by_rule(Call(node, {base: state}, compat.stand_in(batch), compat.symbol_of(batch)))
+                except Mixes:
+                    found.add(node)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -296,132 +455,27 @@ class BodyResults:
             return Summed()
         if state.batched is Batched.SAME:
             return Last()
-        owner = _owner(node)
+        *views, owner = view_chain(node)
+        if views and not isinstance(value_of(owner), torch.Tensor):
+            owner = views[-1]  # of several results of an op, each owns its own memory
         if node in self.in_parts:
             memory = self.memories.setdefault(owner, len(self.memories))
             return Kept(layout=layout_of(value, state, self.micro_batches, memory))
         key = (owner, value.dtype)
         numel = value.untyped_storage().nbytes() // value.element_size()
         group = self.leaving.get(node, "")
-        whole = Memory(numel=size_of(numel), dtype=value.dtype, device=value.device, group=group)
+        whole = Memory(numel=as_size(numel), dtype=value.dtype, device=value.device, group=group)
         self.wholes.setdefault(key, whole)
         is_in_owner = owner is not node and owner in self.outputs and tensor_of(owner).dtype is value.dtype
         return Filled(
             whole=list(self.wholes).index(key),
             dim=state.dim,
-            shape=tuple(map(size_of, value.shape)),
-            stride=tuple(map(size_of, value.stride())),
-            offset=size_of(value.storage_offset()),
+            shape=tuple(map(as_size, value.shape)),
+            stride=tuple(map(as_size, value.stride())),
+            offset=as_size(value.storage_offset()),
             bits=compat.lazy_bits(value),
             is_copied=not is_in_owner,
         )
-
-
-def layout_of(value: torch.Tensor, state: State, micro_batches: int, memory: int = 0) -> Layout:
-    """Return the layout of the parts of `value`, which are views of the memory with the number `memory`."""
-    return Layout(
-        memory=memory,
-        dim=state.dim,
-        view=replace(compat.MemoryView.of(value), shape=local_shape(value, state, micro_batches)),
-        nbytes=value.untyped_storage().nbytes() // micro_batches,
-    )
-
-
-def local_shape(whole: torch.Tensor, state: State, divisor: int) -> tuple[int, ...]:
-    """Return the shape of one micro-batch's part of `whole`: the size along its slices is divided by `divisor`."""
-    return tuple(
-        size // divisor if state.is_each and dim == state.dim else size for dim, size in enumerate(known_shape(whole))
-    )
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of `node`: of several results of an op, each owns its own."""
-    *views, last = view_chain(node)
-    is_result = bool(views) and not isinstance(value_of(last), torch.Tensor)
-    return views[-1] if is_result else last
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Find the values of a capture that are there in slices or in parts, by what the plan counts.
-#
-# Offloaded values may pass between device and host in slices. Others may stay in parts between two laps.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlicedValues:
-    """The values that pass in slices, and those that stay in parts."""
-
-    leaving: Mapping[fx.Node, GroupId] = field(default_factory=dict)
-    """The group of each value of the forward that leaves in slices."""
-    arriving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The dimension and the number of the slices of each value that arrives in slices, by its name."""
-    in_parts: frozenset[fx.Node] = frozenset()
-    """The values of both halves that stay in parts."""
-    saved_in_parts: Mapping[str, Layout] = field(default_factory=dict)
-    """The layout in the capture of each value in parts that the forward saves for the backward, by its name."""
-
-
-def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States]) -> SlicedValues:
-    """Return the values of `halves`, made for the activations of `plan`, that pass in slices or stay in parts.
-
-    `graph` is the step of the capture, and `states` are those of the values of `halves`.
-    """
-    laps = laps_of(plan)
-    leaving, arriving = _passing(halves, graph, plan, states, laps)
-    names = stays_in_parts(graph, plan.activations, laps)
-    if not names:
-        return SlicedValues(leaving=leaving, arriving=arriving)
-    captured = halves.captured
-    in_parts = frozenset(
-        node
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-        for node, storages in storages_behind(captured, phase).items()
-        if len(storages) == 1 and storages[0] in names
-    )
-    saved = outputs_of(captured.forward.graph)[captured.num_outputs :]
-    kept = {node.name: node for node in saved if isinstance(node, fx.Node) and node in in_parts}
-    layouts = _layouts(kept, storages_behind(captured), states)
-    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=layouts)
-
-
-def _layouts(
-    kept: Mapping[str, fx.Node], storages: Mapping[fx.Node, tuple[StorageId, ...]], states: Mapping[fx.Node, States]
-) -> Mapping[str, Layout]:
-    """Return the layout of the whole of each value of `kept`; views of one of `storages` share a memory."""
-    memories: dict[StorageId, int] = {}
-    found: dict[str, Layout] = {}
-    for name, node in kept.items():
-        state = states[node]
-        assert isinstance(state, State), f"{name} is one tensor"
-        memory = memories.setdefault(storages[node][0], len(memories))
-        found[name] = layout_of(tensor_of(node), state, 1, memory)
-    return found
-
-
-def _passing(
-    halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States], laps: tuple[Lap, ...]
-) -> tuple[Mapping[fx.Node, GroupId], Mapping[str, tuple[int, int]]]:
-    """Return the values that leave in slices, and those that arrive in slices."""
-    step = as_run(graph, plan.activations, laps)
-    crosses = crossings(step, plan.activations)
-    leaving: dict[fx.Node, GroupId] = {}
-    arriving: dict[str, tuple[int, int]] = {}
-    if not crosses:
-        return leaving, arriving
-    there = {storage.id for storage in step.storages}
-    forward = halves.captured.forward.graph
-    saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
-    behind = storages_behind(halves.captured)
-    for group, found in crosses.items():
-        for name in halves.away[group]:
-            node = saved[name]
-            (storage,), state = behind[node], states[node]
-            if found.arriving is not None and next_name(storage) in there:
-                assert isinstance(state, State), f"{name} is one tensor"
-                arriving[name] = (state.dim, found.arriving.micro_batches)
-            if leaving_name(storage) in there:
-                leaving[node] = group
-    return leaving, arriving
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -489,11 +543,20 @@ class _Divider:
         self._sizes = [node for node in self._outputs if isinstance(value_of(node), torch.SymInt)]
         self._places |= {node: len(self._places) + place for place, node in enumerate(self._sizes)}
         calls = [node for node in graph.nodes if node.op == "call_function" and node not in self._sizes]
-        self._apart = views_taken_apart(calls, found.states, batch)
-        self._input_views = self._views_of_inputs() | self._apart
-        self._part_views = {n for n in self._input_views - self._apart if view_chain(n)[-1] in self._in_parts}
-        self._in_body = [node for node in calls if self._is_in_body(node)]
-        self._in_tail = [node for node in calls if self._is_in_tail(node)]
+        apart = views_taken_apart(calls, found.states, batch)
+        # Of the views of inputs among the outputs, and the views on the way to them, no new memory is filled.
+        chains = [view_chain(node) for node in self._outputs]
+        of_inputs = {view for chain in chains if chain[-1].op == "placeholder" for view in chain[:-1]}
+        self._input_views = of_inputs | apart
+        self._part_views = {node for node in of_inputs - apart if view_chain(node)[-1] in self._in_parts}
+
+        def is_in_body(node: fx.Node) -> bool:
+            while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+                node = node.args[0]
+            return any(state.batched is not Batched.SAME for state in states_in(self._states[node]))
+
+        self._in_body = [node for node in calls if node not in apart and is_in_body(node)]
+        self._in_tail = [node for node in calls if all(state.is_total for state in states_in(self._states[node]))]
         behind = {*self._in_body, *self._in_tail}
         self._in_head = [
             node
@@ -513,93 +576,72 @@ class _Divider:
 
     def divided(self) -> DividedGraph:
         """Return the parts of the region."""
-        head, head_reads = self._head()
+        made = {*self._in_head, *(node for node in self._in_body if node in self._input_views - self._part_views)}
+        readers = {*self._in_body, *self._in_tail}
+        order = [node for node in self._region.module.graph.nodes if node in made]
+        is_read = {
+            node for node in order if any(user in readers and user not in self._input_views for user in node.users)
+        }
+        head, head_reads = self._around(order, [node for node in order if node in self._outputs or node in is_read])
         body, body_reads, results, wholes = self._body()
-        views = self._views_of_parts()
-        tail, tail_reads = self._tail()
+        views: list[PartsView] = []  # the outputs that are views of inputs in parts
+        for node in self._outputs:
+            if node in self._part_views and node not in self._places:
+                state, source = self._states[node], view_chain(node)[-1]
+                assert isinstance(state, State), f"{node.name} is one tensor"
+                views.append(PartsView(place=self._places[source], layout=layout_of(tensor_of(node), state, self._num)))
+                self._places[node] = len(self._places)
+        tail, tail_reads = self._around(self._in_tail, [node for node in self._in_tail if node in self._outputs])
         return DividedGraph(
             micro_batches=self._num,
             num_inputs=len(self._region.inputs),
-            batch=size_of(self._batch),
+            batch=as_size(self._batch),
             symbols=tuple((name, place) for name, (place, _) in symbols_of(self._region).items()),
-            numbers=tuple(size_of(number_of(node)) for node in self._sizes),
+            numbers=tuple(as_size(size_of(node)) for node in self._sizes),
             head=head,
             head_reads=head_reads,
             body=body,
             body_reads=body_reads,
             results=results,
             wholes=wholes,
-            views=views,
+            views=tuple(views),
             tail=tail,
             tail_reads=tail_reads,
             outputs=tuple(self._places[node] for node in self._outputs),
         )
 
-    def _views_of_inputs(self) -> set[fx.Node]:
-        """Return the views of inputs among the outputs, with the views on the way to them: no new memory is filled."""
-        found: set[fx.Node] = set()
-        for node in self._outputs:
-            chain = view_chain(node)
-            if chain[-1].op == "placeholder":
-                found.update(chain[:-1])
-        return found
-
-    def _is_in_body(self, node: fx.Node) -> bool:
-        if node in self._apart:
-            return False
-        while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            node = node.args[0]
-        states = states_in(self._states[node])
-        return any(state.batched is not Batched.SAME for state in states)
-
-    def _is_in_tail(self, node: fx.Node) -> bool:
-        return all(state.is_total for state in states_in(self._states[node]))
-
-    def _head(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
-        made = list(self._in_head)
-        made += [node for node in self._in_body if node in self._input_views - self._part_views]
-        order = [node for node in self._region.module.graph.nodes if node in {*made}]
-        readers = {*self._in_body, *self._in_tail}
-        outputs = [
-            node
-            for node in order
-            if node in self._outputs or any(user in readers and user not in self._input_views for user in node.users)
-        ]
+    def _around(
+        self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> tuple[RegionGraph | None, tuple[int, ...]]:
+        """Return the head or the tail, which computes `nodes` and returns `outputs`, and the places that it reads."""
         if not outputs:
             return None, ()
         part = Part(self._region)
-        numbers = Numbers(part)
-        for node in order:
-            part.copies[node] = self._copied(part, numbers, node)
+        for node in nodes:
+            part.copies[node] = self._whole(part, node)
         for node in outputs:
             self._places[node] = len(self._places)
         graph, reads = part.finished([part.copies[node] for node in outputs])
         return graph, tuple(read.place for read in reads)
 
-    def _copied(self, part: Part, numbers: Numbers, node: fx.Node) -> fx.Node:
-        """Return `node` in `part`, the head or the tail."""
-        if is_number(node):
-            return numbers.of(node)
-        return copied(part.graph, node, lambda source: self._whole(part, numbers, source))
-
-    def _whole(self, part: Part, numbers: Numbers, node: fx.Node) -> fx.Node:
+    def _whole(self, part: Part, node: fx.Node) -> fx.Node:
         """Return the whole value of `node` in `part`, the head or the tail."""
         if node in part.copies:
             return part.copies[node]
         if node.op == "get_attr":
             return part.constant(node)
         if is_number(node):
-            return numbers.of(node)
-        if node not in self._places:  # a created tensor, which every part makes for itself
-            part.copies[node] = self._copied(part, numbers, node)
-            return part.copies[node]
-        return part.read(Read(place=self._places[node]), node, value_of(node))
+            return part.number(node)
+        if node in self._places:
+            return part.read(Read(place=self._places[node]), node, value_of(node))
+        # An op of the part, or a created tensor, which every part makes for itself.
+        part.copies[node] = copied(part.graph, node, lambda source: self._whole(part, source))
+        return part.copies[node]
 
     def _body(self) -> tuple[RegionGraph, tuple[Read, ...], tuple[Result, ...], tuple[Memory, ...]]:
-        part = Part(self._region)
-        numbers = Numbers(part, self._rows)
+        part = Part(self._region, self._rows)
         for node in self._in_body:
-            self._write_local(part, numbers, node)
+            self._write_local(part, node)
         tail = {*self._in_tail}
         outputs = [
             node
@@ -613,54 +655,45 @@ class _Divider:
         body, reads = part.finished([part.copies[node] for node in outputs])
         return body, reads, results, tuple(written.wholes.values())
 
-    def _views_of_parts(self) -> tuple[PartsView, ...]:
-        """Return the outputs that are views of inputs in parts."""
-        found: list[PartsView] = []
-        for node in self._outputs:
-            if node in self._part_views and node not in self._places:
-                state, source = self._states[node], view_chain(node)[-1]
-                assert isinstance(state, State), f"{node.name} is one tensor"
-                found.append(PartsView(place=self._places[source], layout=layout_of(tensor_of(node), state, self._num)))
-                self._places[node] = len(self._places)
-        return tuple(found)
-
-    def _write_local(self, part: Part, numbers: Numbers, node: fx.Node) -> None:
+    def _write_local(self, part: Part, node: fx.Node) -> None:
         """Copy `node` into the body, with the sizes of one micro-batch, and check the shape of its result."""
-        state = self._states[node]
-        dim = state.dim if isinstance(state, State) and state.is_each else None
-        args, kwargs = local_args(node, dim, self._divisor, numbers.local)
+        states = self._states[node]
+        dim = states.dim if isinstance(states, State) and states.is_each else None
 
         def local(source: fx.Node) -> fx.Node:
             if source.graph is part.graph:  # a size that was divided already
                 return source
             if is_number(source):
-                return numbers.of(source, is_local=ends_at_rows(node))
-            return self._local(part, numbers, source, self._narrowed.get((node, source)), is_seed=is_seeded(node))
+                return part.number(source, is_local=ends_at_rows(node))
+            return self._local(part, source, self._narrowed.get((node, source)), is_seed=is_seeded(node))
 
+        part.copies[node] = made = self._at_local_size(part, node, dim, local)
+        wholes = leaves_of(value_of(node))
+        spread = [states] * len(wholes) if isinstance(states, State) else states
+        for value, whole, state in zip(leaves_of(made.meta["val"]), wholes, spread, strict=True):
+            if isinstance(value, torch.Tensor) and isinstance(whole, torch.Tensor):
+                expected = local_shape(whole, state, self._divisor)
+                if known_shape(value) != expected:
+                    raise AssertionError(
+                        f"{node.name} = {node.target} has the shape {tuple(value.shape)} in a micro-batch; "
+                        f"expected {expected}"
+                    )
+
+    def _at_local_size(self, part: Part, node: fx.Node, dim: int | None, read: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """Return `node` with the sizes of one micro-batch along `dim`, where `read(source)` stands for a node."""
+        args, kwargs = local_args(node, dim, self._divisor, part.size)
         made = part.graph.create_node(
-            "call_function", node.target, map_arg(args, local), map_arg(kwargs, local), name=node.name
+            "call_function", node.target, map_arg(args, read), map_arg(kwargs, read), name=node.name
         )
-        made.meta = self._meta(made, node)
-        part.copies[node] = made
-        for value, whole, state in zip(
-            leaves_of(made.meta["val"]), leaves_of(value_of(node)), _spread(self._states[node], node), strict=True
-        ):
-            self._check(node, value, whole, state)
+        made.meta = dict(node.meta)
+        if not self._rows:  # computed on the fake values of the arguments, in the mode of the value
+            fake = next(leaf for leaf in leaves_of(value_of(node)) if isinstance(leaf, torch.Tensor))
+            values, named = values_of_arguments(made, value_of)
+            with compat.own_fake_mode(fake):
+                made.meta["val"] = made.target(*values, **named)  # pyright: ignore[reportCallIssue]
+        return made
 
-    def _meta(self, made: fx.Node, node: fx.Node) -> dict[str, object]:
-        """Return the facts about `made`, the copy of `node` in the body."""
-        return dict(node.meta) if self._rows else {**node.meta, "val": computed(made, value_of(node))}
-
-    def _check(self, node: fx.Node, value: object, whole: object, state: State) -> None:
-        if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor):
-            return
-        expected = local_shape(whole, state, self._divisor)
-        if known_shape(value) != expected:
-            raise AssertionError(
-                f"{node.name} = {node.target} has the shape {tuple(value.shape)} in a micro-batch; expected {expected}"
-            )
-
-    def _local(self, part: Part, numbers: Numbers, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
+    def _local(self, part: Part, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
         """Return what the body reads for `node`: its own copy, or one slice along `dim` of a whole value."""
         if node in part.copies:
             return part.copies[node]
@@ -670,46 +703,19 @@ class _Divider:
         if isinstance(state, State) and state.is_each:
             dim = state.dim
         if node.op == "call_function" and is_created(node) and node not in self._places:
-            return self._created(part, numbers, node, dim)
-        value = value_of(node)
+            # A tensor of one value, at the size of a micro-batch along `dim`.
+            if (node, dim) not in part.created:
+                part.created[node, dim] = self._at_local_size(
+                    part, node, dim, lambda source: source if source.graph is part.graph else part.number(source)
+                )
+            return part.created[node, dim]
+        value, place = value_of(node), self._places[node]
         if dim is None:
-            return part.read(Read(place=self._places[node], is_seed=is_seed), node, value)
-        strides = strides_by_rows(tensor_of(node), self._rows)
+            return part.read(Read(place=place, is_seed=is_seed), node, value)
+        tensor = tensor_of(node)
         if not self._rows:
-            value = narrowed(value, dim, self._num)
-        return part.read(Read(place=self._places[node], dim=dim, is_seed=is_seed, strides=strides), node, value)
-
-    def _created(self, part: Part, numbers: Numbers, node: fx.Node, dim: int | None) -> fx.Node:
-        """Return `node`, a tensor of one value, at the size of a micro-batch along `dim`."""
-        key = (node, dim)
-        if key not in part.created:
-            args, kwargs = local_args(node, dim, self._divisor, numbers.local)
-
-            def number(source: fx.Node) -> fx.Node:
-                return source if source.graph is part.graph else numbers.of(source)
-
-            own = part.graph.create_node(
-                "call_function", node.target, map_arg(args, number), map_arg(kwargs, number), name=node.name
-            )
-            own.meta = self._meta(own, node)
-            part.created[key] = own
-        return part.created[key]
-
-    def _tail(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
-        outputs = [node for node in self._in_tail if node in self._outputs]
-        if not outputs:
-            return None, ()
-        part = Part(self._region)
-        numbers = Numbers(part)
-        for node in self._in_tail:
-            part.copies[node] = self._copied(part, numbers, node)
-        for node in outputs:
-            self._places[node] = len(self._places)
-        graph, reads = part.finished([part.copies[node] for node in outputs])
-        return graph, tuple(read.place for read in reads)
-
-
-def _spread(state: States, node: fx.Node) -> list[State]:
-    """Return the state of each leaf of the value of `node`."""
-    num = len(leaves_of(value_of(node)))
-    return [state] * num if isinstance(state, State) else list(state)
+            with compat.own_fake_mode(tensor):
+                value = tensor.narrow(dim, 0, tensor.shape[dim] // self._num)
+        is_by_rows = bool(self._rows) and any(self._rows in compat.symbols_in(own) for own in tensor.stride())
+        strides = tuple(map(as_size, tensor.stride())) if is_by_rows else ()
+        return part.read(Read(place=place, dim=dim, is_seed=is_seed, strides=strides), node, value)

@@ -1,10 +1,9 @@
 """Cut a half of a capture into the regions of a plan, after its activations are recomputed, dropped or offloaded as the
-plan says.
+plan says, and find the values that are there in slices or in parts.
 """
 
-import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,20 +11,26 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from elixir_compile import compat
-from elixir_compile.base.errors import IllegalSchedule, InvalidPlan
-from elixir_compile.graph.capture.batch import Walked, state_by_rule, walk
-from elixir_compile.graph.capture.batch_call import Call, Mixes, State, States
-from elixir_compile.graph.capture.convert import Captured, op_id, storages_behind
-from elixir_compile.graph.capture.markers import (
+from elixir_compile.base.errors import InvalidPlan
+from elixir_compile.graph.capture.batch_call import known_shape
+from elixir_compile.graph.capture.captured import Captured, State, States, copied
+from elixir_compile.graph.capture.convert import op_id, storages_behind
+from elixir_compile.graph.capture.node_facts import (
     MARKERS,
     gradient,
+    ints_of,
+    is_number,
     key_of,
     marker_node,
     merge_markers,
+    outputs_of,
     parameter,
+    set_outputs,
+    size_of,
+    source_of,
+    tensor_of,
     ticket,
 )
-from elixir_compile.graph.capture.node_facts import ints_of, is_number, outputs_of, set_outputs, size_of, source_of
 from elixir_compile.graph.capture.rewire import (
     by_owner,
     fresh_value,
@@ -37,8 +42,9 @@ from elixir_compile.graph.capture.rewire import (
     view_chain,
     viewed,
 )
-from elixir_compile.ir import Activations, GroupId, OpId, Phase, Region, RegionId, Saving, StepGraph, StorageId
-from elixir_compile.step.as_run import AGAIN, absorbed_storages, repeats, stored, with_repeats
+from elixir_compile.ir import Activations, GroupId, OpId, Phase, Plan, Region, RegionId, Saving, StepGraph, StorageId
+from elixir_compile.step.as_run import AGAIN, absorbed_storages, as_run, repeats, stays_in_parts, stored, with_repeats
+from elixir_compile.step.divide import Lap, crossings, laps_of, leaving_name, next_name
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Cut a half of a capture into the regions of a plan, each a separate graph of computing ops.
@@ -77,7 +83,20 @@ def split_regions(
     graph = source.graph
     spans = [region for region in regions if region.phase is phase]
     loose = _loose(graph, phase, inline)
-    where = _assign(graph, spans, phase, loose)
+    # The region of each op not in `loose`. A view costs nothing, so it belongs to the region of its base, or of the
+    # last size among its inputs. So a gradient that is a view is complete as soon as its storage is written.
+    index, where, ops = 0, {}, set(ops_of(graph))
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target in MARKERS:
+            continue
+        if node in ops:
+            if node not in loose or is_parameter_view(node):
+                where[node] = index
+            index += op_id(phase, node) == spans[index].last
+        elif node not in loose:
+            # A view of an input among the outputs belongs to the region of the next op, or to the last region.
+            made = [where[base] for base in node.all_input_nodes if base in where]
+            where[node] = max(made, default=min(index, len(spans) - 1))
     bodies: list[list[fx.Node]] = [[] for _ in spans]
     for node in graph.nodes:
         if node in where:
@@ -117,27 +136,6 @@ def _is_output(node: fx.Node) -> bool:
     return any(user.op == "output" or user.target is gradient for user in node.users)
 
 
-def _assign(graph: fx.Graph, spans: Sequence[Region], phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
-    """Return the region index of each op not in `loose`.
-
-    A view costs nothing, so it belongs to the region of its base, or of the last size among its inputs. So a gradient
-    that is a view is complete as soon as its storage is written.
-    """
-    index, where, ops = 0, {}, set(ops_of(graph))
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target in MARKERS:
-            continue
-        if node in ops:
-            if node not in loose or is_parameter_view(node):
-                where[node] = index
-            index += op_id(phase, node) == spans[index].last
-        elif node not in loose:
-            # A view of an input among the outputs belongs to the region of the next op, or to the last region.
-            made = [where[source] for source in node.all_input_nodes if source in where]
-            where[node] = max(made, default=min(index, len(spans) - 1))
-    return where
-
-
 def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> list[fx.Node]:
     """Return `body` and its inputs in `loose` and among constants, in the order of the graph."""
     found = dict.fromkeys(body)
@@ -169,12 +167,15 @@ def _extract(
     for node in members:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(source, str(node.target)))
-    inputs = dict.fromkeys([*_symbols(graph), *_inputs(members)])
+    # Inductor needs each symbol of a dynamic size as an input: `s0` and `s1` for a tensor of `s0*s1`.
+    numbers = [node for node in graph.find_nodes(op="placeholder") if is_number(node)]
+    symbols = [node for node in numbers if compat.expression_of(size_of(node))[0].isidentifier()]
+    inputs = dict.fromkeys([*symbols, *_inputs(members)])
     if is_only:
         # In the order of the captured graph, because torch has facts about inputs and outputs by position.
-        order = [node for node in graph.nodes if node in inputs]
-        inputs = dict.fromkeys(order)
-        outputs = _in_output_order(graph, outputs)
+        inputs = dict.fromkeys(node for node in graph.nodes if node in inputs)
+        listed = [node for node in outputs_of(graph) if isinstance(node, fx.Node) and node in set(outputs)]
+        outputs = list(dict.fromkeys([*listed, *outputs]))
     region = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -192,253 +193,6 @@ def _extract(
         outputs=tuple(outputs),
         is_only=is_only,
     )
-
-
-def _symbols(graph: fx.Graph) -> list[fx.Node]:
-    """Return the single symbols of dynamic sizes among the inputs of `graph`.
-
-    Inductor needs each symbol as an input: `s0` and `s1` for a tensor of `s0*s1`.
-    """
-    numbers = [node for node in graph.find_nodes(op="placeholder") if is_number(node)]
-    return [node for node in numbers if compat.expression_of(size_of(node))[0].isidentifier()]
-
-
-def _in_output_order(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Node]:
-    wanted = set(outputs)
-    listed = [node for node in outputs_of(graph) if isinstance(node, fx.Node) and node in wanted]
-    return list(dict.fromkeys([*listed, *outputs]))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The states of the values of one region, and which of its views are taken of the whole batch: see
-# `graph.capture.batch`.
-
-
-def walked(region: RegionGraph, states: Mapping[fx.Node, States], batch: int | torch.SymInt) -> Walked:
-    """Return the states of the nodes of `region`. Its inputs are whole: a sum of an earlier region is equal for all
-    micro-batches.
-
-    `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
-    the batch.
-    """
-    placeholders = region.module.graph.find_nodes(op="placeholder")
-    given: dict[fx.Node, State] = {}
-    for node, source in zip(placeholders, region.inputs, strict=True):
-        state = states.get(source)
-        if isinstance(state, State) and state.is_each:
-            given[node] = state
-    found = walk(region.module.graph, given, batch)
-    mixing = next((node for node in found.mixes if viewed(node) is None), None)
-    if mixing is not None:
-        raise IllegalSchedule(
-            f"{region.id} runs in micro-batches, but {mixing.name} mixes them: {found.mixes[mixing]}."
-        )
-    return found
-
-
-def views_taken_apart(
-    calls: Sequence[fx.Node], states: Mapping[fx.Node, States], batch: int | torch.SymInt
-) -> set[fx.Node]:
-    """Return the views of inputs among `calls` that do not keep the slices together, and the views of these: a view of
-    a slice would be another value than a slice of the view."""
-    found: set[fx.Node] = set()
-    for node in calls:
-        base = viewed(node)
-        if base is None or (base.op != "placeholder" and base not in found):
-            continue
-        if base in found or _mixes(node, base, states[base], batch):
-            found.add(node)
-    return found
-
-
-def _mixes(view: fx.Node, base: fx.Node, state: States, batch: int | torch.SymInt) -> bool:
-    if not isinstance(state, State) or not state.is_each:
-        return False
-    try:
-        state_by_rule(Call(view, {base: state}, compat.stand_in(batch), compat.symbol_of(batch)))
-    except Mixes:
-        return True
-    return False
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The parts of a region that runs in micro-batches, as graphs and as values that say how they fit together.
-
-
-Size = int | str
-"""A size, or the expression of a dynamic size, see `ir.sizes`."""
-
-
-def as_size(size: "int | torch.SymInt") -> Size:
-    """Return `size` as a number or an expression."""
-    return compat.expression_of(size)[0] or int(size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """A value that the body reads: entry `place` of the inputs of the region and the results of its head."""
-
-    place: int
-    dim: int | None = None
-    """The dimension along which each micro-batch has its slice; None if all micro-batches read the same."""
-    is_seed: bool = False
-    """Whether the value seeds random numbers, so that each micro-batch needs another."""
-    is_rows: bool = False
-    """Whether the value, a dynamic number of rows, counts only the rows of the micro-batch."""
-    is_unknown: bool = False
-    """Whether the body knows nothing about the value, the rows of the batch, whose symbol has another value there."""
-    strides: tuple[Size, ...] = ()
-    """The strides in which the body expects its slice, if they depend on the number of rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A result of the body that fills a tensor of the whole batch, a slice per micro-batch."""
-
-    whole: int
-    """The index in `wholes` of the memory of the tensor; views of one memory share it."""
-    dim: int
-    shape: tuple[Size, ...]
-    stride: tuple[Size, ...]
-    offset: Size
-    bits: compat.LazyBits
-    is_copied: bool
-    """False if another result of the body has all elements of the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The layout of each part of a value that stays in parts, or of its whole."""
-
-    memory: int
-    """A number that the results have in common that are views of one memory."""
-    dim: int
-    """The dimension of the slices."""
-    view: compat.MemoryView
-    nbytes: int
-    """The bytes of the memory of a part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A result of the body that stays in parts: the tensors of all micro-batches."""
-
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartsView:
-    """An output of the region that is a view of its input `place`, which stays in parts."""
-
-    place: int
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summed:
-    """A result of the body whose values in all micro-batches are added up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Last:
-    """A result of the body that is equal in all micro-batches."""
-
-
-Result = Filled | Kept | Summed | Last
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory of a tensor of the whole batch."""
-
-    numel: Size
-    dtype: torch.dtype
-    device: torch.device
-    group: str = ""
-    """The group of activations with which the tensor leaves the device in slices; empty if it stays until the region
-    ends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DividedGraph:
-    """The three parts of a region.
-
-    Values have places: first the inputs of the region, then its dynamic sizes `numbers`, then the results of its head,
-    then those of its body as they are for the whole batch, then `views`, then those of its tail.
-    """
-
-    micro_batches: int
-    """The number of micro-batches, an upper limit if the number of rows is dynamic."""
-    num_inputs: int
-    batch: Size
-    """The rows of the batch; a symbol if their number is dynamic."""
-    symbols: tuple[tuple[str, int], ...]
-    """The symbols of dynamic sizes, each with its place among the inputs."""
-    numbers: tuple[Size, ...]
-    """The dynamic sizes among the outputs of the region."""
-    head: RegionGraph | None
-    head_reads: tuple[int, ...]
-    body: RegionGraph
-    body_reads: tuple[Read, ...]
-    results: tuple[Result, ...]
-    wholes: tuple[Memory, ...]
-    views: tuple[PartsView, ...]
-    tail: RegionGraph | None
-    tail_reads: tuple[int, ...]
-    outputs: tuple[int, ...]
-    """The place of each output of the region."""
-
-
-@dataclass(slots=True)
-class Part:
-    """A graph under construction, with the values that it reads."""
-
-    source: RegionGraph
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    root: torch.nn.Module = field(default_factory=torch.nn.Module)
-    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The node of this graph for a node of the region."""
-    reads: dict[fx.Node, Read] = field(default_factory=dict)
-    """What each placeholder of this graph reads."""
-    stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The input of the region that a placeholder reads whole."""
-    by_read: dict[Read, fx.Node] = field(default_factory=dict)
-    created: dict[tuple[fx.Node, int | None], fx.Node] = field(default_factory=dict)
-    """The copies of a tensor of one value, by the dimension along which they have the size of a micro-batch."""
-
-    def read(self, read: Read, node: fx.Node, value: object) -> fx.Node:
-        """Return the placeholder for `read` of the region's `node`, with the example `value`."""
-        if read not in self.by_read:
-            with self.graph.inserting_before(None):
-                made = self.graph.placeholder(node.name)
-            made.target = made.name  # a value may be read whole and in slices
-            made.meta = {**node.meta, "val": value}
-            self.by_read[read], self.reads[made] = made, read
-            is_changed = read.is_seed or read.is_rows or read.is_unknown
-            if read.dim is None and not is_changed and read.place < len(self.source.inputs):
-                self.stands_for[made] = self.source.inputs[read.place]
-        return self.by_read[read]
-
-    def constant(self, node: fx.Node) -> fx.Node:
-        """Return the copy of `node`, a constant of the region."""
-        if node not in self.copies:
-            setattr(self.root, str(node.target), getattr(self.source.module, str(node.target)))
-            self.copies[node] = self.graph.node_copy(node)
-        return self.copies[node]
-
-    def finished(self, outputs: Sequence[fx.Node]) -> tuple[RegionGraph, tuple[Read, ...]]:
-        """Return the graph, which returns `outputs`, as a region, and what it reads."""
-        placeholders = self.graph.find_nodes(op="placeholder")
-        self.graph.output(tuple(outputs))
-        self.graph.lint()
-        made = replace(
-            self.source,
-            module=compat.graph_module(self.root, self.graph),
-            inputs=tuple(self.stands_for.get(node, node) for node in placeholders),
-            outputs=tuple(outputs),
-            is_only=False,
-        )
-        return made, tuple(self.reads[node] for node in placeholders)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -486,26 +240,24 @@ def partition_of(
     """
     if captured.backward is None:
         return Partition(captured=captured, away={})
-    forward, backward = _copied(captured.forward), _copied(captured.backward)
+    forward, backward = copied(captured.forward), copied(captured.backward)
     result = replace(captured, forward=forward, backward=backward)
     behind = {node: names[0] for node, names in storages_behind(result).items() if len(names) == 1}
     _Repeater(result, behind, stored(graph, activations)).run(graph, activations)
     away = _save_what_is_read(result, behind, activations)
-    _drop_unread_views(forward.graph)
+    # Views that no node reads would hold the memory of values that are not saved until they are made, at the end of the
+    # forward.
+    for node in reversed(forward.graph.nodes):
+        if not node.users and is_view(node):
+            forward.graph.erase_node(node)
     for half in (forward, backward):
         half.graph.lint()
-    inline = _inline(graph, activations, is_divided=is_divided) if captured.fused else frozenset()
+    inline: frozenset[OpId] = frozenset()
+    if captured.fused:
+        step = with_repeats(graph, activations)
+        absorbed = absorbed_storages(step, is_divided=is_divided)
+        inline = frozenset(op.id for op in step.ops if op.writes and op.writes[-1] in absorbed)
     return Partition(captured=result, away=away, inline=inline)
-
-
-def _inline(graph: StepGraph, activations: Sequence[Activations], *, is_divided: bool) -> frozenset[OpId]:
-    step = with_repeats(graph, activations)
-    absorbed = absorbed_storages(step, is_divided=is_divided)
-    return frozenset(op.id for op in step.ops if op.writes and op.writes[-1] in absorbed)
-
-
-def _copied(half: fx.GraphModule) -> fx.GraphModule:
-    return compat.graph_module(half, copy.deepcopy(half.graph))
 
 
 @dataclass(slots=True)
@@ -523,14 +275,15 @@ class _Repeater:
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph: StepGraph, activations: Sequence[Activations]) -> None:
-        backward = self.captured.backward_module.graph
+        captured, backward = self.captured, self.captured.backward_module.graph
         found = repeats(graph, activations)
         if not found:
             return
         self.there = {str(node.target): node for node in backward.find_nodes(op="placeholder")}
-        saved = [node for node in self.captured.saved if isinstance(node, fx.Node) and node.name in self.there]
+        saved = [node for node in captured.saved if isinstance(node, fx.Node) and node.name in self.there]
         self.sources = by_owner([node for node in saved if self.behind.get(node) in self.stored])
-        ops = _by_id(self.captured)
+        halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward_module))
+        ops = {op_id(phase, node): node for phase, half in halves for node in ops_of(half.graph)}
         placed: dict[fx.Node, fx.Node] = {}
         for repeat in found:
             node = ops[repeat.op]
@@ -545,34 +298,42 @@ class _Repeater:
                     self.there[node.name].replace_all_uses_with(self._value(node))
         merge_markers(backward)
         _sort(backward)
-        _take_apart(self.copies.values())
-        self._stamp()
+        # Each result of an op with several moves to the place directly behind the op: a tuple holds the memory of all
+        # of its tensors until the last of them is taken.
+        for node in reversed([node for node in self.copies.values() if node.target is operator.getitem]):
+            source_of(node).append(node)
+        # The ticket gets the versions of the parameters of recomputed ops too.
+        stamp = captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        read = backward.find_nodes(op="call_function", target=parameter)
+        stamp.args = (tuple(dict.fromkeys([*ints_of(stamp, 0), *map(key_of, read)])),)
 
     def _value(self, node: fx.Node) -> fx.Node:
         """Return the node of the backward for the value of `node`, made at the insertion point if it is new."""
-        if node not in self.copies:
-            self.copies[node] = self._found(node)
-        return self.copies[node]
-
-    def _found(self, node: fx.Node) -> fx.Node:
+        if node in self.copies:
+            return self.copies[node]
+        backward = self.captured.backward_module
         if is_number(node):
-            return self.there[node.name]
-        if node.target is parameter:
-            return marker_node(self.captured.backward_module.graph, parameter, node.args, node.meta)
-        if node.op == "get_attr":
-            return self._constant(node)
-        chain = view_chain(node)
-        path = path_to(node, self.sources, self.there)
-        if path is None:
+            value = self.there[node.name]
+        elif node.target is parameter:
+            value = marker_node(backward.graph, parameter, node.args, node.meta)
+        elif node.op == "get_attr":
+            name = f"{AGAIN}{str(node.target).replace('.', '_')}"
+            setattr(backward, name, getattr(self.captured.forward, str(node.target)))
+            value = backward.graph.create_node("get_attr", name, name=name)
+            value.meta = {**node.meta, RECOMPUTED: True}
+        elif (path := path_to(node, self.sources, self.there)) is not None:
+            value = self.there[path.source.name]
+            for view in path.undo:
+                value = undo(view, value)
+            for view in path.redo:
+                value = self._copy(view, value)
+        else:
+            chain = view_chain(node)
             is_made = chain[-1] in self.copies or chain[-1].target is parameter or chain[-1].op == "get_attr"
-            if len(chain) > 1 and is_made:
-                return self._copy(node)
-            raise InvalidPlan(f"a recomputed op reads {node.name}, which cannot be made from saved values.")
-        value = self.there[path.source.name]
-        for view in path.undo:
-            value = undo(view, value)
-        for view in path.redo:
-            value = self._copy(view, value)
+            if len(chain) == 1 or not is_made:
+                raise InvalidPlan(f"a recomputed op reads {node.name}, which cannot be made from saved values.")
+            value = self._copy(node)
+        self.copies[node] = value
         return value
 
     def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
@@ -586,24 +347,6 @@ class _Repeater:
         made = graph.create_node(node.op, node.target, args, kwargs, name=f"{AGAIN}{node.name}")
         made.meta = {**node.meta, RECOMPUTED: True, "val": fresh_value(node, read(viewed[0]) if viewed else None)}
         return made
-
-    def _constant(self, node: fx.Node) -> fx.Node:
-        module, name = self.captured.backward_module, f"{AGAIN}{str(node.target).replace('.', '_')}"
-        setattr(module, name, getattr(self.captured.forward, str(node.target)))
-        made = module.graph.create_node("get_attr", name, name=name)
-        made.meta = {**node.meta, RECOMPUTED: True}
-        return made
-
-    def _stamp(self) -> None:
-        """Add the versions of the parameters of recomputed ops to the ticket."""
-        stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        read = self.captured.backward_module.graph.find_nodes(op="call_function", target=parameter)
-        stamp.args = (tuple(dict.fromkeys([*ints_of(stamp, 0), *map(key_of, read)])),)
-
-
-def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
-    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward_module))
-    return {op_id(phase, node): node for phase, half in halves for node in ops_of(half.graph)}
 
 
 def _sort(graph: fx.Graph) -> None:
@@ -634,21 +377,6 @@ def _sort(graph: fx.Graph) -> None:
                     ready.append(reader)
 
 
-def _take_apart(recomputed: Iterable[fx.Node]) -> None:
-    """Move each result of an op with several to the place directly behind the op. A tuple holds the memory of all of
-    its tensors until the last of them is taken."""
-    for node in reversed([node for node in recomputed if node.target is operator.getitem]):
-        source_of(node).append(node)
-
-
-def _drop_unread_views(graph: fx.Graph) -> None:
-    """Remove the views that no node reads. They would hold the memory of values that are not saved until they are made,
-    at the end of the forward."""
-    for node in reversed(graph.nodes):
-        if not node.users and is_view(node):
-            graph.erase_node(node)
-
-
 def _save_what_is_read(
     captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
 ) -> Mapping[GroupId, tuple[str, ...]]:
@@ -668,3 +396,104 @@ def _save_what_is_read(
             away[group_of[behind[node]]].append(node.name)
     set_outputs(captured.forward.graph, values)
     return {group: tuple(names) for group, names in away.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find the values of a capture that are there in slices or in parts, by what the plan counts.
+#
+# Offloaded values may pass between device and host in slices. Others may stay in parts between two laps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The layout of each part of a value that stays in parts, or of its whole."""
+
+    memory: int
+    """A number that the results have in common that are views of one memory."""
+    dim: int
+    """The dimension of the slices."""
+    view: compat.MemoryView
+    nbytes: int
+    """The bytes of the memory of a part."""
+
+
+def layout_of(value: torch.Tensor, state: State, micro_batches: int, memory: int = 0) -> Layout:
+    """Return the layout of the parts of `value`, which are views of the memory with the number `memory`."""
+    return Layout(
+        memory=memory,
+        dim=state.dim,
+        view=replace(compat.MemoryView.of(value), shape=local_shape(value, state, micro_batches)),
+        nbytes=value.untyped_storage().nbytes() // micro_batches,
+    )
+
+
+def local_shape(whole: torch.Tensor, state: State, divisor: int) -> tuple[int, ...]:
+    """Return the shape of one micro-batch's part of `whole`: the size along its slices is divided by `divisor`."""
+    return tuple(
+        size // divisor if state.is_each and dim == state.dim else size for dim, size in enumerate(known_shape(whole))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedValues:
+    """The values that pass in slices, and those that stay in parts."""
+
+    leaving: Mapping[fx.Node, GroupId] = field(default_factory=dict)
+    """The group of each value of the forward that leaves in slices."""
+    arriving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The dimension and the number of the slices of each value that arrives in slices, by its name."""
+    in_parts: frozenset[fx.Node] = frozenset()
+    """The values of both halves that stay in parts."""
+    saved_in_parts: Mapping[str, Layout] = field(default_factory=dict)
+    """The layout in the capture of each value in parts that the forward saves for the backward, by its name."""
+
+
+def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States]) -> SlicedValues:
+    """Return the values of `halves`, made for the activations of `plan`, that pass in slices or stay in parts.
+
+    `graph` is the step of the capture, and `states` are those of the values of `halves`.
+    """
+    laps = laps_of(plan)
+    leaving, arriving = _passing(halves, graph, plan, states, laps)
+    names = stays_in_parts(graph, plan.activations, laps)
+    if not names:
+        return SlicedValues(leaving=leaving, arriving=arriving)
+    captured = halves.captured
+    forward, backward = (storages_behind(captured, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    of_both = (*forward.items(), *backward.items())
+    in_parts = frozenset(node for node, storages in of_both if len(storages) == 1 and storages[0] in names)
+    # The layout of the whole of each value; views of one storage share a memory.
+    memories: dict[StorageId, int] = {}
+    layouts: dict[str, Layout] = {}
+    for node in captured.saved:
+        if isinstance(node, fx.Node) and node in in_parts:
+            state, memory = states[node], memories.setdefault(forward[node][0], len(memories))
+            assert isinstance(state, State), f"{node.name} is one tensor"
+            layouts[node.name] = layout_of(tensor_of(node), state, 1, memory)
+    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=layouts)
+
+
+def _passing(
+    halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States], laps: tuple[Lap, ...]
+) -> tuple[Mapping[fx.Node, GroupId], Mapping[str, tuple[int, int]]]:
+    """Return the values that leave in slices, and those that arrive in slices."""
+    step = as_run(graph, plan.activations, laps)
+    crosses = crossings(step, plan.activations)
+    leaving: dict[fx.Node, GroupId] = {}
+    arriving: dict[str, tuple[int, int]] = {}
+    if not crosses:
+        return leaving, arriving
+    there = {storage.id for storage in step.storages}
+    forward = halves.captured.forward.graph
+    saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
+    behind = storages_behind(halves.captured)
+    for group, found in crosses.items():
+        for name in halves.away[group]:
+            node = saved[name]
+            (storage,), state = behind[node], states[node]
+            if found.arriving is not None and next_name(storage) in there:
+                assert isinstance(state, State), f"{name} is one tensor"
+                arriving[name] = (state.dim, found.arriving.micro_batches)
+            if leaving_name(storage) in there:
+                leaving[node] = group
+    return leaving, arriving

@@ -14,10 +14,9 @@ from elixir_compile import compat
 from elixir_compile.base.errors import InvalidOption, UnsupportedModel
 from elixir_compile.base.options import Options
 from elixir_compile.compat.platforms import accelerator
-from elixir_compile.graph.capture.convert import Captured
+from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.capture.loss import chunk_loss, find_loss
-from elixir_compile.graph.capture.markers import key_of, parameter
-from elixir_compile.graph.capture.node_facts import source_of, value_of
+from elixir_compile.graph.capture.node_facts import key_of, parameter, source_of, value_of
 from elixir_compile.graph.capture.tracing import trace_step
 from elixir_compile.graph.ops.optimizers import add_master, has_master
 from elixir_compile.graph.ops.registry import slot_of

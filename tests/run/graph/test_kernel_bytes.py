@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.graph.capture.kernel_bytes import KernelBytes, KernelCall, may_differ
-from elixir_compile.graph.rewrite.own_memory import in_own_memory, with_own_memory
+from elixir_compile.graph.capture.captured import KernelBytes, KernelCall, may_differ
 from elixir_compile.ir import Kind, StepGraph, fingerprint
 from elixir_compile.ir.graph import graph_at
+from elixir_compile.runtime.lowering import in_own_memory, with_own_memory
 from elixir_compile.runtime.measure import Resident, measured_bytes, peak_bytes
 from elixir_compile.session import cache as known_kernels
 from elixir_compile.session.cache import KnownKernels

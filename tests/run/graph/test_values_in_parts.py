@@ -24,8 +24,7 @@ from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.recording import ledger_for
-from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.slices import InParts, kept_part, viewed
+from elixir_compile.runtime.saved import InParts, SavedActivations, kept_part, viewed
 from elixir_compile.step import verify
 from elixir_compile.tools.testing import MemorySchedules
 from tests.fx.handmade import Choice, from_host, offload, planned

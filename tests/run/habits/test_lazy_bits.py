@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.graph.rewrite.regions import Layout
-from elixir_compile.runtime.slices import InParts, kept_part
+from elixir_compile.runtime.saved import InParts, kept_part
 from tests.fx.handmade import Choice, keep, offload, planned
 from tests.run.habits.habit import habit
 from tests.run.processes import spawn

@@ -13,7 +13,7 @@ import torch
 from elixir_compile.compat import MemoryView
 from elixir_compile.ir import Tier
 from elixir_compile.runtime.executor import Executor, synchronize_executors
-from elixir_compile.runtime.slices import ArrivingView, LeavingView, View
+from elixir_compile.runtime.saved import ArrivingView, LeavingView, View
 from elixir_compile.runtime.updates import finish_updates
 from tests.races.checker import Race
 from tests.run.races.home import B0, CPU, Home
