@@ -36,7 +36,7 @@ from elixir_compile.base.folders import cache_dir, write_cached
 from elixir_compile.base.options import Options
 from elixir_compile.ir import Param, StorageId, graph_from_json, graph_to_json
 from elixir_compile.ir.hardware import preset
-from elixir_compile.search import Problem, plan, planner, tries
+from elixir_compile.search import Problem, best, plan, planner
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation import solver
 from elixir_compile.search.greedy import RULES
@@ -192,7 +192,7 @@ class Counts:
 def counting() -> Iterator[Counts]:
     """Count the work of all searches in the `with` block, by wrappers around the planner's functions."""
     counts, began_s = Counts(), time.process_time()
-    play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
+    play, keep, place = Evaluator.played, best.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (solver, "linprog", solver.linprog),
         (solver, "solve_integral", solver.solve_integral),
@@ -206,7 +206,7 @@ def counting() -> Iterator[Counts]:
         counts.best.append((time.process_time() - began_s, first.step_s))
         return place(evaluator, first, *arguments, **named)
 
-    def counted_keep(self: tries.Tries, draft: Any) -> None:
+    def counted_keep(self: best.Tries, draft: Any) -> None:
         keep(self, draft)
         counts.best.append((time.process_time() - began_s, self.best.step_s))
 
@@ -217,13 +217,13 @@ def counting() -> Iterator[Counts]:
 
         return solve
 
-    Evaluator.played, tries.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
+    Evaluator.played, best.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
     for module, name, function in solvers:
         setattr(module, name, counted(function))
     try:
         yield counts
     finally:
-        Evaluator.played, tries.Tries._keep, planner.place_best = play, keep, place
+        Evaluator.played, best.Tries._keep, planner.place_best = play, keep, place
         for module, name, function in solvers:
             setattr(module, name, function)
 
