@@ -31,7 +31,7 @@ import elixir_compile as elixir
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.share import equal_shares
 from elixir_compile.runtime.lowering import PlacedRegion
-from elixir_compile.tools import shares as shares_module
+from elixir_compile.tools import plan as planning
 
 TIMES = 3
 """How often the slow rank runs each region."""
@@ -70,7 +70,7 @@ def slower(cluster: Cluster) -> Cluster:
 @contextmanager
 def emulated(is_slow: bool) -> Iterator[None]:
     """During the block, let this rank run each region `TIMES` times if it `is_slow`, and say so in its profile."""
-    run, machine = PlacedRegion.forward, shares_module.machine
+    run, machine = PlacedRegion.forward, planning.machine
 
     def repeated(region: PlacedRegion, box: list[Any]) -> Any:
         for _ in range(TIMES - 1):
@@ -79,11 +79,11 @@ def emulated(is_slow: bool) -> Iterator[None]:
 
     if is_slow:
         PlacedRegion.forward = repeated  # pyright: ignore[reportAttributeAccessIssue]  emulated, until the block ends
-        shares_module.machine = lambda *given: slower(machine(*given))  # pyright: ignore[reportAttributeAccessIssue]
+        planning.machine = lambda *given: slower(machine(*given))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        PlacedRegion.forward, shares_module.machine = run, machine
+        PlacedRegion.forward, planning.machine = run, machine
 
 
 class Run:
