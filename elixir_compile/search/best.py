@@ -6,7 +6,7 @@ simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
     counted     how many of like buckets and layers take each option; in large MILPs            `solver`
-    bound       the relaxed optimum; columns and rows are added to the MILP as needed            `solver`
+    bound       the relaxed optimum; columns and constraints are added to the MILP as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
     pool        the best integral candidates over all options used by the relaxed optima
@@ -295,12 +295,12 @@ TOLERANCE = 1e-3
 """The search ends if no untried candidate can be faster by more than this share of the step."""
 _MIN_IDLE, _IDLE_COLUMNS, _IDLE_STREAMED = 12, 20_000, 6_000
 """The stage `integral` ends after `_IDLE_COLUMNS / columns` solutions in a row without a shorter step, but not before
-`_MIN_IDLE`. MILPs with streamed updates use `_IDLE_STREAMED`: they have no row for a gather that waits because it is
-early, so the rest of their gap never closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same
+`_MIN_IDLE`. MILPs with streamed updates use `_IDLE_STREAMED`: they have no constraint for a gather that waits because
+it is early, so the rest of their gap never closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same
 plan."""
 _MAX_MISSES = 24
 """The stage `integral` also ends after so many solutions in a row that do not fit by the exact count: each of them
-forbids a single candidate, and rows against single candidates make the next solve longer. A small model under
+forbids a single candidate, and constraints against single candidates make the next solve longer. A small model under
 `torch.autocast` at its smallest budget: 73 solves in 5 s, none of which fit."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 """Shares of the time after which integral solves and all simulation end. The decisions get the rest."""
@@ -428,7 +428,7 @@ def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float, b
 
 
 def _seeds(milp: Milp, candidates: Iterable[Candidate]) -> list[Vector]:
-    """Return the x of each of `candidates`, after adding the rows of its longest paths."""
+    """Return the x of each of `candidates`, after adding the constraints of its longest paths."""
     seeds = [milp.vector(candidate) for candidate in candidates]
     for seed in seeds:
         milp.add_paths(seed)
@@ -444,7 +444,7 @@ def _uniform_candidates(evaluator: Evaluator) -> list[Candidate]:
 
 
 def _try_shortest(tries: Tries, milp: Milp, starts: Sequence[Candidate]) -> None:
-    """Try `starts` that fit by the rows of the MILP, from the shortest by its paths, until one of them fits."""
+    """Try `starts` that fit by the constraints of the MILP, from the shortest by its paths, until one of them fits."""
     problem = tries.evaluator.facts.problem
     vectors = [(candidate, milp.vector(candidate)) for candidate in starts]
     fitting = [
@@ -524,7 +524,7 @@ def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bou
             continue
         pool.append(found.x)
         before_s = tries.best.step_s
-        # The integral candidate nearest to the optimum: the last, which breaks no row.
+        # The integral candidate nearest to the optimum: the last, which breaks no constraint.
         nearest = list(rounded(milp, found.x, tries.deadline, more_bytes=more_bytes))
         if not nearest:
             also = [milp.vector(tries.best.candidate)]
@@ -591,7 +591,8 @@ def _solve(tries: Tries, milp: Milp, deadline: Deadline) -> float:
         # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.
         own_s = rest_s if milp.has_streams else milp.lower_s(milp.vector(candidate))
         proved[candidate] = max(proved.get(candidate, 0.0), own_s)
-        # Equal layers give many candidates with equal rows in the MILP, which leave different memory for prefetch.
+        # Equal layers give many candidates with equal constraints in the MILP, which leave different memory for
+        # prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s
         if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MAX_MISSES:
@@ -602,7 +603,8 @@ def _solve(tries: Tries, milp: Milp, deadline: Deadline) -> float:
 def _certificate(milp: Milp, start: Priced) -> Certificate:
     """Return the certificate of the relaxed optimum `start`.
 
-    It is made before the search adds rows to the MILP: they would raise the bound with one more GiB, not `start`'s.
+    It is made before the search adds constraints to the MILP: they would raise the bound with one more GiB, not
+    `start`'s.
     """
     more = priced(milp, [start.x], deadline_in(1.0), GIB, _MAX_STALE)
     return Certificate(

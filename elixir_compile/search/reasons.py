@@ -138,7 +138,7 @@ def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
     if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:
         op = facts.graph.ops[milp.memory.highest_op(fullest)]
         labels.append(f"device memory is full at {op.id}")
-    host = milp.host_row
+    host = milp.host_constraint
     if host.values @ x[host.columns] >= host.limit * _FULL:
         labels.append("host memory is full")
     return tuple(dict.fromkeys(labels))

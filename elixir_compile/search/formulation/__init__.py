@@ -1,1 +1,1 @@
-"""A problem as a mixed-integer program: columns, rows, the relaxed optimum with its bound, and integral solutions."""
+"""A problem as a mixed-integer program: columns, constraints, the relaxed optimum with its bound, and solutions."""

@@ -175,7 +175,7 @@ class Gate:
     """The place of the y of the first taker among those of all gates of the MILP."""
 
     def counts(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the y of each taker at x, the least that the rows of the MILP allow if x is not integral.
+        """Return the y of each taker at x, the least that the constraints of the MILP allow if x is not integral.
 
         If x is a matrix, choices x numbers of x, so is y.
         """

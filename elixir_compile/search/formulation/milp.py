@@ -1,8 +1,9 @@
-"""A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and rows for memory and seconds.
+"""A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and constraints for memory and
+seconds.
 
-The objective is the sum of T, the seconds of each phase. Rows are added during the search: `solver` adds
-the memory rows and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best known
-step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
+The objective is the sum of T, the seconds of each phase. Constraints are added during the search: `solver` adds
+the memory constraints and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best
+known step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
 """
 
 import copy
@@ -21,7 +22,7 @@ from elixir_compile.search.space.memory import MemoryModel
 
 SCALE = 1000.0
 TOLERANCE = 1e-7
-"""A row counts as satisfied if it is exceeded by less than this share of the step or the budget."""
+"""A constraint counts as satisfied if it is exceeded by less than this share of the step or the budget."""
 _NUM_STRETCHES = 32
 _MANY_CHOICES = 600
 _AT_ONCE = 256
@@ -31,8 +32,9 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Row:
-    """A row `values @ (x, T, y, z)[columns] <= limit`, in scaled units; sparse, because later rows add columns z."""
+class Constraint:
+    """A constraint `values @ (x, T, y, z)[columns] <= limit`, in scaled units; sparse, because later constraints add
+    columns z."""
 
     columns: Indices
     values: Vector
@@ -41,10 +43,11 @@ class Row:
 
 
 class Milp:
-    """The mixed-integer program of a problem, with the rows added so far.
+    """The mixed-integer program of a problem, with the constraints added so far.
 
     It has more than 20 methods and 15 attributes, because what an x means (its candidate, bytes and seconds) and the
-    rows that an x breaks are read from the same columns; apart, each half would need most attributes of the other.
+    constraints that an x breaks are read from the same columns; apart, each half would need most attributes of the
+    other.
 
     `reference_s`, the seconds of the best known step, is the unit of time.
     """
@@ -52,7 +55,7 @@ class Milp:
     def __init__(self, evaluator: Evaluator, reference_s: float) -> None:
         self.evaluator = evaluator
         self.reference_s = reference_s
-        self.rows: list[Row] = []
+        self.constraints: list[Constraint] = []
         facts = evaluator.facts
         profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
@@ -82,7 +85,7 @@ class Milp:
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
         # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
-        # here, and `_add_streamed` adds a row for each streamed bucket on its own.
+        # here, and `_add_streamed` adds a constraint for each streamed bucket on its own.
         columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
         self.bytes_of = np.array(columns, dtype=np.float64).T
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
@@ -92,20 +95,22 @@ class Milp:
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
-        self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
-        self._lasting_rows = [self.host_row, *self._rows_of_choices(gates)]
-        self.rows += self._lasting_rows
+        self.host_constraint = Constraint(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
+        self._lasting_constraints = [self.host_constraint, *self._constraints_of_choices(gates)]
+        self.constraints += self._lasting_constraints
 
     def with_trips(self) -> "Milp":
         """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
 
         Copies of activations share links with the copies of buckets, so this MILP finds better candidates. Its
-        optimum proves no bound, because a collective need not wait for a copy of activations. Memory rows are reused.
+        optimum proves no bound, because a collective need not wait for a copy of activations. Memory constraints are
+        reused.
         """
         other = copy.copy(self)
-        # The rows of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without them.
-        memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
-        other.rows = [*self._lasting_rows, *memory_rows]
+        # The constraints of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without
+        # them.
+        reused = [own for own in self.constraints if own.is_memory and own.columns.max(initial=0) < self.num_choices]
+        other.constraints = [*self._lasting_constraints, *reused]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = self._num_counts
         # The same gates, because copies of activations are no takers.
@@ -129,29 +134,29 @@ class Milp:
         """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
         return bool(self.streams)
 
-    def _rows_of_choices(self, gates: Sequence[Gate]) -> Iterator[Row]:
-        """Yield the rows for what may be chosen together: streams, quotas and gates."""
+    def _constraints_of_choices(self, gates: Sequence[Gate]) -> Iterator[Constraint]:
+        """Yield the constraints for what may be chosen together: streams, quotas and gates."""
         facts = self.evaluator.facts
         # A bucket streams only if its level has its state on the host and its parameters at the home of the stream.
         for (i, home), choice in self.streams.items():
             levels = [self.choices[i, level] for level in self.levels_at(i, home)]
             columns = np.array([self.choices[choice], *levels], dtype=np.int64)
-            yield Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
+            yield Constraint(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
         # The elements of buckets that meet the option of a quota are within its limits.
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
         for quota in facts.quotas:
             counted = [(i, level) for i, level in pairs if quota.numels[i] and meets(quota.option, level)]
             columns = np.array([self.choices[pair] for pair in counted], dtype=np.int64)
             shares = np.array([quota.numels[i] for i, _ in counted], dtype=np.float64) / max(quota.most, 1) * SCALE
-            yield Row(columns, shares, SCALE)
-            yield Row(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)
+            yield Constraint(columns, shares, SCALE)
+            yield Constraint(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)
         # y of each taker of a gate is at least the share of the taker, and y of the next one.
         for gate in gates:
             behind = self.num_choices + len(self.phases) + gate.first
             for i, taker in enumerate(gate.takers):
-                yield Row(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
+                yield Constraint(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
             for y in range(behind + 1, behind + len(gate.takers)):
-                yield Row(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0)
+                yield Constraint(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0)
 
     def levels_at(self, i: int, home: Tier) -> list[Level]:
         """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""
@@ -226,10 +231,10 @@ class Milp:
             found.append(np.maximum(sum(phases_s, nothing) + across_s, longest_s(self.whole_step, part)))
         return np.concatenate(found)
 
-    # Rows.
+    # Constraints.
 
     def add_paths(self, x: Vector) -> bool:
-        """Add a row for the longest path of each flow shop at x; return whether any row is new."""
+        """Add a constraint for the longest path of each flow shop at x; return whether any constraint is new."""
         added = False
         for number, shops in enumerate(self.phases):
             for shop in shops:
@@ -241,7 +246,7 @@ class Milp:
         return added
 
     def _add_path(self, numbers: tuple[int, ...], path: Path) -> bool:
-        """Add the row: T of the phases with these `numbers` add up to at least the seconds of `path`."""
+        """Add the constraint: T of the phases with these `numbers` add up to at least the seconds of `path`."""
         key = ("path", numbers, path.constant_s, path.coefficients_s.tobytes())
         if key in self._seen:
             return False
@@ -251,17 +256,18 @@ class Milp:
         values = path.coefficients_s[columns] * unit
         columns[columns >= self.num_choices] += len(self.phases)  # columns y
         columns = np.append(columns, [self.num_choices + number for number in numbers])
-        self.rows.append(Row(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
+        self.constraints.append(Constraint(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
         return True
 
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
-        """Add memory rows for the fullest segments that x breaks; return whether any row is new.
+        """Add memory constraints for the fullest segments that x breaks; return whether any constraint is new.
 
         `more_bytes` is added to the budget.
         """
         budget_bytes = self.evaluator.facts.problem.budget_bytes + more_bytes
         live_bytes = self.live_bytes(x)
-        # Only the fullest segment of each stretch gets a row, because neighbouring segments have nearly equal rows.
+        # Only the fullest segment of each stretch gets a constraint, because neighbouring segments have nearly equal
+        # constraints.
         stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
         fullest = [int(segments[live_bytes[segments].argmax()]) for segments in stretches]
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
@@ -287,10 +293,11 @@ class Milp:
     def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
         budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
         limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * SCALE
-        self.rows.append(Row(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
+        self.constraints.append(Constraint(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
 
     def add_leaving(self, candidate: Candidate) -> bool:
-        """Add exact rows for at most four segments that `candidate` overfills; return whether any row is new.
+        """Add exact constraints for at most four segments that `candidate` overfills; return whether any constraint is
+        new.
 
         A bucket's gradients leave the device only when the gradients of the next leaving bucket are complete. So the
         gradients of bucket i are live in segment s if bucket i leaves and no bucket completed between i and s leaves.
@@ -316,13 +323,13 @@ class Milp:
                 z = self.num_choices + len(self.phases) + self.num_extra
                 self.num_extra += 1
                 columns.append(np.array([z]))
-                # The fewest of all levels: a row with more would exclude levels that fit.
+                # The fewest of all levels: a constraint with more would exclude levels that fit.
                 leaving = self._leaving(i)
                 nbytes.append(np.array([float(min((memory.late_bytes(i, level) for level in leaving), default=0))]))
                 own = [self.choices[i, level] for level in leaving]
                 between = [self.choices[j, level] for j in before[place + 1 :] for level in self._leaving(j)]
                 values = np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]])
-                self.rows.append(Row(np.array([*own, *between, z], dtype=np.int64), values, 0.0))
+                self.constraints.append(Constraint(np.array([*own, *between, z], dtype=np.int64), values, 0.0))
             self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
         return bool(new)
 
@@ -332,12 +339,12 @@ class Milp:
         return [level for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
     def limits(self, more_bytes: int = 0) -> Vector:
-        """Return the limit of each row, with `more_bytes` added to the device budget."""
+        """Return the limit of each constraint, with `more_bytes` added to the device budget."""
         budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
-        return np.array([row.limit + more_bytes / budget_bytes * SCALE * row.is_memory for row in self.rows])
+        return np.array([own.limit + more_bytes / budget_bytes * SCALE * own.is_memory for own in self.constraints])
 
     def is_short(self, x: Vector, bound: float) -> bool:
-        """Return whether the scaled objective `bound` is below `lower_s` at x: rows for paths are missing."""
+        """Return whether the scaled objective `bound` is below `lower_s` at x: constraints for paths are missing."""
         return self.lower_s(x) * SCALE / self.reference_s > bound * (1 + TOLERANCE)
 
     def seconds(self, bound: float) -> float:
@@ -345,6 +352,6 @@ class Milp:
         return bound * self.reference_s / SCALE * (1 - 1e-6)
 
     def forbid(self, candidate: Candidate) -> None:
-        """Add a row that excludes `candidate`, whatever it streams, and no other candidate."""
+        """Add a constraint that excludes `candidate`, whatever it streams, and no other candidate."""
         columns = np.array(self._columns(candidate), dtype=np.int64)
-        self.rows.append(Row(columns, np.ones(len(columns)), len(columns) - 1.0))
+        self.constraints.append(Constraint(columns, np.ones(len(columns)), len(columns) - 1.0))

@@ -94,15 +94,15 @@ def without_notes() -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Solve a MILP under its rows so far by HiGHS through scipy: integral solutions, and the relaxed optimum.
+# Solve a MILP under its constraints so far by HiGHS through scipy: integral solutions, and the relaxed optimum.
 #
-# The relaxed optimum and its bound come by column and row generation.
+# The relaxed optimum and its bound come by column and constraint generation.
 #
 # A master problem has some of the columns. Its multipliers price every column. Columns enter the master if they are
-# cheaper than the columns of their bucket or layer there; rows enter if the optimum breaks them. The rounds end if
-# neither columns nor rows enter.
+# cheaper than the columns of their bucket or layer there; constraints enter if the optimum breaks them. The rounds end
+# if neither columns nor constraints enter.
 #
-#     minimise  sum of T   over the columns so far          multipliers l >= 0 of the rows  a x - T <= b
+#     minimise  sum of T   over the columns so far          multipliers l >= 0 of the constraints  a x - T <= b
 #     price     l a of every column, in the master or not   the cheapest columns enter
 #     bound     -l b + sum over phases of min(0, 1 - l of its paths) T_max
 #                    + sum over buckets and layers of min over their options of l a
@@ -135,7 +135,7 @@ def solve_integral(
     integral_streams: bool = True,
     max_nodes: int = _MAX_NODES,
 ) -> Solution | None:
-    """Return the best integral x under the MILP's rows; None if no x fits or the time ends before any is found.
+    """Return the best integral x under the MILP's constraints; None if no x fits or the time ends before any is found.
 
     `gap` is the relative gap between objective and bound at which the solver stops. `more_bytes` is added to the device
     budget. `is_open`, by column, limits the options to choose from; the bound then holds for these options only. If
@@ -169,17 +169,17 @@ def solve_integral(
 
 
 def num_columns_of(milp: Milp) -> int:
-    """Return the number of columns: x of choices, T of phases, and z of rows."""
+    """Return the number of columns: x of choices, T of phases, and z of constraints."""
     return milp.num_choices + len(milp.phases) + milp.num_extra
 
 
 def matrix_of(milp: Milp) -> sparse.csr_array:
-    """Return the coefficients of the MILP's rows as a matrix, rows x columns."""
-    lengths = [len(row.columns) for row in milp.rows]
-    columns = np.concatenate([row.columns for row in milp.rows])
-    values = np.concatenate([row.values for row in milp.rows])
+    """Return the coefficients of the MILP's constraints as a matrix, constraints x columns."""
+    lengths = [len(constraint.columns) for constraint in milp.constraints]
+    columns = np.concatenate([constraint.columns for constraint in milp.constraints])
+    values = np.concatenate([constraint.values for constraint in milp.constraints])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return sparse.csr_array((values, columns, starts), shape=(len(milp.rows), num_columns_of(milp)))
+    return sparse.csr_array((values, columns, starts), shape=(len(milp.constraints), num_columns_of(milp)))
 
 
 def option_counts(milp: Milp) -> sparse.csr_array:
@@ -190,10 +190,10 @@ def option_counts(milp: Milp) -> sparse.csr_array:
 
 
 def integral_candidates(milp: Milp, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
-    """Yield candidates, best first by the MILP's rows, until none is left or the time is up.
+    """Yield candidates, best first by the MILP's constraints, until none is left or the time is up.
 
     Each candidate comes with a lower limit in seconds on the step of every candidate not yielded before it. Before it
-    is yielded, the MILP gets the rows broken by it, or, if it breaks none, a row to forbid it.
+    is yielded, the MILP gets the constraints broken by it, or, if it breaks none, a constraint to forbid it.
     """
     while not deadline.is_over:
         solution = solve_integral(milp, limit_s=deadline.wall_s, gap=gap)
@@ -238,9 +238,10 @@ def rounded(
 ) -> Iterator[Rounded]:
     """Yield candidates made of the options used by x and by the optima in `also`; yield none if none fits.
 
-    The MILP gets the rows that a candidate breaks before the next solve. The last candidate is the best by all
-    rows, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is left free.
-    If `integral_streams` is False, streams may be fractions; `streaming.best_moves` then finds a candidate's streams.
+    The MILP gets the constraints that a candidate breaks before the next solve. The last candidate is the best by all
+    constraints, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is left
+    free. If `integral_streams` is False, streams may be fractions; `streaming.best_moves` then finds a candidate's
+    streams.
     """
     used = x > USED
     for other in also:
@@ -274,8 +275,8 @@ _CHEAPER = 1e-4
 """A column enters the master if it is cheaper by at least this much, in units of `SCALE`."""
 _CLOSE = 1e-4
 _PATIENCE, _MAX_STALE = 12, 3
-"""The rounds end if bound and master agree within the share `_CLOSE`, and either no row is new or the bound has risen
-by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a large MILP.
+"""The rounds end if bound and master agree within the share `_CLOSE`, and either no constraint is new or the bound has
+risen by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a large MILP.
 Small MILPs get more solves, because an optimum that mixes more options can be rounded better."""
 _MIN_PRICED_S, _WORTH, _MAX_LATE = 2.0, 0.9, 8
 """A solve may take `_MIN_PRICED_S` seconds even if the time is up, and up to `_MAX_LATE` solves follow until the bound
@@ -335,7 +336,7 @@ def priced(
         columns[new_columns] = True
         if not (has_new or len(new_columns)):
             break
-        # The first masters also have too few rows, so their value is below the longest paths of their own x.
+        # The first masters also have too few constraints, so their value is below the longest paths of their own x.
         claimed = max(master.value, milp.lower_s(master.x) * SCALE / milp.reference_s)
         is_worthless = best < _WORTH * claimed and number < _MAX_LATE
         if deadline.is_over and not is_worthless:
@@ -356,7 +357,7 @@ def _solved(milp: Milp, columns: NDArray[np.bool_], deadline: Deadline, more_byt
     objective = np.zeros(len(in_master) + 1)
     objective[num_chosen : num_chosen + len(milp.phases)] = 1.0
     objective[-1] = _OVER
-    over = np.array([-float(row.is_memory or row is milp.host_row) for row in milp.rows])
+    over = np.array([-float(own.is_memory or own is milp.host_constraint) for own in milp.constraints])
     upper = np.full(len(in_master) + 1, np.inf)
     upper[:num_chosen] = 1.0
     counts = option_counts(milp).tocsc()[:, in_master]
@@ -381,9 +382,10 @@ def _solved(milp: Milp, columns: NDArray[np.bool_], deadline: Deadline, more_byt
 
 
 def bound_of(milp: Milp, prices: Vector, limits: float) -> float:
-    """Return the lower limit on the objective of every integral x, scaled, proved by multipliers of the rows.
+    """Return the lower limit on the objective of every integral x, scaled, proved by multipliers of the constraints.
 
-    `prices` are the columns' coefficients times the multipliers, `limits` is the sum of the rows' limits times them.
+    `prices` are the columns' coefficients times the multipliers, `limits` is the sum of the constraints' limits times
+    them.
     """
     num_choices, num_options = milp.num_choices, milp.num_options
     behind = num_choices + len(milp.phases)
@@ -425,20 +427,20 @@ def _cheaper(milp: Milp, prices: Vector, columns: NDArray[np.bool_]) -> NDArray[
 #     32 buckets of 218 MiB        device 12, host 20                       host, device, host, host, device, ...
 #     32 layers, 6 modes each      keep 5, recompute the MLP 0, all 27      all, all, all, all, all, keep, all, ...
 #
-# A count has the mean of its members' coefficients in each row. So 100 columns replace the 1,900 of Llama 13B, and
-# HiGHS finds the relaxed optimum in 10 ms. Its counts are not whole; the options of a class are spread over its members
-# all the same, as evenly as whole options can be, so that each stretch of the step has about the mean of every row. The
-# candidate may exceed the budget by less than a bucket, because the members of a class are live at different times; the
-# optimum is then found again with less memory. Whole counts gain nothing, because candidates are judged by simulation,
-# and take 1 to 2 s: under them a Llama of 1.1 B parameters in half of its bytes on an H200 had one candidate that fits
-# after 8 s.
+# A count has the mean of its members' coefficients in each constraint. So 100 columns replace the 1,900 of Llama 13B,
+# and HiGHS finds the relaxed optimum in 10 ms. Its counts are not whole; the options of a class are spread over its
+# members all the same, as evenly as whole options can be, so that each stretch of the step has about the mean of every
+# constraint. The candidate may exceed the budget by less than a bucket, because the members of a class are live at
+# different times; the optimum is then found again with less memory. Whole counts gain nothing, because candidates are
+# judged by simulation, and take 1 to 2 s: under them a Llama of 1.1 B parameters in half of its bytes on an H200 had
+# one candidate that fits after 8 s.
 #
 # Llama 7B at batch 16 on 4 RTX 4090s came to a gap of 0.2 % with its first candidate, after 1.2 s; candidates rounded
 # from the relaxed optimum over all columns came to 2.0 % after 8.5 s.
 
 
 _MAX_ROUNDS = 12
-"""Solves of an optimum, each with the rows broken by the optimum before it."""
+"""Solves of an optimum, each with the constraints broken by the optimum before it."""
 _MAX_REPAIRS = 3
 """How often less memory is tried for a candidate over the budget: the 2nd or the 3rd time it fits, if at all."""
 
@@ -503,11 +505,11 @@ class CountedMilp:
 
     def optima(self, deadline: Deadline, more_bytes: int) -> Iterator[Spread]:
         """Yield the optimum with `more_bytes` added to the device budget, then, as long as its candidate exceeds the
-        budget, the optimum with less memory. The MILP gets the rows broken by each."""
+        budget, the optimum with less memory. The MILP gets the constraints broken by each."""
         milp = self._milp
         budget_bytes = milp.evaluator.facts.problem.budget_bytes
         for _ in range(_MAX_REPAIRS):
-            # The relaxed optimum, under rows that are added until it breaks none.
+            # The relaxed optimum, under constraints that are added until it breaks none.
             found: Vector | None = None
             for _ in range(_MAX_ROUNDS):
                 if deadline.is_over:
@@ -532,11 +534,11 @@ class CountedMilp:
 
     @without_notes()
     def _solved(self, deadline: Deadline, more_bytes: int) -> Vector | None:
-        """Return the counts, not all of them whole, with the shortest step by the MILP's rows so far; None if none
-        fits."""
+        """Return the counts, not all of them whole, with the shortest step by the MILP's constraints so far; None if
+        none fits."""
         milp, num_counts = self._milp, len(self._counts)
         matrix = matrix_of(milp).tocsc()
-        rows = sparse.hstack([matrix[:, : milp.num_choices] @ self._mean, matrix[:, milp.num_choices :]])
+        matrix = sparse.hstack([matrix[:, : milp.num_choices] @ self._mean, matrix[:, milp.num_choices :]])
         columns = np.arange(num_counts + num_columns_of(milp) - milp.num_choices)
         is_time = (columns >= num_counts) & (columns < num_counts + len(milp.phases))
         upper = np.full(len(columns), np.inf)
@@ -546,7 +548,7 @@ class CountedMilp:
         sizes = np.array([len(members) for members in self.classes], dtype=np.float64)
         result = linprog(
             is_time.astype(np.float64),
-            A_ub=rows.tocsc(),
+            A_ub=matrix.tocsc(),
             b_ub=milp.limits(more_bytes),
             A_eq=members.tocsc(),
             b_eq=sizes,

@@ -236,14 +236,14 @@ def row_bytes(milp: Milp, candidate: Candidate) -> Iterator[float]:
 
     The device budget must be 1 byte.
     """
-    num_before = len(milp.rows)
+    num_before = len(milp.constraints)
     milp.add_leaving(candidate)
     x = np.concatenate([milp.vector(candidate), np.zeros(len(milp.phases) + milp.num_extra)])
-    for row in milp.rows[num_before:]:
-        if row.is_memory:
-            yield 1 + float(row.values @ x[row.columns] - row.limit) / SCALE
+    for constraint in milp.constraints[num_before:]:
+        if constraint.is_memory:
+            yield 1 + float(constraint.values @ x[constraint.columns] - constraint.limit) / SCALE
         else:
-            x[row.columns[-1]] = max(0.0, float(row.values[:-1] @ x[row.columns[:-1]]))
+            x[constraint.columns[-1]] = max(0.0, float(constraint.values[:-1] @ x[constraint.columns[:-1]]))
 
 
 def fullest_bytes(evaluator: Evaluator, milp: Milp, levels: tuple[Level, ...]) -> list[int]:
@@ -264,7 +264,7 @@ def mixed_bias() -> Problem:
     return problem_of(graph, ranks(2), shard_numels={StorageId("b"): (6, 6)}, reduce_dtype=wide)
 
 
-def test_the_rows_of_leaving_gradients_are_exact_beside_a_bucket_that_stays() -> None:
+def test_the_constraints_of_leaving_gradients_are_exact_beside_a_bucket_that_stays() -> None:
     """The flat buffer of the weight's reduce stays until the backward ends, because the bias does not leave."""
     evaluator, milp = evaluator_and_milp(mixed_bias())
     levels = (Level.ON_DEVICE,) * 2
@@ -274,7 +274,7 @@ def test_the_rows_of_leaving_gradients_are_exact_beside_a_bucket_that_stays() ->
 
 @given(shared_problems(), st.integers(0, 2**32))
 @settings(max_examples=25)
-def test_the_rows_of_leaving_gradients_exclude_no_candidate_that_fits(problem: Problem, seed: int) -> None:
+def test_the_constraints_of_leaving_gradients_exclude_no_candidate_that_fits(problem: Problem, seed: int) -> None:
     assume(any(storage.kind is Kind.PARAM for storage in problem.graph.storages))
     evaluator, milp = evaluator_and_milp(problem)
     levels = drawn(problem, seed, is_spread=False)[1].levels
