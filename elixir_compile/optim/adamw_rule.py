@@ -200,22 +200,22 @@ class AdamWRule(UpdateRule):
         for (_, form, rest), members in kinds.items():
             steps = [int(state["step"]) + 1 for *_, state in members]
             names = [*([] if rest is None else [rest]), *layouts_of(form), *self.statistics(group)[2:]]
-            rows = [
+            passes = [
                 [weight, in_order_of(grad, weight), *(state[name] for name in names)] for weight, grad, state in members
             ]
-            for indices, row in coalesce(rows, steps):
-                self._pass(row, form, steps[indices[0]], group)
+            for indices, operands in coalesce(passes, steps):
+                self._pass(operands, form, steps[indices[0]], group)
                 if len(indices) > 1:
-                    # The pass wrote through other tensors over the same memory. It only reads gradients, `row[1]`.
-                    written = [tensor for index in indices for tensor in (rows[index][0], *rows[index][2:])]
+                    # The pass wrote through other tensors over the same memory. It reads gradients only.
+                    written = [tensor for index in indices for tensor in (passes[index][0], *passes[index][2:])]
                     torch.autograd.graph.increment_version(written)
         for *_, state in updates:
             state["step"].add_(1)
 
-    def _pass(self, row: Sequence[torch.Tensor], form: MomentForm, step: int, group: Mapping[str, Any]) -> None:
-        """Run step number `step` on a joined row of `_on_host`."""
+    def _pass(self, operands: Sequence[torch.Tensor], form: MomentForm, step: int, group: Mapping[str, Any]) -> None:
+        """Run step number `step` on joined operands of `_on_host`."""
         num_moments = len(layouts_of(form)) + len(self.statistics(group)[2:])
-        weight, grad, *others = row
+        weight, grad, *others = operands
         rest = others.pop(0) if len(others) > num_moments else None
         first, second, *more = others
         extras: Extras = {
@@ -245,11 +245,11 @@ class AdamWRule(UpdateRule):
     # On a device.
 
     def _on_device(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
-        kinds: dict[tuple[object, ...], list[_Row]] = {}
+        kinds: dict[tuple[object, ...], list[_Param]] = {}
         for weight, grad, state in updates:
             rest, form = rest_name_of(state), form_of(state)
             is_exact = rest is not None and form is MomentForm.FLOAT32
-            row = _Row(
+            param = _Param(
                 weight=flat(weight),
                 grad=flat_order(grad, weight),
                 rest=None if rest is None else flat(state[rest]),
@@ -259,41 +259,41 @@ class AdamWRule(UpdateRule):
                 step=state["step"],
                 number=None if is_exact else num_steps(state["step"]) + 1,
             )
-            kinds.setdefault((weight.device, weight.dtype, form, rest), []).append(row)
-        for rows in kinds.values():
-            numel = min(BLOCK if rows[0].number is None else _NOISY_BLOCK, BLOCK)
-            for batch in _batches(rows, numel):
+            kinds.setdefault((weight.device, weight.dtype, form, rest), []).append(param)
+        for params in kinds.values():
+            numel = min(BLOCK if params[0].number is None else _NOISY_BLOCK, BLOCK)
+            for batch in _batches(params, numel):
                 self._update_batch(batch, group)
-            for row in rows:
-                row.step.add_(1)
-                if row.number is not None:
-                    note_num_steps(row.step, row.number)
+            for param in params:
+                param.step.add_(1)
+                if param.number is not None:
+                    note_num_steps(param.step, param.number)
 
     def _update_batch(self, batch: "_Batch", group: Mapping[str, Any]) -> None:
         pieces, wide = batch.pieces, batch.wide
         for piece in pieces:
-            piece.place(wide).copy_(piece.cut(piece.row.grad))
-        scale = _grad_scale(pieces[0].row.weight, group)
+            piece.place(wide).copy_(piece.cut(piece.param.grad))
+        scale = _grad_scale(pieces[0].param.weight, group)
         if scale != 1.0:
             wide.mul_(scale)
         masters = batch.joined()
-        moments = [decode(piece.moments, piece.row.form) for piece in pieces]
+        moments = [decode(piece.moments, piece.param.form) for piece in pieces]
         updates: list[ParamUpdate] = []
         for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
             # A copy of the step, because the update of each piece adds 1.
-            state: State = {"exp_avg": first, "exp_avg_sq": second, "step": piece.row.step.clone()}
-            if piece.row.most is not None:
-                state["max_exp_avg_sq"] = piece.cut(piece.row.most)
+            state: State = {"exp_avg": first, "exp_avg_sq": second, "step": piece.param.step.clone()}
+            if piece.param.most is not None:
+                state["max_exp_avg_sq"] = piece.cut(piece.param.most)
             updates.append(ParamUpdate(master, piece.place(wide), state))
         self._fused(updates, group)
         for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
-            row = piece.row
-            key = 0 if row.number is None else noise_key(self.precision.seed, row.number)
-            store(piece.moments, first, second, row.form, key)
-            if row.rest is None and row.weight.dtype == torch.bfloat16:
-                piece.cut(row.weight).copy_(rounded_weights(master, first, second, row.form, key))
-            elif row.rest is not None and row.rest.dtype != torch.int16:
-                piece.cut(row.weight).copy_(master)
+            param = piece.param
+            key = 0 if param.number is None else noise_key(self.precision.seed, param.number)
+            store(piece.moments, first, second, param.form, key)
+            if param.rest is None and param.weight.dtype == torch.bfloat16:
+                piece.cut(param.weight).copy_(rounded_weights(master, first, second, param.form, key))
+            elif param.rest is not None and param.rest.dtype != torch.int16:
+                piece.cut(param.weight).copy_(master)
         batch.split()
 
 
@@ -307,7 +307,7 @@ _ALIGN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Row:
+class _Param:
     """The flat tensors of a parameter, all in the same order of elements."""
 
     weight: torch.Tensor
@@ -325,9 +325,9 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The elements `start` to `stop` of `row`; the first of them is at the place `at` of the scratch tensors."""
+    """The elements `start` to `stop` of `param`; the first of them is at the place `at` of the scratch tensors."""
 
-    row: _Row
+    param: _Param
     start: int
     stop: int
     at: int
@@ -335,7 +335,7 @@ class _Piece:
     @property
     def moments(self) -> Moments:
         """Return the stored moments of the piece."""
-        return self.row.moments.part(self.start, self.stop)
+        return self.param.moments.part(self.start, self.stop)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of the piece in `tensor`, one of the parameter's."""
@@ -348,7 +348,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Pieces of rows of one kind, and scratch tensors for all of them."""
+    """Pieces of parameters of one kind, and scratch tensors for all of them."""
 
     pieces: Sequence[_Piece]
     wide: torch.Tensor
@@ -358,16 +358,16 @@ class _Batch:
 
     @property
     def _is_split(self) -> bool:
-        rest = self.pieces[0].row.rest
+        rest = self.pieces[0].param.rest
         return rest is not None and rest.dtype == torch.int16
 
     def joined(self) -> list[torch.Tensor]:
         """Return the fp32 master of each piece, in `bits` unless it is in memory; see `host.flat_step.joined`."""
-        masters = [piece.row.weight if piece.row.rest is None else piece.row.rest for piece in self.pieces]
+        masters = [piece.param.weight if piece.param.rest is None else piece.param.rest for piece in self.pieces]
         if not self.bits.numel():
             return [piece.cut(master) for piece, master in zip(self.pieces, masters, strict=True)]
         for piece in self.pieces:
-            piece.place(self.bits).copy_(piece.cut(piece.row.weight).view(torch.int16))
+            piece.place(self.bits).copy_(piece.cut(piece.param.weight).view(torch.int16))
         self.bits.bitwise_left_shift_(16)
         if self._is_split:
             for piece, low in zip(self.pieces, masters, strict=True):
@@ -381,31 +381,31 @@ class _Batch:
         master, room = self.bits.view(torch.float32), self.wide.view(torch.int32)
         master.masked_fill_(master.isnan(), torch.nan)
         for piece in self.pieces:
-            assert piece.row.rest is not None
-            low = piece.cut(piece.row.rest)
+            assert piece.param.rest is not None
+            low = piece.cut(piece.param.rest)
             low.copy_(piece.place(self.bits))  # the low 16 bits
             torch.sub(piece.place(self.bits), low, out=piece.place(room))
         room.bitwise_right_shift_(16)
         for piece in self.pieces:
-            piece.cut(piece.row.weight).view(torch.int16).copy_(piece.place(room))
+            piece.cut(piece.param.weight).view(torch.int16).copy_(piece.place(room))
 
 
-def _batches(rows: Sequence[_Row], block: int) -> "Iterator[_Batch]":
+def _batches(params: Sequence[_Param], block: int) -> "Iterator[_Batch]":
     """Yield batches of at most `block` elements, which share their scratch tensors."""
-    first = rows[0]
-    numel = min(block, sum(_aligned(row.weight.numel()) for row in rows))
+    first = params[0]
+    numel = min(block, sum(_aligned(param.weight.numel()) for param in params))
     is_joined = first.weight.dtype == torch.bfloat16
     wide = torch.empty(numel, dtype=torch.float32, device=first.weight.device)
     bits = torch.empty(numel if is_joined else 0, dtype=torch.int32, device=first.weight.device)
     pieces: list[_Piece] = []
     end = 0
-    for row in rows:
-        for start in range(0, row.weight.numel(), block):
-            stop = min(start + block, row.weight.numel())
+    for param in params:
+        for start in range(0, param.weight.numel(), block):
+            stop = min(start + block, param.weight.numel())
             if pieces and end + stop - start > block:
                 yield _Batch(pieces, wide[:end], bits[:end])
                 pieces, end = [], 0
-            pieces.append(_Piece(row, start, stop, end))
+            pieces.append(_Piece(param, start, stop, end))
             end = min(_aligned(end + stop - start), block)
     if pieces:
         yield _Batch(pieces, wide[:end], bits[:end])

@@ -20,7 +20,7 @@ from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ir.cost import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
-from elixir_compile.optim.streaming import Row, Segment, update
+from elixir_compile.optim.streaming import PassingParam, Segment, update
 from elixir_compile.runtime import disk_file
 from elixir_compile.runtime.bucket import ALIGN_BYTES, RunningBucket, Slab
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead
@@ -439,7 +439,7 @@ def _finish(states: "weakref.ref[DiskStates]") -> None:
         found.wait_for_writes()
 
 
-class DiskRow(Row):
+class DiskParam(PassingParam):
     """A parameter in an update: its weight and gradient in memory, and its state on disk."""
 
     def __init__(self, of: ParamUpdate) -> None:
@@ -448,7 +448,7 @@ class DiskRow(Row):
         self._home_weight, weight = of.weight, in_order_of(of.weight, self.extent.like)
         super().__init__(ParamUpdate(weight, of.grad, state.in_memory), state.kinds, state.made)
 
-    def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskRow] | None":
+    def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskParam] | None":
         """Return the elements of the parameter in `piece`, whose bytes are `views`; None if it has none."""
         start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
         if start >= end:
@@ -460,13 +460,13 @@ class DiskRow(Row):
         }
         return Segment(self, start - self.extent.start, end - self.extent.start).put(statistics)
 
-    def empty(self) -> "Segment[DiskRow]":
+    def empty(self) -> "Segment[DiskParam]":
         """Return a segment without elements, for a parameter that is empty on this rank."""
         return Segment(self, 0, 0).put(
             {name: torch.empty(0, dtype=layout.dtype, device="cpu") for name, layout in self.layouts.items()}
         )
 
-    def keep_unforeseen(self, segment: Segment[Row], name: str, value: torch.Tensor) -> None:
+    def keep_unforeseen(self, segment: Segment[PassingParam], name: str, value: torch.Tensor) -> None:
         """Raise UnforeseenState: the statistic has no file."""
         raise UnforeseenState(self._state.home.label, name, str(value.dtype), tuple(self.like.shape))
 
@@ -495,24 +495,24 @@ class DiskUpdate:
         If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid.
         """
         self._home.check("update")
-        rows = [[DiskRow(each) for each in part.updates] for part in parts]
+        params = [[DiskParam(each) for each in part.updates] for part in parts]
         has_begun = False
         try:
             for piece in self._pieces:
                 views = self._reads.take(piece)
                 has_begun = True
                 try:
-                    for part, members in zip(parts, rows, strict=True):
-                        found = (row.segment(piece, views) for row in members)
+                    for part, members in zip(parts, params, strict=True):
+                        found = (param.segment(piece, views) for param in members)
                         update([each for each in found if each is not None], rule, part.group, _HOST)
                 except BaseException:
                     self._reads.give_back(piece)
                     raise
                 self._home.note_update(id(param) for part in parts for param in part.params)
                 self._reads.write(piece, self._wrote)
-            for part, members in zip(parts, rows, strict=True):
+            for part, members in zip(parts, params, strict=True):
                 # The shard of this rank may be empty, but all ranks count steps.
-                update([row.empty() for row in members if not row.numel], rule, part.group, _HOST)
+                update([param.empty() for param in members if not param.numel], rule, part.group, _HOST)
         except BaseException as error:
             if has_begun:
                 self._home.fail(error)

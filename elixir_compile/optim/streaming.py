@@ -49,7 +49,7 @@ CUT_NUMEL = 256
 """Tensors are cut at multiples of this many elements, as the tasks of torch's fused kernels are."""
 
 
-class Row:
+class PassingParam:
     """A parameter whose update passes in pieces."""
 
     home: torch.device | None = None
@@ -72,7 +72,7 @@ class Row:
         """The number of elements of the parameter."""
         return self.weight.numel()
 
-    def keep_unforeseen(self, segment: "Segment[Row]", name: str, value: torch.Tensor) -> None:
+    def keep_unforeseen(self, segment: "Segment[PassingParam]", name: str, value: torch.Tensor) -> None:
         """Keep a tensor that does not fit its place in the piece, or has none."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class Row:
         """Note what the update made; called once its last segment is updated."""
 
 
-class MemoryRow(Row):
+class MemoryParam(PassingParam):
     """A parameter with its state in memory."""
 
     def __init__(
@@ -139,7 +139,7 @@ class MemoryRow(Row):
         """Return a number of elements, a multiple of `CUT_NUMEL`, that fit into `nbytes`."""
         return nbytes // max(self.nbytes(CUT_NUMEL), 1) * CUT_NUMEL  # as `CUT_NUMEL` elements of any dtype leave no gap
 
-    def keep_unforeseen(self, segment: "Segment[Row]", name: str, value: torch.Tensor) -> None:
+    def keep_unforeseen(self, segment: "Segment[PassingParam]", name: str, value: torch.Tensor) -> None:
         """Keep a statistic that no dry step had made, and for which there is no room, in its home at once."""
         if name in segment.statistics:
             segment.statistics[name].copy_(value)
@@ -158,11 +158,11 @@ class MemoryRow(Row):
             self.entries[name] = self.homes[name]
 
 
-R = TypeVar("R", bound=Row, covariant=True)
+R = TypeVar("R", bound=PassingParam, covariant=True)
 
 
 class Segment(Generic[R]):
-    """The elements `start` to `stop` of a row, in a piece."""
+    """The elements `start` to `stop` of a parameter, in a piece."""
 
     weight: torch.Tensor
     """In the shape that the rule sees, as all tensors of the segment."""
@@ -170,26 +170,26 @@ class Segment(Generic[R]):
     statistics: Mapping[str, torch.Tensor]
     """In the room, by name."""
 
-    def __init__(self, row: R, start: int, stop: int) -> None:
-        self.row, self.start, self.stop = row, start, stop
+    def __init__(self, param: R, start: int, stop: int) -> None:
+        self.param, self.start, self.stop = param, start, stop
         self.made: set[str] = set()
         """The names of the statistics that the update has left in the room."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the row ends with the segment."""
-        return self.stop == self.row.numel
+        """Whether the parameter ends with the segment."""
+        return self.stop == self.param.numel
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the flat `tensor` of the row that are in the segment."""
+        """Return the elements of the flat `tensor` of the parameter that are in the segment."""
         return tensor[self.start : self.stop]
 
     def shaped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the flat `tensor`, a value for each element of the segment, in the shape that the rule sees.
 
-        That is the shape of the parameter if the row passes whole; else it is flat.
+        That is the shape of the parameter if it passes whole; else it is flat.
         """
-        like = self.row.like
+        like = self.param.like
         return tensor.as_strided(like.shape, like.stride()) if self.start == 0 and self.is_last else tensor
 
     def put(
@@ -199,9 +199,9 @@ class Segment(Generic[R]):
         grad: torch.Tensor | None = None,
     ) -> "Segment[R]":
         """Take the flat tensors in the room, and return the segment; weight and gradient stay at home if not given."""
-        layouts = self.row.layouts
-        self.weight = self.shaped(self.of(self.row.weight) if weight is None else weight)
-        self.grad = self.shaped(self.of(self.row.grad) if grad is None else grad)
+        layouts = self.param.layouts
+        self.weight = self.shaped(self.of(self.param.weight) if weight is None else weight)
+        self.grad = self.shaped(self.of(self.param.grad) if grad is None else grad)
         self.statistics = {
             name: self.shaped(here) if layouts[name].block == 1 else here for name, here in statistics.items()
         }
@@ -212,10 +212,10 @@ class Segment(Generic[R]):
 
         Copies, because the rule counts each piece of a parameter as a step.
         """
-        row = self.row
-        found = {name: here for name, here in self.statistics.items() if name in row.begun}
-        for name, value in row.entries.items():
-            if name in row.begun or (name == "step" and row_counts(row, rule, group)):
+        param = self.param
+        found = {name: here for name, here in self.statistics.items() if name in param.begun}
+        for name, value in param.entries.items():
+            if name in param.begun or (name == "step" and counts_beside(param, rule, group)):
                 continue
             if isinstance(value, torch.Tensor):
                 there = device if rule.moves_with_update(name, group) else None
@@ -226,7 +226,7 @@ class Segment(Generic[R]):
 
     def keep(self, state: State, *, is_counted: bool) -> None:
         """Put what the rule made or replaced into the room, and all else of `state` into its home."""
-        row = self.row
+        param = self.param
         for name, value in state.items():
             here = self.statistics.get(name)
             if here is not None and value is here:
@@ -236,23 +236,25 @@ class Segment(Generic[R]):
                     here.copy_(value)
                     self.made.add(name)
                 else:
-                    row.keep_unforeseen(self, name, value)
+                    param.keep_unforeseen(self, name, value)
             elif self.is_last and name == "step" and is_counted:
-                row.entries["step"].add_(1)
+                param.entries["step"].add_(1)
             elif self.is_last:
-                row.keep_other(name, value)
-        row.made |= self.made
+                param.keep_other(name, value)
+        param.made |= self.made
         if self.is_last:  # not before: the next piece begins with the state that this piece began with
-            row.finish()
+            param.finish()
 
 
-def update(segments: Sequence[Segment[Row]], rule: UpdateRule, group: Mapping[str, Any], device: torch.device) -> None:
+def update(
+    segments: Sequence[Segment[PassingParam]], rule: UpdateRule, group: Mapping[str, Any], device: torch.device
+) -> None:
     """Update `segments`, which are in their room on `device`."""
     if not segments:
         return
     states = [segment.given(rule, group, device) for segment in segments]
-    counted = [index for index, segment in enumerate(segments) if row_counts(segment.row, rule, group)]
-    counters = [segments[index].row.entries["step"] for index in counted]
+    counted = [index for index, segment in enumerate(segments) if counts_beside(segment.param, rule, group)]
+    counters = [segments[index].param.entries["step"] for index in counted]
     numbers = [float(counter) for counter in counters]
     # Each counter on the host becomes a constant on the device.
     if numbers and len(set(numbers)) == 1:
@@ -271,30 +273,30 @@ def update(segments: Sequence[Segment[Row]], rule: UpdateRule, group: Mapping[st
         segment.keep(state, is_counted=index in counted)
 
 
-def row_counts(row: Row, rule: UpdateRule, group: Mapping[str, Any]) -> bool:
-    """Return whether `rule` only counts with the entry `step` of a row, which is on the host, so that it counts too."""
-    step = row.entries.get("step")
+def counts_beside(param: PassingParam, rule: UpdateRule, group: Mapping[str, Any]) -> bool:
+    """Return whether `rule` only counts with the entry `step` of `param`, on the host, so that it counts too."""
+    step = param.entries.get("step")
     return isinstance(step, torch.Tensor) and step.device.type == "cpu" and rule.counts_steps(group)
 
 
-def pieces(rows: Sequence[MemoryRow], room_bytes: int) -> Iterator[list[Segment[MemoryRow]]]:
+def pieces(params: Sequence[MemoryParam], room_bytes: int) -> Iterator[list[Segment[MemoryParam]]]:
     """Yield the segments of each piece; together they fit a room of `room_bytes`."""
-    piece: list[Segment[MemoryRow]] = []
+    piece: list[Segment[MemoryParam]] = []
     left_bytes = room_bytes
-    for row in rows:
+    for param in params:
         start, is_done = 0, False
         while not is_done:
-            num = row.numel - start
-            if row.nbytes(num) > left_bytes:
-                num = min(num, row.numel_within(left_bytes))
+            num = param.numel - start
+            if param.nbytes(num) > left_bytes:
+                num = min(num, param.numel_within(left_bytes))
                 if num == 0:
                     yield piece
                     piece, left_bytes = [], room_bytes
                     continue
-            piece.append(Segment(row, start, start + num))
-            left_bytes -= row.nbytes(num)
+            piece.append(Segment(param, start, start + num))
+            left_bytes -= param.nbytes(num)
             start += num
-            is_done = start == row.numel
+            is_done = start == param.numel
     if piece:
         yield piece
 
@@ -342,12 +344,12 @@ class Streamed:
     is_away: bool
     """Whether the home of weights and gradients is the host too."""
 
-    def rows(self, part: GroupSlice) -> Iterator[MemoryRow]:
-        """Yield a row for each parameter of `part`."""
+    def params(self, part: GroupSlice) -> Iterator[MemoryParam]:
+        """Yield each parameter of `part`."""
         made = part.buffers or ({},) * len(part.params)
         for param, each, own in zip(part.params, part.updates, made, strict=True):
             layouts = self.rule.state_layouts(param, part.group)
-            yield MemoryRow(each, layouts, own, is_away=self.is_away, home=_HOST)
+            yield MemoryParam(each, layouts, own, is_away=self.is_away, home=_HOST)
 
     @property
     def must_reorder_gradients(self) -> bool:
@@ -383,14 +385,14 @@ class Stream:
         """
         if any(update.must_reorder_gradients for update in updates):
             self._lanes.host_waits(arrived)  # the host reads them here
-        rows = [[[*update.rows(part)] for part in update.parts] for update in updates]
-        self._allocate(rows)
+        params = [[[*update.params(part)] for part in update.parts] for update in updates]
+        self._allocate(params)
         if updates:
             self._ledger.takes(label(Verb.GATHER, StateRef(updates[0].bucket)), self._rooms[:1])
         with self._lanes.h2d.beside_compute(arrived):  # all copies of the lane from now on are behind it
             pass
         try:
-            for update, of_parts in zip(updates, rows, strict=True):
+            for update, of_parts in zip(updates, params, strict=True):
                 piece = 0
                 for part, members in zip(update.parts, of_parts, strict=True):
                     for segments in pieces(members, self._rooms[0].nbytes):
@@ -404,21 +406,23 @@ class Stream:
         self._lanes.compute_waits(landed)  # compute frees the rooms
         self._rooms.clear()
         on_host = tuple(
-            [tensor for members in of_parts for row in members for tensor in row.passing] for of_parts in rows
+            [tensor for members in of_parts for param in members for tensor in param.passing] for of_parts in params
         )
         return Passed(landed, on_host)
 
-    def _allocate(self, rows: Sequence[Sequence[Sequence[MemoryRow]]]) -> None:
-        each = [row for of_parts in rows for members in of_parts for row in members]
-        most_bytes = max((sum(row.nbytes(row.numel) for members in of for row in members) for of in rows), default=0)
-        least_bytes = max((row.nbytes(min(CUT_NUMEL, row.numel)) for row in each), default=0)
+    def _allocate(self, params: Sequence[Sequence[Sequence[MemoryParam]]]) -> None:
+        each = [param for of_parts in params for members in of_parts for param in members]
+        most_bytes = max(
+            (sum(param.nbytes(param.numel) for members in of for param in members) for of in params), default=0
+        )
+        least_bytes = max((param.nbytes(min(CUT_NUMEL, param.numel)) for param in each), default=0)
         num_rooms, room_bytes = streamed_rooms(most_bytes)
         room_bytes = max(room_bytes, least_bytes)
         memory = self._lanes.empty(num_rooms * room_bytes)
         self._rooms = [memory[at * room_bytes : (at + 1) * room_bytes] for at in range(num_rooms)]
         self._left = [self._lanes.mark_compute()] * num_rooms
 
-    def _pass(self, segments: Sequence[Segment[MemoryRow]], streamed: Streamed, part: GroupSlice, piece: int) -> None:
+    def _pass(self, segments: Sequence[Segment[MemoryParam]], streamed: Streamed, part: GroupSlice, piece: int) -> None:
         """Issue the copies in, the update and the copies out of the piece number `piece` of the bucket."""
         lanes = self._lanes
         state, name = StateRef(streamed.bucket), label(Verb.UPDATE, BucketRef(streamed.bucket))
@@ -434,10 +438,10 @@ class Stream:
             update(segments, streamed.rule, part.group, lanes.device)
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
         for segment in segments:
-            if segment.row.is_away:
-                leaving.append((segment.of(segment.row.weight), flat(segment.weight)))
+            if segment.param.is_away:
+                leaving.append((segment.of(segment.param.weight), flat(segment.weight)))
             for made in segment.made:
-                home = segment.row.home_of(made, segment.start, segment.stop)
+                home = segment.param.home_of(made, segment.start, segment.stop)
                 leaving.append((home, flat(segment.statistics[made])))
         with lanes.d2h.behind_compute():
             self._copy(lanes.d2h, Lane.D2H, label(Verb.OFFLOAD, state), leaving, piece)
@@ -453,7 +457,7 @@ class Stream:
                 lane.copy(target, source)
 
 
-def _placed(segments: Sequence[Segment[MemoryRow]], room: torch.Tensor) -> _Pairs:
+def _placed(segments: Sequence[Segment[MemoryParam]], room: torch.Tensor) -> _Pairs:
     """Give the tensors of `segments` that pass their places in `room`; return those to be copied in, with homes."""
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     offset = 0
@@ -467,8 +471,8 @@ def _placed(segments: Sequence[Segment[MemoryRow]], room: torch.Tensor) -> _Pair
         return here
 
     for segment in segments:
-        row = segment.row
-        away = [place(segment.of(own)) for own in ((row.weight, row.grad) if row.is_away else ())]
-        homes = {name: row.home_of(name, segment.start, segment.stop) for name in row.layouts}
-        segment.put({name: place(home, has_values=name in row.begun) for name, home in homes.items()}, *away)
+        param = segment.param
+        away = [place(segment.of(own)) for own in ((param.weight, param.grad) if param.is_away else ())]
+        homes = {name: param.home_of(name, segment.start, segment.stop) for name in param.layouts}
+        segment.put({name: place(home, has_values=name in param.begun) for name, home in homes.items()}, *away)
     return arriving

@@ -48,7 +48,7 @@ from elixir_compile.optim.rule import (
     note_num_steps,
     num_steps,
 )
-from elixir_compile.optim.streaming import MemoryRow, Segment, update
+from elixir_compile.optim.streaming import MemoryParam, Segment, update
 from elixir_compile.runtime.bucket import flat
 
 _BLOCK = 1 << 20
@@ -146,23 +146,23 @@ class ClassRule(UpdateRule):
     def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update weights in place and the entries of states in place or by new values, as the class does."""
         narrow = self._narrow(group, torch.float32)
-        rows: Sequence[ParamUpdate] = []
+        whole: Sequence[ParamUpdate] = []
         for each in updates:
             if narrow and each.weight.dtype == torch.float32 and each.weight.numel():
                 self._in_blocks(each, group, narrow)
             else:
-                rows.append(each)
-        if not rows:
+                whole.append(each)
+        if not whole:
             return
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
-            rows = self._passes.update(step, rows, self.schema(group, rows[0].weight.dtype))
-        if rows:
-            step.take(rows)
+            whole = self._passes.update(step, whole, self.schema(group, whole[0].weight.dtype))
+        if whole:
+            step.take(whole)
 
-    def _in_blocks(self, row: ParamUpdate, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
+    def _in_blocks(self, one: ParamUpdate, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
-        weight, state = row.weight, row.state
+        weight, state = one.weight, one.state
         number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
         key = noise_key(self._precision.seed, number)
         entries = {name: value for name, value in state.items() if name != _NUM_UPDATES}
@@ -171,7 +171,7 @@ class ClassRule(UpdateRule):
             for name, dtype in self.schema(group, weight.dtype).dtypes.items()
         }
         made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
-        own = MemoryRow(ParamUpdate(weight, row.grad, entries), layouts, made)
+        own = MemoryParam(ParamUpdate(weight, one.grad, entries), layouts, made)
         exact = copy.copy(self)
         exact._precision = EXACT
         for start in range(0, weight.numel(), _BLOCK):
@@ -223,27 +223,27 @@ class ClassPasses:
         """The pass of each form; None if the form cannot run as a pass."""
         self._said: set[str] = set()
 
-    def update(self, step: ClassStep, rows: Sequence[ParamUpdate], schema: StateSchema) -> list[ParamUpdate]:
-        """Update rows for which a pass exists; return the remaining rows unchanged, for the class's own step."""
+    def update(self, step: ClassStep, updates: Sequence[ParamUpdate], schema: StateSchema) -> list[ParamUpdate]:
+        """Run the updates for which a pass exists; return the remaining updates unchanged, for the class's own step."""
         names = tuple(schema.dtypes)
         found: dict[object, Recorded | None] = {}
         ready: dict[tuple[Form, tuple[float, ...]], list[tuple[ParamUpdate, Recorded]]] = {}
         left: list[ParamUpdate] = []
-        for row in rows:
-            is_begun = bool(row.state) or schema.is_stateless  # else the class's own step creates the state
-            key = _key_of(row, names) if is_begun else None
+        for one in updates:
+            is_begun = bool(one.state) or schema.is_stateless  # else the class's own step creates the state
+            key = _key_of(one, names) if is_begun else None
             if key is not None and key not in found:
-                found[key] = self._recorded(step, row, names)
+                found[key] = self._recorded(step, one, names)
             recorded = None if key is None else found[key]
             if recorded is None:
-                left.append(row)
+                left.append(one)
             else:
-                ready.setdefault((recorded.form, recorded.numbers), []).append((row, recorded))
+                ready.setdefault((recorded.form, recorded.numbers), []).append((one, recorded))
         for (form, numbers), members in ready.items():
             run = self._passes[form]
             assert run is not None
             places = [place for place, _ in form.outputs]
-            tensors = [_tensors_of(row, names) for row, _ in members]
+            tensors = [_tensors_of(one, names) for one, _ in members]
             for indices, joined in coalesce(tensors, [0] * len(tensors)):  # once for what follows each other in memory
 
                 def part(start: int, stop: int, given: Any = (run, numbers, joined)) -> None:
@@ -254,26 +254,26 @@ class ClassPasses:
                 # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
                 written = [tensors[index][place] for index in indices for place in places if place != 1]
                 torch.autograd.graph.increment_version(written)
-            for (row, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
-                if grad is not row.grad and 1 in places:
-                    row.grad.data.copy_(grad)
+            for (one, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
+                if grad is not one.grad and 1 in places:
+                    one.grad.data.copy_(grad)
                 for name, value in recorded.counts.items():
-                    before = row.state[name]
+                    before = one.state[name]
                     is_tensor = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
                     if is_tensor and before.dtype == value.dtype:
                         before.copy_(value)
                     else:
-                        row.state[name] = _copy_of(value)
+                        one.state[name] = _copy_of(value)
         return left
 
-    def _recorded(self, step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded | None:
+    def _recorded(self, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded | None:
         try:
-            recorded = _record(step, row, names)
+            recorded = _record(step, one, names)
             with self._lock:  # unplanned parameters are updated on the training thread beside the update thread
                 if recorded.form not in self._passes:
                     self._passes[recorded.form] = None
                     run = compiled(recorded.form)
-                    _compare(run, recorded.form, step, row, names)
+                    _compare(run, recorded.form, step, one, names)
                     self._passes[recorded.form] = run
                 return recorded if self._passes[recorded.form] is not None else None
         except TapeError as error:
@@ -288,14 +288,14 @@ class ClassPasses:
             return None
 
 
-def _key_of(row: ParamUpdate, names: Sequence[str]) -> object:
-    """Return a key that is equal for rows with the same recorded step; None if the row cannot run as a pass.
+def _key_of(one: ParamUpdate, names: Sequence[str]) -> object:
+    """Return a key that is equal for updates with the same recorded step; None if the update cannot run as a pass.
 
-    A row can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and all
-    other state is plain numbers.
+    An update can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and
+    all other state is plain numbers.
     """
-    tensors = [row.weight, *(row.state.get(name) for name in names)]
-    shape = row.weight.shape
+    tensors = [one.weight, *(one.state.get(name) for name in names)]
+    shape = one.weight.shape
     is_plain = bool(shape) and all(
         isinstance(tensor, torch.Tensor)
         and (tensor.dtype, tensor.device.type, tensor.shape) == (torch.float32, "cpu", shape)
@@ -303,12 +303,12 @@ def _key_of(row: ParamUpdate, names: Sequence[str]) -> object:
         and not compat.is_lazy(tensor)
         for tensor in tensors
     )
-    is_dense = row.grad.dtype == torch.float32 and row.grad.layout == torch.strided
-    if not (is_plain and is_dense and row.weight.numel()):
+    is_dense = one.grad.dtype == torch.float32 and one.grad.layout == torch.strided
+    if not (is_plain and is_dense and one.weight.numel()):
         return None
-    if len({tensor.data_ptr() for tensor in (row.grad, *tensors)}) <= len(tensors):  # two share memory
+    if len({tensor.data_ptr() for tensor in (one.grad, *tensors)}) <= len(tensors):  # two share memory
         return None
-    counts = tuple((name, _comparable(value)) for name, value in row.state.items() if name not in names)
+    counts = tuple((name, _comparable(value)) for name, value in one.state.items() if name not in names)
     return None if any(value is None for _, value in counts) else (shape, counts)
 
 
@@ -319,11 +319,11 @@ def _comparable(value: object) -> object:
     return (type(value), value) if isinstance(value, int | float | bool | str) else None
 
 
-def _record(step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded:
-    """Record `step` for `row` on tensors without values; `row` is not changed. Raises TapeError if that fails."""
-    empty = [torch.empty(row.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
+def _record(step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded:
+    """Record `step` for `one` on tensors without values; `one` is not changed. Raises TapeError if that fails."""
+    empty = [torch.empty(one.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
     recorder = Recorder(empty)
-    state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
+    state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
     state.update(zip(names, empty[2:], strict=True))
     dry = ParamUpdate(weight=empty[0], grad=empty[1], state=state)
     try:
@@ -340,29 +340,29 @@ def _record(step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> Recorded
     return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
 
 
-def _compare(run: Pass, form: Form, step: ClassStep, row: ParamUpdate, names: Sequence[str]) -> None:
+def _compare(run: Pass, form: Form, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> None:
     """Raise TapeError unless `run` and the class's own step give the same bits for small tensors."""
     weight, grad, *statistics = samples(2 + len(names), _COMPARED)
     statistics = [statistic.abs() for statistic in statistics]  # steps take the root of some statistics
 
     def small() -> ParamUpdate:
-        state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
+        state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
         state |= {name: statistic.clone() for name, statistic in zip(names, statistics, strict=True)}
-        return ParamUpdate(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in row.state})
+        return ParamUpdate(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in one.state})
 
     expected, actual = small(), small()
     step.take([expected])
     tensors = _tensors_of(actual, names)
     recorded = _record(step, actual, names)  # numbers of the step may depend on the shape
     if recorded.form != form:
-        raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(row.weight.shape)}")
+        raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(one.weight.shape)}")
     run([tensor.data_ptr() for tensor in tensors], recorded.numbers, _COMPARED)
     if not all(map(is_same, tensors, _tensors_of(expected, names))):
         raise TapeError("its compiled pass rounds differently")
 
 
-def _tensors_of(row: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
-    return [row.weight, in_order_of(row.grad, row.weight), *(row.state[name] for name in names)]
+def _tensors_of(one: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
+    return [one.weight, in_order_of(one.grad, one.weight), *(one.state[name] for name in names)]
 
 
 def _copy_of(value: Any) -> Any:

@@ -56,30 +56,30 @@ class ClassStep:
     attributes: Mapping[str, Any]
     group: Mapping[str, Any]
 
-    def take(self, rows: Sequence[ParamUpdate]) -> None:
+    def take(self, updates: Sequence[ParamUpdate]) -> None:
         """Update weights in place, and the entries of states in place or by new values, as the class does."""
-        params = [nn.Parameter(row.weight) for row in rows]
-        optimizer = self._transient(params, rows[0].weight)
-        for param, row in zip(params, rows, strict=True):
-            param.grad = row.grad.data  # `detach()` would share the version, which GradientGuard checks
-            if row.state:
-                optimizer.state[param] = dict(row.state)
+        params = [nn.Parameter(one.weight) for one in updates]
+        optimizer = self._transient(params, updates[0].weight)
+        for param, one in zip(params, updates, strict=True):
+            param.grad = one.grad.data  # `detach()` would share the version, which GradientGuard checks
+            if one.state:
+                optimizer.state[param] = dict(one.state)
         self._step(optimizer)
-        for param, row in zip(params, rows, strict=True):
-            if param.data_ptr() != row.weight.data_ptr():  # the class assigned `param.data = ...`
-                row.weight.copy_(param.detach())
+        for param, one in zip(params, updates, strict=True):
+            if param.data_ptr() != one.weight.data_ptr():  # the class assigned `param.data = ...`
+                one.weight.copy_(param.detach())
             if param in optimizer.state:
-                row.state.update({name: _unaliased(value, row.grad) for name, value in optimizer.state[param].items()})
+                one.state.update({name: _unaliased(value, one.grad) for name, value in optimizer.state[param].items()})
 
-    def take_dry(self, row: ParamUpdate) -> tuple[torch.Tensor, State]:
+    def take_dry(self, one: ParamUpdate) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
-        param = nn.Parameter(row.weight)
+        param = nn.Parameter(one.weight)
         optimizer = self._transient([param], torch.empty(0, device="cpu"))
         if "foreach" in self.group:  # the bits are the same, and `ClassPasses` compares them
             optimizer.param_groups[0]["foreach"] = False
-        param.grad = row.grad
-        if row.state:
-            optimizer.state[param] = dict(row.state)
+        param.grad = one.grad
+        if one.state:
+            optimizer.state[param] = dict(one.state)
         self._step(optimizer)
         return param.data, optimizer.state[param]
 

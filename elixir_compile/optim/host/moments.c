@@ -4,7 +4,7 @@
        bfloat16   bf16                        bf16                        none
        int8       linear, -127 to 127         its root, linear, 0 to 255  largest magnitude / 127 or 255
 
-   `optim/narrow_state.py` states the formulas; torch's ops there give the same bits. Nothing here is a fused multiply-add, so
+   `optim/precision.py` states the formulas; torch's ops there give the same bits. Nothing here is a fused multiply-add, so
    these bits do not depend on the processor. */
 
 enum { BLOCK = 128 };

@@ -5,7 +5,7 @@
     bf16_adamw       grad, param, moments -> param, moments               22 B, and no master
     sum_of_squares   grad -> a number                                      2 B
 
-Moments take 8 B of these twice, or 4 or 2.1 B twice in another `MomentForm` (`optim/narrow_state.py`).
+Moments take 8 B of these twice, or 4 or 2.1 B twice in another `MomentForm` (`optim/precision.py`).
 
 They run in C (`kernel.c`, `reduced.c`) if there is a compiler, else in blocks of torch's ops (`flat_step.py`). Calls
 into C release the GIL. Parameters in fp32 with exact moments do not use these passes: torch's own fused AdamW is as
@@ -195,36 +195,36 @@ def _step(
     increment_version([tensor for tensor in written if tensor is not None])
 
 
-Row = Sequence[torch.Tensor]
+Operands = Sequence[torch.Tensor]
 """The tensors of a parameter, dense and of equal element count: the parameter first, the others in a fixed order."""
 
 
-def coalesce(rows: Sequence[Row], steps: Sequence[int]) -> Iterator[tuple[list[int], Row]]:
-    """Yield groups of rows that are neighbours in memory and at the same step: their indices and joined tensors."""
-    order = sorted(range(len(rows)), key=lambda index: rows[index][0].data_ptr())
+def coalesce(passes: Sequence[Operands], steps: Sequence[int]) -> Iterator[tuple[list[int], Operands]]:
+    """Yield groups of passes that are neighbours in memory and at the same step: their indices and joined tensors."""
+    order = sorted(range(len(passes)), key=lambda index: passes[index][0].data_ptr())
     members: list[int] = []
     for index in order:
-        if members and not (steps[members[-1]] == steps[index] and _follows(rows[members[-1]], rows[index])):
-            yield members, _joined(rows, members)
+        if members and not (steps[members[-1]] == steps[index] and _follows(passes[members[-1]], passes[index])):
+            yield members, _joined(passes, members)
             members = []
         members.append(index)
     if members:
-        yield members, _joined(rows, members)
+        yield members, _joined(passes, members)
 
 
-def _follows(row: Row, following: Row) -> bool:
-    """Return whether each tensor of `following` comes right behind the same kind of tensor of `row` in a slab."""
-    step = aligned_bytes(row[0].nbytes) // row[0].element_size()
+def _follows(operands: Operands, following: Operands) -> bool:
+    """Return whether each tensor of `following` comes right behind the same kind of tensor of `operands` in a slab."""
+    step = aligned_bytes(operands[0].nbytes) // operands[0].element_size()
     return all(
         (tensor.dtype, tensor.data_ptr() + step * tensor.element_size()) == (behind.dtype, behind.data_ptr())
-        for tensor, behind in zip(row, following, strict=True)
+        for tensor, behind in zip(operands, following, strict=True)
     ) and all(
-        tensor.data_ptr() % ALIGN_BYTES == 0 and is_slab_memory(tensor.data_ptr()) for tensor in (*row, *following)
+        tensor.data_ptr() % ALIGN_BYTES == 0 and is_slab_memory(tensor.data_ptr()) for tensor in (*operands, *following)
     )
 
 
-def _joined(rows: Sequence[Row], members: Sequence[int]) -> Row:
-    first, last = rows[members[0]], rows[members[-1]]
+def _joined(passes: Sequence[Operands], members: Sequence[int]) -> Operands:
+    first, last = passes[members[0]], passes[members[-1]]
     if len(members) == 1:
         return [flat(tensor) for tensor in first]
     found: list[torch.Tensor] = []
