@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elixir_compile import compat
 from elixir_compile.runtime import executor
-from elixir_compile.runtime.distributed.exchange import Messenger
+from elixir_compile.runtime.distributed.ranks import Messenger
 from elixir_compile.runtime.lanes import Plain, PlainLane
 
 

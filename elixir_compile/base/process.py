@@ -1,14 +1,16 @@
-"""Find the cores and the memory that this process may use, pause Python's garbage collector, and keep sets of weakly
-held objects for several threads.
+"""Find the cores and the memory that this process may use, pause Python's garbage collector, and keep weakly held
+objects: sets of them for several threads, and one that compiled code calls.
 """
 
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from elixir_compile.base.errors import NotPrepared
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Find the cores and the memory that the affinity and the control groups of this process allow.
@@ -164,3 +166,24 @@ class Living(Generic[T]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions that compiled code calls: they do not keep the model alive that they serve.
+
+
+def for_compiled_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the bound method `method` without keeping its object alive.
+
+    Compiled code outlives its model, as Dynamo keeps it, so it must hold no reference to the model. The function raises
+    NotPrepared once the object is gone.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise NotPrepared("the model of this graph no longer exists; compile the model again")
+        return alive(*args)
+
+    return call

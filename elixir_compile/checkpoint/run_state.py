@@ -20,7 +20,7 @@ from elixir_compile.graph.ops.optimizers import REST_NAMES
 from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.precision import STORED_NAMES, MomentForm
-from elixir_compile.optim.saved_state import saved_name, saved_value, with_joined_master
+from elixir_compile.optim.state import saved_name, saved_value, with_joined_master
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Convert nested Python values to JSON and back without pickle and without rounding; tensors are kept apart by key.

@@ -37,7 +37,6 @@ from elixir_compile.ir.plan import (
     record_from_json,
     record_to_json,
 )
-from elixir_compile.ir.record import Origin, Record, Span, Tally, tallies
 from elixir_compile.ir.schedule import (
     ONCE,
     Action,
@@ -47,12 +46,17 @@ from elixir_compile.ir.schedule import (
     GradientRef,
     GroupRef,
     Kept,
+    Origin,
+    Record,
     Region,
     RegionRef,
     Schedule,
+    Span,
     StateRef,
+    Tally,
     Target,
     label,
+    tallies,
     verb_of,
     what_of,
 )

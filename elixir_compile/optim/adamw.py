@@ -18,7 +18,7 @@ from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid, KeepsMasters
 from elixir_compile.optim.precision import MomentForm, StatePrecision, form_of, state_precision
 from elixir_compile.optim.rule import UpdateRule
-from elixir_compile.optim.saved_state import decoded_entry
+from elixir_compile.optim.state import decoded_entry
 
 C = TypeVar("C", bound=Optimizer)
 

@@ -23,8 +23,14 @@ from elixir_compile.optim.guard import EarlyUpdates, GradientSnapshots, Overflow
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.precision import EXACT
 from elixir_compile.optim.rule import UpdateRule, scaled
-from elixir_compile.optim.saved_state import saved_entry, saved_names, unwrap_statistics, wrap_statistics
-from elixir_compile.optim.state import States, is_off_device
+from elixir_compile.optim.state import (
+    States,
+    is_off_device,
+    saved_entry,
+    saved_names,
+    unwrap_statistics,
+    wrap_statistics,
+)
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.bucket import flat
 from elixir_compile.runtime.executor import executor_of_slot

@@ -1,23 +1,207 @@
-"""The state of an optimizer: created at the first update of a parameter, moved to where the plan in force has it, saved
-and loaded.
+"""The state of an optimizer: created at the first update of a parameter, moved to where the plan in force has it, and
+as a state dict holds it.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_like, part_of_rows
 from elixir_compile.ir import Bucket, Tier
 from elixir_compile.optim.disk import DiskStates
+from elixir_compile.optim.host.flat_step import joined, split
+from elixir_compile.optim.precision import (
+    BLOCK,
+    CODED,
+    MOMENTS,
+    STORED_NAMES,
+    MomentForm,
+    begin_master_rest,
+    form_of,
+    wide_moments,
+    with_form,
+)
 from elixir_compile.optim.rule import StatisticLayout, UpdateRule
-from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.bucket import RunningBucket, flat
 from elixir_compile.runtime.executor import Executor, executor_of_slot
 from elixir_compile.runtime.lanes import CopyLane
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The state of a parameter as a state dict holds it, and back.
+#
+#     in memory                                in a state dict
+#     master_low, beside the bf16 parameter    master, in fp32
+#     scales of blocks, flat                   (rows of the parameter, blocks of a row)
+#     plain tensors                            DTensors, if the parameter is one
+#
+# A state dict can be loaded by any number of ranks, each with some rows of a parameter. If a row is not a whole number
+# of blocks, a block has elements of two rows, and if a tensor axis cuts rows, other ranks cut them elsewhere: then a
+# state dict holds moments in fp32. To store these in the same form again gives the same bits.
+#
+# `torch.optim.Optimizer.load_state_dict` moves all statistics to the devices of their parameters. If the plan keeps the
+# statistics on the host, they may not fit on the device. So they are wrapped in objects that torch does not move.
+
+
+def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names under which state dicts hold statistics, masters and scales, each with its parameter's rows."""
+    return {"master", *STORED_NAMES, *(name for group in groups for name in rule.statistics(group))}
+
+
+def saved_name(name: str, param: torch.Tensor) -> str | None:
+    """Return the name under which a state dict holds the entry `name` of the state of `param`; None if it does not."""
+    if name not in CODED or has_whole_rows(param):
+        return name
+    return name.removesuffix("_codes") if name.endswith("_codes") else None
+
+
+def saved_value(state: Mapping[str, Any], name: str, param: torch.Tensor) -> Any:
+    """Return what a state dict holds for the entry `name` in the `state` of `param`."""
+    if name in CODED and not has_whole_rows(param):
+        like = own_part(param).detach()
+        return wide_moments(state, like)[CODED.index(name)].as_strided(like.shape, like.stride())
+    value = state[name]
+    is_scale = name in CODED and name.endswith("_scale")
+    return value.view(own_part(param).shape[0], _row_numel(param) // BLOCK) if is_scale else value
+
+
+def has_whole_rows(param: torch.Tensor) -> bool:
+    """Return whether each row of `param`, its elements at the same first index, is a whole number of blocks in memory.
+
+    The same on all ranks. False if an axis cuts the rows.
+    """
+    return _row_numel(param) % BLOCK == 0 and param.is_contiguous() and not has_cut_rows(param)
+
+
+def _row_numel(param: torch.Tensor) -> int:
+    return math.prod(param.shape[1:])
+
+
+def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
+    """Return `entry`, the state of `param`, for a state dict: in memory, with the fp32 `master` if there is one.
+
+    The `statistics` are DTensors if `param` is a DTensor.
+    """
+    found = with_joined_master(entry, param)
+    names = {name: saved_name(name, param) for name in found}
+    saved = {wanted: saved_value(found, name, param) for name, wanted in names.items() if wanted is not None}
+    return _as_sharded(saved, param, statistics)
+
+
+def with_joined_master(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return `entry`, the state of `param`, with the fp32 `master` in place of its low half."""
+    found = dict(entry)
+    low = found.pop("master_low", None)
+    if low is not None:
+        found["master"] = joined(own_part(param).detach().to(low.device), low)
+    return found
+
+
+def _as_sharded(state: Mapping[str, Any], param: torch.Tensor, names: Collection[str]) -> dict[str, Any]:
+    """Return `state` with the plain tensors under `names` as DTensors if `param` is a DTensor."""
+    return {
+        name: as_dtensor(value, param) if is_dtensor(param) and name in names and type(value) is torch.Tensor else value
+        for name, value in state.items()
+    }
+
+
+def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
+    """Return `entry`, of the state dict of `param`, with its moments in fp32; DTensors if `param` is a DTensor."""
+    if form_of(entry) is MomentForm.FLOAT32:
+        return entry
+    own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+    decoded = with_form(_loaded_moments(own, param), MomentForm.FLOAT32, own_part(param).detach())
+    moments = _as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
+    return {**moments, **{name: value for name, value in entry.items() if name not in STORED_NAMES}}
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class _Wrapped:
+    """Holds a tensor; `load_state_dict` of torch leaves such objects as they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
+    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
+    return {
+        name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }
+
+
+def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+    """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
+
+    Codes and scales keep their dtype. The statistics are moved to the device of `param` unless `stays`. The master is
+    loaded too, and sets `param`.
+    """
+    dtype = torch.float32 if has_master(param) else param.dtype
+    found = {
+        name: part_like(value.tensor, param).to(
+            dtype=value.tensor.dtype if name in CODED else dtype, device=None if stays else param.device
+        )
+        if isinstance(value, _Wrapped)
+        else value
+        for name, value in entry.items()
+    }
+    return _load_master(_loaded_moments(found, param), param) if entry else found
+
+
+def _loaded_moments(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return `state`, the entries of a state dict of which this rank has its part, with flat scales.
+
+    The moments are in fp32 if `state` has the scales of whole rows, and an axis cuts the rows of `param`.
+    """
+    if has_cut_rows(param) and form_of(state).has_scales:
+        first, root = (
+            state[codes].float()
+            * part_of_rows(state[scale].repeat_interleave(BLOCK, dim=1).view(-1, *param.shape[1:]), param)
+            for codes, scale in zip(CODED[:2], CODED[2:], strict=True)
+        )
+        kept = {name: value for name, value in state.items() if name not in STORED_NAMES}
+        return {"exp_avg": first, "exp_avg_sq": root * root, **kept}
+    return {name: value.reshape(-1) if name in CODED[2:] else value for name, value in state.items()}
+
+
+def _load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """Return `state`, loaded from a state dict, with its entry `master` converted to the rest of the master of `param`.
+
+    `param` is set to the 16-bit value nearest to the master. If `state` has no master, as in state dicts of
+    `torch.optim.AdamW`, the master begins with the value of `param`. If `param` has no master, the entry is dropped.
+    """
+    found = dict(state)
+    master = found.pop("master", None)
+    if not has_master(param):
+        return found
+    home = next(value.device for name, value in found.items() if name != "step" and isinstance(value, torch.Tensor))
+    rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home)
+    found[REST_NAMES[param.dtype]] = rest
+    if master is None:
+        begin_master_rest(param, found)
+        return found
+    master = torch.empty_like(rest, dtype=torch.float32).copy_(master)
+    high = torch.empty_like(rest, dtype=param.dtype)
+    if rest.dtype == torch.int16:
+        split(flat(master), flat(high), flat(rest))
+    else:
+        rest.copy_(master)
+        high.copy_(master)
+    take_rest(param)
+    with torch.no_grad():
+        own_part(param).copy_(high)
+    torch.autograd.graph.increment_version(param)
+    return found
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the plan in force says about a parameter.

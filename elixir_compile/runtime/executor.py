@@ -77,7 +77,7 @@ class Executor:
         self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
         self.plain_state = PlainState()
-        """The optimizer state on the device that no plan places: see `session.plain_state`."""
+        """The optimizer state on the device that no plan places: see `session.neighbours`."""
         self.calls = StepCalls(name)
         """Which call of a step runs, if a step calls the model several times."""
         self.saved = SavedActivations(self.lanes, self.ledger)

@@ -31,7 +31,7 @@ from elixir_compile.graph.capture.node_facts import leaves_of, value_of
 from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.graph.rewrite.micro_batches import local_args
 from elixir_compile.graph.rewrite.regions import RegionGraph
-from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.ir.schedule import Origin, Record, Span
 from elixir_compile.runtime.bucket import is_slab_memory, peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.lowering import CompiledRegion, in_own_memory

@@ -17,8 +17,7 @@ from elixir_compile import compat
 from elixir_compile.base.process import Living
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir.kinds import Lane, Phase
-from elixir_compile.ir.record import Span
-from elixir_compile.ir.schedule import verb_of
+from elixir_compile.ir.schedule import Span, verb_of
 from elixir_compile.runtime.lanes import Announced, Lanes, TimedEvent
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from elixir_compile.base.errors import (
     UnsupportedWrapper,
 )
 from elixir_compile.base.options import Options, parse_options
-from elixir_compile.base.process import collector_off
+from elixir_compile.base.process import collector_off, for_compiled_code
 from elixir_compile.graph.capture.batch import mark_inputs_of_modules
 from elixir_compile.graph.capture.joint import (
     added_sizes,
@@ -60,15 +60,14 @@ from elixir_compile.optim.guard import note_captured, watch_plain_optimizers
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime.bucket import on_device
 from elixir_compile.search.joint.variants import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
-from elixir_compile.session.compiled_code import for_compiled_code
 from elixir_compile.session.model import (
     ManagedModel,
+    count_plain_state,
     managed_model,
     managed_model_of_slot,
     prepare_again,
     refuse_wrappers,
 )
-from elixir_compile.session.plain_state import count_plain_state
 from elixir_compile.session.planned_graph import PlannedGraph
 from elixir_compile.session.saved import load_plan
 

@@ -25,6 +25,7 @@ from elixir_compile.base.units import format_bytes, parse_bytes
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir import Kind, Phase
+from elixir_compile.ir.plan import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.measure import StepBytes, end_idle_profiler, start_step_bytes
 from elixir_compile.runtime.recording import observed_files
@@ -33,7 +34,6 @@ from elixir_compile.search.joint.joint_budget import GraphRequest, needed_bytes_
 from elixir_compile.search.outer import Refusal, Variants, first_of
 from elixir_compile.session.allocator_gaps import MOST_ASKED, missing_bytes
 from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, JointGraph
-from elixir_compile.session.line import plan_line
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import state_bytes
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, foreign_bytes

@@ -13,6 +13,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.base.options import Options
+from elixir_compile.base.process import for_compiled_code
 from elixir_compile.graph.capture.additions import add_extra_saved
 from elixir_compile.graph.capture.tracing import captured_step
 from elixir_compile.ir import Plan
@@ -22,7 +23,6 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import LossAttempt
 from elixir_compile.session.agreement import Step, adopt_by_all
 from elixir_compile.session.causes import Cause, NextPlans, PlanVariant, PlanVariants
-from elixir_compile.session.compiled_code import for_compiled_code
 from elixir_compile.session.graph_planner import ActivePlan, Beside, GraphPlanner, GraphRuns, active_plan
 from elixir_compile.session.over_budget import EarlyShortage
 from elixir_compile.session.planning import param_names_of

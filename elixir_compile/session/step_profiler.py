@@ -15,7 +15,8 @@ from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.compat.platforms import PeakRecord, platform_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph, Verb, verb_of
 from elixir_compile.ir.hardware import DeviceProfile
-from elixir_compile.ir.record import Span
+from elixir_compile.ir.plan import plan_line
+from elixir_compile.ir.schedule import Span
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.recording import Recording
@@ -23,7 +24,6 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.search.joint.variants import chosen_number
 from elixir_compile.search.shares.assign import balance_line, balanced_rows, fixed_share
-from elixir_compile.session.line import plan_line
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import device_bytes
 

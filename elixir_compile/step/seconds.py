@@ -48,8 +48,7 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import BucketId, GroupId, Lane, OpId, RegionId, Update, Verb
 from elixir_compile.ir.plan import Plan, Prediction
-from elixir_compile.ir.record import Origin, Record, Span
-from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef, Target
+from elixir_compile.ir.schedule import BucketRef, GroupRef, Origin, Record, RegionRef, Span, Target
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.divide import laps_of
 from elixir_compile.step.liveness import closing_verbs

@@ -18,7 +18,7 @@ from elixir_compile.base.folders import write_whole
 from elixir_compile.ir.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Phase
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.record import Record
+from elixir_compile.ir.schedule import Record
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An observed run leaves the phases of a step, a summary of every step, counters of the machine, and their JSON.

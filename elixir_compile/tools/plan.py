@@ -41,7 +41,7 @@ from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.joint.ranks import plan_classes
 from elixir_compile.search.joint.variants import Chunks, LossAttempt, with_chosen_loss
 from elixir_compile.search.outline import LEAST_ROWS
-from elixir_compile.search.question import Question, question_of
+from elixir_compile.search.problem import Question, question_of
 from elixir_compile.search.shares.choose import (
     Ask,
     Budget,

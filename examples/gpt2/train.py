@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
 from elixir_compile.ir import Record
-from elixir_compile.session.line import measured_line, plan_line
+from elixir_compile.ir.plan import measured_line, plan_line
 
 
 def main() -> None:

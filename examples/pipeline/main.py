@@ -14,7 +14,7 @@ from torch.distributed.pipelining import (
 )
 
 import elixir_compile as elixir
-from elixir_compile.session.line import plan_line
+from elixir_compile.ir.plan import plan_line
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOOPED = {"interleaved-1f1b": ScheduleInterleaved1F1B, "looped-bfs": ScheduleLoopedBFS}

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
-from elixir_compile.session.line import plan_line
+from elixir_compile.ir.plan import plan_line
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import elixir_compile as elixir
 from elixir_compile.base.units import format_bytes
-from elixir_compile.session.line import plan_line
+from elixir_compile.ir.plan import plan_line
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import elixir_compile as elixir
 from elixir_compile.compat.platforms import cores_beside, memory_sizes_bytes
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir.hardware import cluster_from_json, cluster_to_json
-from elixir_compile.ir.record import Record
+from elixir_compile.ir.schedule import Record
 from elixir_compile.runtime.bucket import Slab, _pin
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.step_profiler import own_bytes

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Planner
 from elixir_compile.base.units import GIB
-from elixir_compile.ir import (
-    Calls,
-    Kind,
-    Op,
-    OpId,
-    Phase,
-    Plan,
-    StepGraph,
-    StorageId,
-)
+from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Plan, StepGraph, StorageId
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import Problem, evaluator, plan
 from elixir_compile.search import planner as host_memory

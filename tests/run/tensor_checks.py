@@ -26,7 +26,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.shards import own_part, part_like
 from elixir_compile.optim.precision import MomentForm, with_form
-from elixir_compile.optim.saved_state import decoded_entry
+from elixir_compile.optim.state import decoded_entry
 from elixir_compile.runtime.measure import Resident
 from tests.run.ranks_training import adamw, compiled_with, full, hybrid
 

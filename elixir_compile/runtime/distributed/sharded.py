@@ -12,8 +12,7 @@ from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.graph.ops.shards import rehome, rows_of
 from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Verb, label
 from elixir_compile.runtime.bucket import RunningBucket, Slab, has_moved
-from elixir_compile.runtime.distributed.exchange import scale_by_weight
-from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.ranks import Ranks, scale_by_weight
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.recording import Ledger
 

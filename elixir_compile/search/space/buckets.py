@@ -11,18 +11,7 @@ from fractions import Fraction
 
 from elixir_compile.base.errors import InvalidPlan, StateNotApart
 from elixir_compile.base.options import Fractions
-from elixir_compile.ir import (
-    ITEM_BYTES,
-    Bucket,
-    BucketId,
-    Kind,
-    Param,
-    Phase,
-    Placement,
-    Storage,
-    StorageId,
-    Tier,
-)
+from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Param, Phase, Placement, Storage, StorageId, Tier
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem

@@ -54,7 +54,16 @@ from elixir_compile.search.space.layers import (
 )
 from elixir_compile.step.as_run import repeats
 from elixir_compile.step.bucket_bytes import Sizes
-from elixir_compile.step.divide import WHOLE, Crossing, Crossings, Lap, arrived_name, crossings, leaving_name, next_name
+from elixir_compile.step.divide import (
+    WHOLE,
+    Crossing,
+    Crossings,
+    Lap,
+    arrived_name,
+    crossings,
+    leaving_name,
+    next_name,
+)
 from elixir_compile.step.liveness import Depth, Liveness, Window, liveness, one_in_each_phase, use_windows
 
 # ----------------------------------------------------------------------------------------------------------------------

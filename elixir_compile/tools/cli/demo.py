@@ -18,9 +18,8 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import InvalidOption
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.compat.platforms import accelerator_type
-from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.record import Record
-from elixir_compile.session.line import measured_line, plan_line
+from elixir_compile.ir.plan import Plan, measured_line, plan_line
+from elixir_compile.ir.schedule import Record
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.tools.report.tables import curve_text, table_text
 

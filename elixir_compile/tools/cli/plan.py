@@ -21,12 +21,12 @@ from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.ir.hardware import Cluster, preset_of_ranks
+from elixir_compile.ir.plan import plan_line
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import Chunks, chosen_number
 from elixir_compile.search.planner import largest_feasible
-from elixir_compile.search.question import Question, question_of
+from elixir_compile.search.problem import Question, question_of
 from elixir_compile.session.cache import plan_for
-from elixir_compile.session.line import plan_line
 from elixir_compile.session.saved import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.step import plan_at, verify
 from elixir_compile.step.verify import require_same_graph

@@ -17,7 +17,7 @@ from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Plan, Record
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.search import plan as plan_of_problem
-from elixir_compile.search.question import Question
+from elixir_compile.search.problem import Question
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.saved import load_answered, load_plan, load_plan_or_record, question_path
 from elixir_compile.step import plan_at

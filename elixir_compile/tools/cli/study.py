@@ -26,7 +26,7 @@ from elixir_compile.base.units import format_bytes, parse_bytes
 from elixir_compile.base.version import __version__
 from elixir_compile.compat.platforms import accelerator_type
 from elixir_compile.ir.kinds import Phase
-from elixir_compile.ir.record import Origin, Record
+from elixir_compile.ir.schedule import Origin, Record
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.machine import machine
 from elixir_compile.tools.cli.plan import DTYPES, Request

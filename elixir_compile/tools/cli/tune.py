@@ -19,7 +19,7 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.tuning import Setting, Stage, Trial, Tuned, splits, tune
 from elixir_compile.search.joint.variants import Chunks, candidates
 from elixir_compile.search.outer import GAIN
-from elixir_compile.search.question import question_of
+from elixir_compile.search.problem import question_of
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.saved import save_plan
 from elixir_compile.tools.cli.plan import Request, status_line

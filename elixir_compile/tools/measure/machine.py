@@ -39,7 +39,7 @@ from elixir_compile.ir.hardware import (
 )
 from elixir_compile.runtime.bucket import Slab, aligned_bytes
 from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
-from elixir_compile.runtime.distributed.exchange import messenger_of
+from elixir_compile.runtime.distributed.ranks import messenger_of
 from elixir_compile.runtime.lanes import lanes_for
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from elixir_compile.compat import cpu_allocations
 from elixir_compile.compat.platforms import BlockRecord
 from elixir_compile.graph.ops.shards import own_part
 from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
-from elixir_compile.ir.record import Span
-from elixir_compile.ir.schedule import verb_of
+from elixir_compile.ir.schedule import Span, verb_of
 from elixir_compile.runtime.lanes import Lanes, TimedEvent
 from elixir_compile.runtime.measure import Resident
 from elixir_compile.runtime.recording import Anchor, Taken, anchor

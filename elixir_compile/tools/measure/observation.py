@@ -24,7 +24,7 @@ from elixir_compile.base.process import GROUPS, MEMBERSHIPS, group_folders, text
 from elixir_compile.compat import can_profile
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.ir.kinds import Lane, Phase
-from elixir_compile.ir.record import Origin, Record
+from elixir_compile.ir.schedule import Origin, Record
 from elixir_compile.runtime.bucket import live_slab_bytes, pinned_slab_bytes
 from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.measure import drop_running_step_bytes

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir.kinds import Saving
-from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.record import Record
-from elixir_compile.session.line import SAID, lean_text, saving_answers
+from elixir_compile.ir.plan import SAID, Plan, lean_text, saving_answers
+from elixir_compile.ir.schedule import Record
 from elixir_compile.tools.report.tables import table_text
 
 TOLERANCE = 0.1

@@ -10,9 +10,20 @@ from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, RegionId, Saving, StorageId, Tier, Update, Verb
-from elixir_compile.ir.plan import Decision, Plan, Prediction, RankClass, TensorTraffic, spans_text
+from elixir_compile.ir.plan import (
+    SAID,
+    Decision,
+    Plan,
+    Prediction,
+    RankClass,
+    SavingAnswer,
+    TensorTraffic,
+    layer_of_group,
+    lean_text,
+    saving_answers,
+    spans_text,
+)
 from elixir_compile.ir.schedule import Action, BucketRef, Calls, GradientRef, GroupRef, Region, RegionRef
-from elixir_compile.session.line import SAID, SavingAnswer, layer_of_group, lean_text, saving_answers
 from elixir_compile.step.bucket_bytes import resting
 from elixir_compile.step.verify import require_same_graph
 from elixir_compile.tools.report.tables import Again, Move, Subject, Survey, actions_of, entry_text, find_subject

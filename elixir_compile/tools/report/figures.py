@@ -16,8 +16,7 @@ from typing import Any
 from elixir_compile.base.units import GIB
 from elixir_compile.ir.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Kind, Lane, Update, Verb
-from elixir_compile.ir.record import Record, Span
-from elixir_compile.ir.schedule import verb_of, what_of
+from elixir_compile.ir.schedule import Record, Span, verb_of, what_of
 from elixir_compile.tools.observed import OTHER, Counters, Live
 from elixir_compile.tools.report.tables import Survey
 

@@ -13,8 +13,7 @@ from elixir_compile.ir.cost import host_memory_bytes_per_s, update_bytes
 from elixir_compile.ir.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.record import Origin, Span
-from elixir_compile.ir.schedule import what_of
+from elixir_compile.ir.schedule import Origin, Span, what_of
 from elixir_compile.tools.observed import CALLER, FullStep, Interval, StepSummary, StudyRow, name_of
 from elixir_compile.tools.report.diff import TOLERANCE, run_diff
 

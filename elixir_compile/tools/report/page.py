@@ -19,9 +19,8 @@ from elixir_compile.ir.cost import Measured
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import Kind, Lane, Saving, Tier
-from elixir_compile.ir.plan import Decision, Plan, spans_text
-from elixir_compile.ir.record import Origin, Record
-from elixir_compile.session.line import SAID
+from elixir_compile.ir.plan import SAID, Decision, Plan, spans_text
+from elixir_compile.ir.schedule import Origin, Record
 from elixir_compile.step.divide import laps_of
 from elixir_compile.step.prices import OpSeconds
 from elixir_compile.step.seconds import simulate

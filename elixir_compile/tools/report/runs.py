@@ -16,8 +16,7 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware.cluster import Cluster
 from elixir_compile.ir.kinds import Lane, Phase, Update, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.record import Record, Span
-from elixir_compile.ir.schedule import verb_of, what_of
+from elixir_compile.ir.schedule import Record, Span, verb_of, what_of
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.observed import (
     FullStep,

@@ -15,10 +15,20 @@ from elixir_compile.base.units import format_bytes
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import StepGraph, is_numbered, layer_of
 from elixir_compile.ir.kinds import GroupId, Kind, Lane, OpId, RegionId, Saving, StorageId, Tier, Verb
-from elixir_compile.ir.plan import Decision, Plan
-from elixir_compile.ir.record import Record, Tally, tallies
-from elixir_compile.ir.schedule import Action, BucketRef, GroupRef, Region, RegionRef, Target, label, verb_of
-from elixir_compile.session.line import layer_of_group
+from elixir_compile.ir.plan import Decision, Plan, layer_of_group
+from elixir_compile.ir.schedule import (
+    Action,
+    BucketRef,
+    GroupRef,
+    Record,
+    Region,
+    RegionRef,
+    Tally,
+    Target,
+    label,
+    tallies,
+    verb_of,
+)
 from elixir_compile.step.as_run import as_run, repeated_op, repeats, saved_storages
 from elixir_compile.step.bucket_bytes import Held
 from elixir_compile.step.divide import laps_of

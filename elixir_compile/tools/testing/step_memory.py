@@ -13,7 +13,7 @@ from elixir_compile.base.errors import ElixirError, InvalidOption, UnknownSubjec
 from elixir_compile.base.folders import write_whole
 from elixir_compile.base.units import format_bytes, parse_bytes
 from elixir_compile.ir import Kind, OpId, Placement, Plan, Record, Saving, StepGraph, Tier
-from elixir_compile.session.line import SAID, measured_line, plan_line
+from elixir_compile.ir.plan import SAID, measured_line, plan_line
 from elixir_compile.step.timeline import MemoryTimeline, Peak
 from elixir_compile.tools.report.diff import TOLERANCE, RunDiff, diff_text, run_diff
 from elixir_compile.tools.report.tables import LayerRow, Survey, layer_bytes, layer_rows, table_text, timeline_text

@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import GIB
-from elixir_compile.ir import (
-    BucketRef,
-    Kind,
-    Phase,
-    Tier,
-    Update,
-    Verb,
-    plan_from_json,
-    plan_to_json,
-)
+from elixir_compile.ir import BucketRef, Kind, Phase, Tier, Update, Verb, plan_from_json, plan_to_json
 from elixir_compile.ir.cost import add_s
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator

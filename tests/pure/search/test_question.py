@@ -18,8 +18,9 @@ from elixir_compile.base.errors import ElixirError, QuestionFileError
 from elixir_compile.base.options import Options
 from elixir_compile.ir import Saving, StorageId, Update
 from elixir_compile.ir.cost import Measured, Stretch
-from elixir_compile.search import Problem, plan, question
-from elixir_compile.search.question import Question, question_from_bytes, question_of, question_to_bytes
+from elixir_compile.search import Problem, plan
+from elixir_compile.search import problem as question
+from elixir_compile.search.problem import Question, question_from_bytes, question_of, question_to_bytes
 from elixir_compile.step import verify
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.report.explain import explain

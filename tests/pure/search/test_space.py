@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.base.options import Planner
 from elixir_compile.base.units import GIB
-from elixir_compile.ir import Bucket, BucketId, Kind, Op, OpId, Phase, Placement, Plan, StepGraph, StorageId, Tier, Verb
+from elixir_compile.ir import (
+    Bucket,
+    BucketId,
+    Kind,
+    Op,
+    OpId,
+    Phase,
+    Placement,
+    Plan,
+    StepGraph,
+    StorageId,
+    Tier,
+    Verb,
+)
 from elixir_compile.ir.hardware import profile_for
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator

@@ -31,6 +31,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.graph import LossRegion
 from elixir_compile.ir.hardware import TensorRing
 from elixir_compile.ir.kinds import Batched, Kind
+from elixir_compile.ir.plan import plan_line
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint import variants as micro_batches
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
@@ -46,7 +47,6 @@ from elixir_compile.search.joint.variants import (
     with_chosen_loss,
 )
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.session.line import plan_line
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import peak_of_calls, walk_memory

@@ -29,8 +29,9 @@ from elixir_compile.ir import (
     plan_to_json,
 )
 from elixir_compile.ir.schedule import BucketRef, GroupRef
-from elixir_compile.step import lifecycles, plan_timeline, verify, with_peaks
-from elixir_compile.step.lifecycles import Life
+from elixir_compile.step import plan_timeline, verify, with_peaks
+from elixir_compile.step import verify as legality
+from elixir_compile.step.verify import Life
 from tests.pure.mixes import group
 from tests.pure.plans import (
     Trip,
@@ -706,17 +707,17 @@ PARAMS = {Verb.RUN, Verb.GATHER, Verb.WAIT, Verb.RELEASE}
 CARRIED = {Verb.OFFLOAD, Verb.WAIT, Verb.PREFETCH}
 GRADS = {Verb.RUN, Verb.REDUCE, Verb.OFFLOAD, Verb.WAIT, Verb.UPDATE}
 LIVES = {
-    "gathered params": (lifecycles._GATHERED_PARAMS, PARAMS),
-    "resident params": (lifecycles._RESIDENT_PARAMS, PARAMS),
-    "device params": (lifecycles._DEVICE_PARAMS, PARAMS),
-    "host gradient": (lifecycles._HOST_GRADIENT, GRADS),
-    "device gradient": (lifecycles._DEVICE_GRADIENT, GRADS),
-    "sharded gradient": (lifecycles._SHARDED_GRADIENT, GRADS),
-    "absent gradient": (lifecycles._ABSENT_GRADIENT, GRADS),
-    "frozen gradient": (lifecycles._FROZEN_GRADIENT, GRADS),
-    "offloaded activations": (lifecycles._ACTIVATIONS[Saving.OFFLOAD], CARRIED | {Verb.RUN}),
-    "kept activations": (lifecycles._ACTIVATIONS[Saving.KEEP], CARRIED),
-    "recomputed activations": (lifecycles._ACTIVATIONS[Saving.RECOMPUTE], CARRIED),
+    "gathered params": (legality._GATHERED_PARAMS, PARAMS),
+    "resident params": (legality._RESIDENT_PARAMS, PARAMS),
+    "device params": (legality._DEVICE_PARAMS, PARAMS),
+    "host gradient": (legality._HOST_GRADIENT, GRADS),
+    "device gradient": (legality._DEVICE_GRADIENT, GRADS),
+    "sharded gradient": (legality._SHARDED_GRADIENT, GRADS),
+    "absent gradient": (legality._ABSENT_GRADIENT, GRADS),
+    "frozen gradient": (legality._FROZEN_GRADIENT, GRADS),
+    "offloaded activations": (legality._ACTIVATIONS[Saving.OFFLOAD], CARRIED | {Verb.RUN}),
+    "kept activations": (legality._ACTIVATIONS[Saving.KEEP], CARRIED),
+    "recomputed activations": (legality._ACTIVATIONS[Saving.RECOMPUTE], CARRIED),
 }
 
 

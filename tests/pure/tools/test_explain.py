@@ -28,9 +28,9 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
+from elixir_compile.ir.plan import SavingAnswer, layer_of_group, saving_answers, savings_text
 from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.line import SavingAnswer, layer_of_group, saving_answers, savings_text
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.as_run import as_run, repeats
 from elixir_compile.step.divide import laps_of

@@ -20,10 +20,9 @@ from elixir_compile.base.units import GIB, format_bytes
 from elixir_compile.ir import Kind, Lane, Origin, Plan, RankClass, Record, Saving, Span, Update
 from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.kinds import BucketId, GroupId, OpId, StorageId, Verb
-from elixir_compile.ir.plan import Prediction
+from elixir_compile.ir.plan import Prediction, measured_line, plan_line
 from elixir_compile.ir.schedule import Action, BucketRef, Schedule
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.line import measured_line, plan_line
 from elixir_compile.session.saved import load_answered
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate

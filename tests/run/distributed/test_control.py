@@ -29,8 +29,7 @@ from elixir_compile.runtime.distributed.control import (
     RanksDiffer,
     new_control_channel,
 )
-from elixir_compile.runtime.distributed.exchange import Messenger
-from elixir_compile.runtime.distributed.ranks import Collective, Ranks, UnfinishedCollectives
+from elixir_compile.runtime.distributed.ranks import Collective, Messenger, Ranks, UnfinishedCollectives
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes import Event, Lanes
 from tests.run.processes import spawn

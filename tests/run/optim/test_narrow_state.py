@@ -18,12 +18,12 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.optimizers import REST_NAMES
 from elixir_compile.ir import Tier, Update
+from elixir_compile.ir.plan import plan_line
 from elixir_compile.optim.generic import class_rule
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.precision import BLOCK, MomentForm, form_of
-from elixir_compile.optim.saved_state import has_whole_rows
+from elixir_compile.optim.state import has_whole_rows
 from elixir_compile.runtime.bucket import live_slab_bytes
-from elixir_compile.session.line import plan_line
 from tests.run import optimizers as users
 from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_run, recorded
 from tests.run.training import Run, assert_same_tensors, by_elixir

@@ -17,7 +17,7 @@ from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, Tier, record_to_json
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import plan
-from elixir_compile.search.question import question_of
+from elixir_compile.search.problem import question_of
 from elixir_compile.session.saved import load_plan_for, load_plan_or_record, load_question, question_path
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_calls import small_pair

@@ -19,7 +19,7 @@ from elixir_compile.base.errors import NestedMeasurement
 from elixir_compile.graph.capture.node_facts import reads_seed_on_host
 from elixir_compile.ir import Kind, Op, OpId, Phase, Region, RegionId, StepGraph, Storage, StorageId
 from elixir_compile.ir.kinds import Lane
-from elixir_compile.ir.record import Origin, Record
+from elixir_compile.ir.schedule import Origin, Record
 from elixir_compile.runtime import measure as step_bytes
 from elixir_compile.runtime.bucket import Slab
 from elixir_compile.runtime.lanes import lanes_for

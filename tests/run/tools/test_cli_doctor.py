@@ -28,7 +28,7 @@ from elixir_compile.base.version import __version__
 from elixir_compile.checkpoint import saving
 from elixir_compile.compat.platforms import Platform
 from elixir_compile.ir.plan import Plan, Prediction
-from elixir_compile.ir.record import Origin, Record
+from elixir_compile.ir.schedule import Origin, Record
 from elixir_compile.session.machine import machine_path, store_machine
 from elixir_compile.tools.cli.demo import LOSS_RTOL, Run, batches, find_faults, read_text
 from elixir_compile.tools.cli.main import app, diagnosis_lines

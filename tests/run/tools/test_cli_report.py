@@ -24,7 +24,7 @@ from elixir_compile.base.units import GIB, format_bytes, format_s
 from elixir_compile.ir import Origin, Plan, Record, record_to_json
 from elixir_compile.ir.share import shares_from_json
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.question import question_of
+from elixir_compile.search.problem import question_of
 from elixir_compile.session import saved as saved_files
 from elixir_compile.session.saved import load_answered
 from elixir_compile.step import plan_timeline
