@@ -30,8 +30,7 @@ from elixir_compile.runtime.updates import finish_updates
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer state on disk: a file per bucket and statistic, with reads and writes by parameter.
 #
-#     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters in a row, at the same elements as in a
-# slab
+#     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters, at the elements as in a slab
 #     b1.exp_avg_sq   |--- weight ---|- bias -|
 #
 # Each file has the layout of its statistic, so the same element is at different bytes in different files.

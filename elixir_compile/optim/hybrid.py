@@ -288,8 +288,7 @@ class Hybrid(torch.optim.Optimizer):
 # ----------------------------------------------------------------------------------------------------------------------
 # Clip gradients and unscale them, for optimizers whose parameters may have fp32 masters.
 #
-#     state_dict()            holds moments and joined masters in fp32; `torch.optim.AdamW` loads it and ignores
-# `master`
+#     state_dict()            holds moments and joined masters in fp32; `torch.optim.AdamW` ignores `master`
 #     clip_grad_norm_(norm)   stores the clip coefficient; the update multiplies gradients by it as it reads them
 #     GradScaler.step(self)   stores 1 / loss scale in the same way for float16 masters; on overflow nothing is changed
 #

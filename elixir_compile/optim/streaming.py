@@ -29,13 +29,10 @@ from elixir_compile.runtime.recording import Ledger
 # ----------------------------------------------------------------------------------------------------------------------
 # Update parameters piece by piece: a piece comes from its source into a room, is updated there, and goes to its sink.
 #
-#     piece     | weight 0, bias 0, start of weight 1 | rest of weight 1 |    segments: the part of a parameter in a
-# piece
+#     piece     | weight 0, bias 0, start of weight 1 | rest of weight 1 |    segment: a parameter in a piece
 #
 #     streamed  host memory            -> a room on the device         -> host memory
-# `streaming`
 #     on disk   files                  -> a staging buffer             -> files
-# `disk.updates`
 #     in bf16   statistics             -> a block of them in fp32      -> statistics               `generic.class_rule`
 #
 # A segment holds the same elements of all tensors that pass. If a parameter passes whole, the rule sees its tensors in

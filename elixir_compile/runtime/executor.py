@@ -38,7 +38,7 @@ class Executor:
     """The parameters of a model, their homes, and the verbs of its programs, on `device`.
 
     It knows no graphs and no plans but the buckets in force: `session.model.ManagedModel` owns it and them. It has
-    more than 20 methods: 11 are the verbs, which programs call on one object.
+    more than 20 methods, because programs call their verbs on one object.
     """
 
     def __init__(

@@ -25,9 +25,8 @@ from elixir_compile.runtime.lanes import Announced, Lanes, TimedEvent
 #
 #   clock = StepClock(lanes)         a moment on the clock of the host, of the allocators, and of each device
 #   clock.at_s(time_ns)              where an event of an allocator is among the spans
-#   Recording(clock, lanes)          collects spans that begin before `end`; one that is still open then is added when
-# it
-#                                    closes, so that the update of a worker thread is not lost
+#   Recording(clock, lanes)          collects spans that begin before `end`; one that is still open then is added
+#                                    when it closes, so that the update of a worker thread is not lost
 #
 # If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
 # worked, not when Python issued the work. A collective works on a stream of its process group, so the second event is

@@ -9,11 +9,14 @@ answer to each: the plan, or the error with the bytes that it needs. The next va
   2.3 GiB of them less   -> 1.2 s
 ```
 
-A plan of a variant is taken instead of that of the question as it was asked if its step is shorter by `GAIN`.
+A variant that computes the same is taken instead of the question as it was asked if its step is shorter by `GAIN`: the
+loss in chunks, another number of micro-batches, a setting of `tuning`. A variant that gives something up is asked only
+if nothing else fits: narrower moments, less room beside the plan, micro-batches under "fit".
 
-Other loops around searches compare no plans: the fewest bytes for which a search has a plan are bisected
+Other loops around searches choose in another way: the fewest bytes for which a search has a plan are bisected
 (`planner.with_min_host_bytes`, `joint_budget.plan_in_least`), the classes of ranks search again until they agree on
-what is released (`ranks`), and the settings of an optimizer step are searched in the order of their bounds (`tuning`).
+what is released (`ranks`), the settings of an optimizer step are searched in the order of their bounds (`tuning`), and
+state on disk is compared with state on the host by their steps alone (`planner.plan_with_disk`).
 """
 
 from collections.abc import Callable, Generator, Iterable

@@ -7,7 +7,7 @@
 ```
 
 One capture says everything. The ops and the live bytes of a step in n micro-batches are affine in the rows of the
-batch: `step.batch_rows` has the rule. So the seconds and bytes of all numbers of rows follow from a few arrays:
+batch: `step.as_run.graph_of_rows` has the rule. So the seconds and bytes for any rows follow from a few arrays:
 
 ```text
   op      launches l + max(flops / rate, moved bytes / rate)        flops and bytes are  same + rows x each

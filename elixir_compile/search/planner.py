@@ -26,9 +26,9 @@ from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, write_out
 from elixir_compile.search.space.buckets import Level, with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.step.legality import verify
 from elixir_compile.step.prices import prices
 from elixir_compile.step.timeline import device_lives, host_bytes, plan_timeline
-from elixir_compile.step.verify import verify
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Fit the host memory: choose the optimizer state that goes to disk, or count the fewest host bytes that are enough.
@@ -244,7 +244,7 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
 #
 #     plan(problem) -> Plan
 #
-# The choices themselves are made by `best` for the planner `milp`, by `heuristics.greedy` and by `heuristics.rules`.
+# The choices themselves are made by `best` for the planner `milp`, and by `greedy` for the others.
 #
 # `largest_feasible` finds the largest batch that any plan can train within the budgets. A larger batch never needs
 # fewer bytes, so doubling and bisection find it in 2 log2(batch) trials.

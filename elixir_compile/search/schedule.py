@@ -326,8 +326,8 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
     for bucket, gradients in enumerate(facts.gradients):
         spec = facts.buckets[bucket]
         # Gradients of each of several calls are added to their sums, and freed, as soon as they are complete.
-        has_moment = facts.has_moment(bucket)
-        leaves = is_gathered(spec, levels[bucket]) or has_moment or facts.problem.calls.num > 1
+        has_position = facts.has_position(bucket)
+        leaves = is_gathered(spec, levels[bucket]) or has_position or facts.problem.calls.num > 1
         if gradients is not None and leaves:
             starts.add(gradients.complete + 1)
     if facts.laps:
@@ -385,14 +385,14 @@ def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequ
         while done < len(complete) and complete[done][0] <= cut.last:
             op, bucket = complete[done]
             leaves = bucket in moves.grad_ends
-            if not (leaves or facts.has_moment(bucket)):
+            if not (leaves or facts.has_position(bucket)):
                 actions.append((Verb.REDUCE, buckets[bucket]))
             else:
                 # Earlier gradients make room for the buffers of the reduce. On one rank it comes before the waits for
                 # them: there it has no buffers and is no transfer.
                 ending = [(Verb.WAIT, grads[other]) for other, end in under_way.items() if end <= op]
                 reduce = (Verb.REDUCE, buckets[bucket])
-                actions += [*ending, reduce] if facts.has_moment(bucket) else [reduce, *ending]
+                actions += [*ending, reduce] if facts.has_position(bucket) else [reduce, *ending]
                 if leaves and levels[bucket].has_param_on_host:
                     actions.append((Verb.OFFLOAD, grads[bucket]))
                 under_way = {other: end for other, end in under_way.items() if end > op}

@@ -508,8 +508,7 @@ def ranks_at(control: ControlChannel, places: Sequence[int]) -> tuple[int, ...]:
 #   capture    every rank: parameters of other ranks' graphs are added to its graph by `graph.capture.additions`
 #   facts      as for any plan, see above
 #   buckets    the leader forms buckets of the parameters of all ranks
-#   homes      every rank: under which placements its own step fits; the first placements that fit on all ranks are
-# taken
+#   homes      every rank: under which placements its own step fits; the first that fit on all are taken
 #
 # Ranks that use the same parameters first try one plan for all: ops may differ a little, see `rank_facts`.
 

@@ -76,8 +76,7 @@ from elixir_compile.session.saved import load_plan
 #
 # plain model      the parameters get no slot, and their modules no property
 # prepared model   their gathers become inputs of the graph, and the executor drops their slots. If another graph
-# gathers
-#                  them, their modules read them plainly again, and Dynamo captures that graph again
+#                  gathers them, their modules read them plainly again, and Dynamo captures that graph again
 
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -264,8 +263,7 @@ class FrontEnd:
 #
 # prepared model   the graph gathers its parameters: compile it
 # plain model      the parameters are inputs of the graph: find their models, rewire the graph to gathers, compile it,
-# and
-#                  prepare the models; later captures of these models have gathers
+#                  and prepare the models; later captures of these models have gathers
 # no parameters    compile the graph as torch does, with a warning
 
 

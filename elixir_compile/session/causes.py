@@ -100,11 +100,11 @@ class NextPlans:
         graphs: Sequence[JointGraph],
         together: Together,
         shortage: EarlyShortage,
-        variants: "PlanVariants",
+        graph_sets: "PlansOfGraphSets",
     ) -> None:
-        """`planner`, `shortage` and `variants` are those of the graph, `graphs` and `together` those of its model."""
+        """`planner`, `shortage` and `graph_sets` are those of the graph, `graphs` and `together` those of its model."""
         self._executor, self._planner, self._graphs, self._together = executor, planner, graphs, together
-        self._shortage, self._variants = shortage, variants
+        self._shortage, self._graph_sets = shortage, graph_sets
         self.captured: Captured | None = None
         """The graph's own capture."""
         self._num_returns = 0
@@ -179,7 +179,7 @@ class NextPlans:
         """
         executor, own, together, neighbours = self._executor, self._own, self._together, self._together.neighbours
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
-        if self._variants.graph_set_digest:
+        if self._graph_sets.graph_set_digest:
             answer, beside_bytes = self._planner.answer_for(own), executor.saved.held_bytes()
             sizes = self._planner.sizes.values
             joined, problem, plan = planned_in_step(executor, own, self._planner.options, sizes, answer)
@@ -315,7 +315,7 @@ _MOST_VARIANTS = 32
 """Variants kept for one graph: each has its own programs."""
 
 
-class PlanVariant(NamedTuple):
+class PlanOfGraphSet(NamedTuple):
     """The plan, programs and sizes of a graph while all ranks run the same set of graphs."""
 
     active: ActivePlan
@@ -324,7 +324,7 @@ class PlanVariant(NamedTuple):
     """Planned values of the symbols, by name."""
 
 
-class PlanVariants:
+class PlansOfGraphSets:
     """The plans of a graph, each for a set of graphs run by all ranks at the same time.
 
     A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
@@ -350,7 +350,7 @@ class PlanVariants:
         """Whether there is a plan for `graph_set_digest`."""
         self._executor = executor
         self._written_for = ""
-        self._others: dict[str, PlanVariant] = {}
+        self._others: dict[str, PlanOfGraphSet] = {}
 
     def call(self, counted: object | None, *, wants_plan: bool) -> RollCall:
         """Return the next step of all ranks before the graph can run; see `roll_call`.
@@ -395,11 +395,11 @@ class PlanVariants:
         while (call := self.call(counted, wants_plan=True)).step is Step.JOIN:
             self.graph_set_digest = call.graph_set_digest
 
-    def join(self, graph_set_digest: str, now: PlanVariant) -> PlanVariant | None:
-        """Change to the graphs of `graph_set_digest`, and keep `now`, the variant beside the graphs before, if it was
+    def join(self, graph_set_digest: str, now: PlanOfGraphSet) -> PlanOfGraphSet | None:
+        """Change to the graphs of `graph_set_digest`, and keep `now`, the plan beside the graphs before, if it was
         planned beside them.
 
-        Returns the variant of earlier runs beside these graphs, or None if the graph has to be planned.
+        Returns the plan of earlier runs beside these graphs, or None if the graph has to be planned.
         """
         if self.is_planned:
             self._others[self.graph_set_digest] = now

@@ -22,7 +22,7 @@ from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import LossAttempt
 from elixir_compile.session.agreement import Step, adopt_by_all
-from elixir_compile.session.causes import Cause, NextPlans, PlanVariant, PlanVariants
+from elixir_compile.session.causes import Cause, NextPlans, PlanOfGraphSet, PlansOfGraphSets
 from elixir_compile.session.graph_planner import ActivePlan, Beside, GraphPlanner, GraphRuns, active_plan
 from elixir_compile.session.over_budget import EarlyShortage
 from elixir_compile.session.planning import param_names_of
@@ -64,9 +64,9 @@ class PlannedGraph:
         self.profiler = StepProfiler(executor, name, options, records=self.planner.may_replan)
         self.programs = ProgramVersions(executor, regions, progress)
         self._ticket_position = -1
-        self._variants = PlanVariants(executor, name, together.descriptions, self.profiler, progress)
+        self._graph_sets = PlansOfGraphSets(executor, name, together.descriptions, self.profiler, progress)
         self._shortage = EarlyShortage(name, executor, self.planner)
-        self._next = NextPlans(executor, self.planner, graphs, together, self._shortage, self._variants)
+        self._next = NextPlans(executor, self.planner, graphs, together, self._shortage, self._graph_sets)
 
     @property
     def active(self) -> ActivePlan:
@@ -106,10 +106,10 @@ class PlannedGraph:
         if not self.is_inference:
             planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
-        self._variants.find_graph_set(lambda: roll_key(planner.graph(own)), self._counted)
+        self._graph_sets.find_graph_set(lambda: roll_key(planner.graph(own)), self._counted)
         self._active, before = self._next.plan(self, (Cause.FIRST,), attempt)
         is_new = before is None or self.active.plan is not before.active.plan
-        if attempt.review is not None and not self._variants.graph_set_digest:
+        if attempt.review is not None and not self._graph_sets.graph_set_digest:
             planner.reviewed = attempt.review(self.active.plan)
             self._active = replace(self.active, plan=planner.reviewed)
         if before is not None:
@@ -125,16 +125,16 @@ class PlannedGraph:
         if not self.is_inference:
             planner.staying.notice(is_forward=True)
         causes = self._next.causes(self, args)
-        while (call := self._variants.call(self._counted, wants_plan=bool(causes))).step is not Step.RUN:
+        while (call := self._graph_sets.call(self._counted, wants_plan=bool(causes))).step is not Step.RUN:
             with _compile_lock:
                 if call.step is Step.JOIN:
-                    now = PlanVariant(self.active, self.programs.last, dict(planner.sizes.values))
-                    found = self._variants.join(call.graph_set_digest, now)
+                    now = PlanOfGraphSet(self.active, self.programs.last, dict(planner.sizes.values))
+                    found = self._graph_sets.join(call.graph_set_digest, now)
                     if found is None:
                         causes = (Cause.PEERS,)
                         continue
                     self._active, planner.sizes.values = found.active, dict(found.sizes)
-                    self.programs.take(found.programs, is_apart=self._variants.record_written())
+                    self.programs.take(found.programs, is_apart=self._graph_sets.record_written())
                     causes = self._next.causes(self, args)
                 else:
                     self._plan_next(causes or (Cause.PEERS,), args)
@@ -211,7 +211,7 @@ class PlannedGraph:
         if programs is not self.programs.last:
             self.planner.progress.planned(plan)
             self._shortage.begin()
-            self.programs.take(programs, is_apart=self._variants.record_written())
+            self.programs.take(programs, is_apart=self._graph_sets.record_written())
 
     def mark_in_force(self) -> None:
         """Note the generation of the buckets under the plan, and tell each bucket when the plan updates it."""
@@ -235,7 +235,7 @@ class PlannedGraph:
         self._together.watch.rearm(is_given=self.planner.is_budget_given)
         self._shortage.begin()
         programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
-        self.programs.take(programs, is_apart=self._variants.record_written())
+        self.programs.take(programs, is_apart=self._graph_sets.record_written())
 
     def _run_forward(self, args: list[Any]) -> Any:
         return self._shortage.forward(self, args)
@@ -264,7 +264,7 @@ class PlannedGraph:
         watch.runs(self)
         self._executor.saved.restore(ticket)
         try:
-            self._variants.begin_backward(counted, ticket)
+            self._graph_sets.begin_backward(counted, ticket)
             with _compile_lock:
                 program, name = self.programs.of(ticket).backward, self.active.plan.name
             results = self._executor.run_backward(counted, ticket, name, program.forward, args)

@@ -25,7 +25,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.hardware import Cluster, is_name_of
 from elixir_compile.search.problem import MOST_UNPACKED_BYTES, Question, question_from_bytes, question_to_bytes
 from elixir_compile.step import plan_at, verify
-from elixir_compile.step.verify import require_same_graph
+from elixir_compile.step.legality import require_same_graph
 
 if TYPE_CHECKING:
     from elixir_compile.session.model import Compilation

@@ -2,6 +2,7 @@
 
 from elixir_compile.step.as_run import Repeat, as_run, fused, repeats
 from elixir_compile.step.formula import peak_formula, plan_at, resized
+from elixir_compile.step.legality import verify
 from elixir_compile.step.liveness import (
     Depth,
     Group,
@@ -21,7 +22,6 @@ from elixir_compile.step.timeline import (
     plan_timeline,
     with_peaks,
 )
-from elixir_compile.step.verify import verify
 
 __all__ = [
     "Depth",

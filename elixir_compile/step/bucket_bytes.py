@@ -66,8 +66,9 @@ class Sizes(NamedTuple):
     """Whether several ranks average the gradients in a new buffer that is not packed."""
 
     @property
-    def has_moment(self) -> bool:
-        """Whether a reduce of the bucket is a moment of its own."""
+    def has_position(self) -> bool:
+        """Whether a reduce of the bucket has a position of its own among the ops: it holds more than the op before
+        it."""
         return self.is_sharded or self.is_packed or self.is_averaged
 
     @classmethod
@@ -159,7 +160,7 @@ def step_gradients(
     last = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
     for birth, nbytes in births:
         yield Held(Kind.GRAD, nbytes, birth, last)
-    if complete >= end or not sizes.has_moment:
+    if complete >= end or not sizes.has_position:
         return
     reduce, unreduced_bytes = complete + 1, sum(nbytes for _, nbytes in births)
     leaves = wait if is_away else stays

@@ -32,12 +32,10 @@ from elixir_compile.ir.schedule import rows_of_micro_batches
 #
 #   op       embed  | mm  gelu  mm  add | mm  gelu  mm  add | norm  mm  loss || ...
 #   module   wte    | h.0  h.0  h.0 h.0 | h.1 h.1  h.1  h.1 | ln_f  head
-#   lap      0      | 1                 | 2                 | 3              || the backward begins with a lap of its
-# own
+#   lap      0      | 1                 | 2                 | 3              || the backward begins a lap
 #
 # Between two laps every value is the value of the whole batch, as one tensor or in parts (see further down). Within a
-# lap,
-# each micro-batch passes all ops before the next micro-batch begins (layered gradient accumulation, arXiv 2106.02679).
+# lap, each micro-batch passes all ops before the next one begins (layered gradient accumulation, arXiv 2106.02679).
 # An op that mixes the rows of the batch is a lap of its own and runs on the whole batch.
 
 

@@ -41,8 +41,8 @@ from elixir_compile.step.works import (
     BucketWorks,
     Do,
     GroupWorks,
+    Instant,
     Memory,
-    Moment,
     RegionWorks,
     Walk,
     Work,
@@ -130,7 +130,7 @@ def region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[Touch
 #   1  gather b1, h2d          0            0001                 writes the copy
 #   2  run fwd.1, compute      0, and 1     0011                 reads the copy; without `wait b1` it is behind 0 alone
 #
-# A moment is a number with a bit for each work that is over by then, so the moments of all works are the transitive
+# An instant is a number with a bit for each work that is over by then, so the instants of all works are the transitive
 # closure of their order.
 
 
@@ -280,8 +280,8 @@ class Order:
 
     def __init__(self) -> None:
         self.found: list[Ordered] = []
-        self._over: defaultdict[Moment, Bits] = defaultdict(int)
-        self._late: set[Moment] = set()
+        self._over: defaultdict[Instant, Bits] = defaultdict(int)
+        self._late: set[Instant] = set()
         """When the copies are over that the thread of the updates issues, and for which nobody has waited."""
         self._cells: defaultdict[str, dict[Access, Cell]] = defaultdict(dict)
         """By bucket or group, the cell of each memory that is there."""
@@ -298,8 +298,8 @@ class Order:
             return
         over, actor = self._over, work.actor
         before = over[actor] | over[PROGRAM]
-        for moment in work.after:
-            before |= over[moment]
+        for instant in work.after:
+            before |= over[instant]
         over[actor] = over[work.over] = self.issue(work, step, before)
 
     def _do_other(self, work: Work, step: int) -> None:
@@ -321,8 +321,8 @@ class Order:
                     del own[key]
         else:
             before = over[actor]
-            for moment in after:
-                before |= over[moment]
+            for instant in after:
+                before |= over[instant]
             if do is Do.LATE_RETURN or over[after[0]]:
                 # Issued at any time from now on, so later works of the lane are not behind it.
                 over[work.over] = self.issue(work, step, before)
@@ -332,7 +332,7 @@ class Order:
                 over[actor] = over[work.over] = self.issue(work, step, before | over[PROGRAM])
 
     def issue(self, work: Work, step: int, before: Bits) -> Bits:
-        """Issue a work that is behind `before`, and return the moment when it is over."""
+        """Issue a work that is behind `before`, and return the instant when it is over."""
         actor, _, name, _, _, at, reads, writes, frees, allocates = work
         found = self.found
         if allocates:
@@ -364,7 +364,7 @@ class Order:
                 found.append(cell)
         return found
 
-    def await_update(self, done: Moment, landed: Moment) -> None:
+    def await_update(self, done: Instant, landed: Instant) -> None:
         """Let the program wait for an update, and compute for its results on the device."""
         over = self._over
         over[PROGRAM] |= over[done]

@@ -71,7 +71,7 @@ class Axis:
         """Read the works of the schedule of `rank` under `plan`; `step` has the ops that run."""
         index = {op.id: number for number, op in enumerate(step.ops)}
         ends: dict[str, int] = {region.id: index[region.last] + 1 for region in plan.regions}
-        with_moment = {bucket.id for bucket in plan.buckets if Sizes.of(bucket, plan.num_copies).has_moment}
+        with_position = {bucket.id for bucket in plan.buckets if Sizes.of(bucket, plan.num_copies).has_position}
         self.reduced: dict[str, int] = {}
         """By bucket: the last position before its reduce."""
         self.allocated: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -87,11 +87,11 @@ class Axis:
                 op_of += range(num_done, ends[name])
                 num_done = max(num_done, ends[name])
             elif do is Do.REDUCE or do is Do.ADD_UP:
-                if name in with_moment and not num_done:  # before the first op, it counts behind it
+                if name in with_position and not num_done:  # before the first op, it counts behind it
                     op_of.append(0)
                     num_done = 1
                 self.reduced[name] = len(op_of) - 1
-                if name in with_moment:
+                if name in with_position:
                     op_of.append(num_done - 1)
             for memory in work.writes if work.allocates else ():
                 self.allocated[str(memory), name].append(len(op_of))

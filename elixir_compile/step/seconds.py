@@ -1,6 +1,6 @@
 """Simulate a step of a plan without tensors: the spans of each lane, and the seconds of the step.
 
-`step.works` says which works a step has, on which lane and behind what. Here a moment is a time, and each work ends
+`step.works` says which works a step has, on which lane and behind what. Here an instant is a time, and each work ends
 its seconds after the last of what it is behind:
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
@@ -69,7 +69,7 @@ from elixir_compile.step.works import (
     Deed,
     Do,
     GroupWorks,
-    Moment,
+    Instant,
     RegionWorks,
     Walk,
     Work,
@@ -151,7 +151,7 @@ class Arrival(NamedTuple):
     bucket: str
     allocated_s: float
     """When compute has made room for the copy."""
-    over: Moment
+    over: Instant
     is_gathered: bool
     """True if the copy is part of a gather; False if it ends an update of parameters on the device."""
 
@@ -159,7 +159,7 @@ class Arrival(NamedTuple):
 class Player:
     """Simulates the works of a schedule: the state of all lanes, in seconds since the step began.
 
-    It has more than 20 methods and more than 15 attributes: what takes how long, when each moment was, and what was
+    It has more than 20 methods and more than 15 attributes: what takes how long, when each instant was, and what was
     counted since.
     """
 
@@ -180,7 +180,7 @@ class Player:
         self._lane_of = {actor: _ACTORS[lane_of[lane]] for lane, actor in _ACTORS.items()}
         self._h2d, self._host = self._lane_of[H2D], self._lane_of[UPDATES]
         self.over_s: list[float] = []
-        """When each moment is."""
+        """When each instant is."""
         self.memory_s = 0.0
         """Seconds of host memory, at its full rate, for all copies and updates of the step so far."""
         self.stalled_s = self.short_s = 0.0
@@ -268,9 +268,9 @@ class Player:
             begin_s, program_s = over_s[actor], over_s[PROGRAM]
             if program_s > begin_s:
                 begin_s = program_s
-            for moment in after:
-                if over_s[moment] > begin_s:
-                    begin_s = over_s[moment]
+            for instant in after:
+                if over_s[instant] > begin_s:
+                    begin_s = over_s[instant]
             if actor == PROGRAM:
                 self._do_on_host(work, begin_s, seconds)
             else:
@@ -364,7 +364,7 @@ class Player:
         self._await(work.name, done, NEVER)
         self.run((work._replace(do=Do.GATHER, after=work.after[1:]),))
 
-    def _await(self, name: str, done: Moment, landed: Moment) -> None:
+    def _await(self, name: str, done: Instant, landed: Instant) -> None:
         """Let the program wait for the update of a bucket, and compute for its way back to the device."""
         over_s = self.over_s
         if name in self._late:
@@ -442,7 +442,7 @@ class Player:
 
     def ready_s(self, work: Work) -> float:
         """Return when this rank could begin a collective."""
-        return max(self.over_s[work.actor], self.over_s[PROGRAM], *(self.over_s[moment] for moment in work.after))
+        return max(self.over_s[work.actor], self.over_s[PROGRAM], *(self.over_s[instant] for instant in work.after))
 
     def meet(self, work: Work, begin_s: float, seconds: float) -> None:
         """Let the collective begin at `begin_s` and take `seconds`, as on all ranks."""

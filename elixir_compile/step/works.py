@@ -9,7 +9,7 @@ This is the one place that says what an action does. Readers fold the works of a
   wait b1     compute waits for the copy
   run fwd.1   run fwd.1                   compute                               reads the copy
 
-  reader                      a moment is          gives
+  reader                      an instant is         gives
   step.lane_order             a set of works       two accesses to the same memory that nothing orders
   step.seconds                seconds              the spans and the seconds of a step
   step.plan_rows              a place among ops    from which op to which each memory is on the device
@@ -17,7 +17,7 @@ This is the one place that says what an action does. Readers fold the works of a
 
 A work is behind the work before it on its actor, a lane or a thread, and behind all that the program knows to be over
 when it issues the work. The program issues all works, far ahead of the lanes; what the thread of the updates issues is
-`late`. Moments have numbers: first the actors, then some for each bucket and each group. The rules are those of
+`late`. Instants have numbers: first the actors, then some for each bucket and each group. The rules are those of
 `runtime.gathers`, `runtime.gradients`, `runtime.distributed.sharded`, `runtime.saved` and
 `optim.update`. The program waits for lanes where the runtime does:
 
@@ -50,8 +50,8 @@ from elixir_compile.ir.schedule import (
     label,
 )
 
-Moment = int
-"""The number of a moment: of an actor, when its next work may begin; of a transfer, when it is over."""
+Instant = int
+"""The number of an instant: of an actor, when its next work may begin; of a transfer, when it is over."""
 COMPUTE, H2D, D2H, GATHERS, REDUCES, UPDATES, PROGRAM = range(7)
 """The actors: lanes and threads. `GATHERS` and `REDUCES` are collectives, `UPDATES` is the thread of the updates, and
 `PROGRAM` the thread that trains; the thread of autograd goes on where it stops.
@@ -65,7 +65,7 @@ NOWHERE, NEVER, ROOMS, STREAMED = range(7, 11)
 """What nobody reads; what never comes; when the rooms of streamed updates are allocated, and when the state of one has
 arrived on the device."""
 FIRST_OWN, NUM_OWN = 11, 6
-"""The first moment of a bucket or group, and how many each has at most."""
+"""The first instant of a bucket or group, and how many each has at most."""
 
 
 class Memory:
@@ -115,7 +115,8 @@ class Deed:
 
 
 class Do:
-    """All that works do. Those of the first block move bytes or take time: see `traffic` and `Prices.of_deed`."""
+    """All that works do. Those of the first block move bytes or take time: see `step.timeline.traffic` and
+    `Prices.of_deed`."""
 
     RUN = Deed(Lane.COMPUTE, Verb.RUN, RegionRef)
     BEGIN_LAPS = Deed(Lane.COMPUTE, Verb.RUN, RegionRef)
@@ -173,14 +174,14 @@ class Do:
 class Work(NamedTuple):
     """What an actor does for an action."""
 
-    actor: Moment
+    actor: Instant
     do: Deed
     name: str
     """The region, bucket or group."""
-    after: tuple[Moment, ...]
+    after: tuple[Instant, ...]
     """What the work is behind, besides the work before it on its actor and what the program knows to be over."""
-    over: Moment
-    """The moment when it is over."""
+    over: Instant
+    """The instant when it is over."""
     at: int
     """The index of the action in the schedule."""
     reads: Sequence[Access]
@@ -195,12 +196,12 @@ _new = tuple.__new__
 
 
 class BucketWorks:
-    """A bucket on the lanes. It has more than 15 attributes: facts of the plan, its moments, and what the actions of a
+    """A bucket on the lanes. It has more than 15 attributes: facts of the plan, its instants, and what the actions of a
     step have done with it so far."""
 
     def __init__(
         self,
-        place: Moment,
+        place: Instant,
         placement: Placement,
         update: Update,
         *,
@@ -211,7 +212,7 @@ class BucketWorks:
         is_made: bool = False,
         closes: Verb | None = None,
     ) -> None:
-        """Let `place` and the moments behind it be those of the bucket. `update` is when the plan updates.
+        """Let `place` and the instants behind it be those of the bucket. `update` is when the plan updates.
 
         `is_one_memory` is whether device and host are the same memory, `is_trained` whether a region makes a gradient,
         `is_made` whether it has made it, `is_summed` whether it is added to those of earlier backward passes, and
@@ -281,8 +282,8 @@ class GroupWorks:
     ```
     """
 
-    def __init__(self, place: Moment, name: GroupId) -> None:
-        """Let `place` and the moments behind it be those of the group."""
+    def __init__(self, place: Instant, name: GroupId) -> None:
+        """Let `place` and the instants behind it be those of the group."""
         self.name: str = name
         self.left, self.back, self.slices_left, self.slices_back = range(place, place + 4)
         self.leaves_whole = self.leaves_in_slices = self.returns_whole = self.arrives_in_slices = False
@@ -292,8 +293,8 @@ class GroupWorks:
         """The last region of the backward that touches the group."""
         self.whole = Memory.SAVED
         """The whole storages of the group that a region touches now."""
-        self.pending: Moment | None = None
-        """The moment for which a `wait` waits."""
+        self.pending: Instant | None = None
+        """The instant for which a `wait` waits."""
         self.is_back = False
         """Whether its first slice is coming back."""
 
@@ -334,14 +335,15 @@ class Walk:
         regions: Mapping[RegionId, RegionWorks],
         update: Update,
         *,
-        lanes: Mapping[Moment, Moment],
+        lanes: Mapping[Instant, Instant],
         last_forward: RegionId | None = None,
         has_backward: bool = True,
         is_reduced: bool = False,
         is_averaged: bool = False,
         in_full: bool = True,
     ) -> None:
-        """`lanes` are the actors that really do the works of others. `last_forward` is the last region of the forward.
+        """`lanes` has, by actor, the actor that does its works, if it is another. `last_forward` is the last region of
+        the forward.
 
         `is_reduced` is whether ranks add up gradients that are not sharded, and `is_averaged` whether there are copies
         of shards. Only if `in_full`, there are works that take no time, and the memory that regions touch.
@@ -425,11 +427,11 @@ class Walk:
 
     def _do(
         self,
-        actor: Moment,
+        actor: Instant,
         do: Deed,
         name: str,
-        after: tuple[Moment, ...] = (),
-        over: Moment = NOWHERE,
+        after: tuple[Instant, ...] = (),
+        over: Instant = NOWHERE,
         reads: Sequence[Access] = (),
         writes: Sequence[Access] = (),
         frees: Sequence[Access] = (),
@@ -443,7 +445,7 @@ class Walk:
         writes: Sequence[Access] = (),
         frees: Sequence[Access] = (),
         *,
-        over: Moment = NOWHERE,
+        over: Instant = NOWHERE,
         allocates: bool = False,
         do: Deed = Do.TOUCH,
     ) -> None:
@@ -451,11 +453,11 @@ class Walk:
         if self._in_full:
             self._works.append(_new(Work, (COMPUTE, do, name, (), over, self._at, reads, writes, frees, allocates)))
 
-    def _wait(self, actor: Moment, moment: Moment, do: Deed = Do.WAIT) -> None:
-        """Let all further works of `actor` be behind `moment`."""
-        self._works.append(_new(Work, (actor, do, "", (moment,), NOWHERE, self._at, (), (), (), False)))
+    def _wait(self, actor: Instant, instant: Instant, do: Deed = Do.WAIT) -> None:
+        """Let all further works of `actor` be behind `instant`."""
+        self._works.append(_new(Work, (actor, do, "", (instant,), NOWHERE, self._at, (), (), (), False)))
 
-    def _synchronize(self, lane: Moment) -> None:
+    def _synchronize(self, lane: Instant) -> None:
         """Let the program go on when all work of `lane` so far is over."""
         self._wait(PROGRAM, lane, Do.SYNCHRONIZE)
 
@@ -671,7 +673,7 @@ class Walk:
                     self._at = bucket.place
                     self._touch(bucket.name, frees=(bucket.updated_by,))
 
-    def _update(self, buckets: Sequence[BucketWorks], arrived: tuple[Moment, ...] = ()) -> None:
+    def _update(self, buckets: Sequence[BucketWorks], arrived: tuple[Instant, ...] = ()) -> None:
         """Update `buckets` that are not updated yet, or queue their updates, in the order of `optimizer.step()`.
 
         `arrived` is when their gradients are in memory.
@@ -706,7 +708,7 @@ class Walk:
         self._do(self._d2h, Do.STAGE, name, (COMPUTE,), bucket.sent, (Memory.HOME,), staged)
         self._do(self._d2h, Do.STAGE_GRADIENT, name, (COMPUTE,), bucket.sent, (bucket.updated_by,), staged)
 
-    def _update_on_host(self, bucket: BucketWorks, arrived: tuple[Moment, ...]) -> None:
+    def _update_on_host(self, bucket: BucketWorks, arrived: tuple[Instant, ...]) -> None:
         """Update in the memory of the host; what was copied there is copied back."""
         name, thread = bucket.name, self._updates if bucket.is_queued else PROGRAM
         do = Do.UPDATE_ON_DISK if bucket.placement.optim is Tier.DISK else Do.UPDATE_ON_HOST
@@ -722,7 +724,7 @@ class Walk:
             self._do(self._h2d, Do.RETURN, name, (), bucket.landed, staged, (Memory.HOME,))
             self._do(PROGRAM, Do.AWAIT, name, (NEVER, bucket.landed))
 
-    def _stream(self, buckets: Sequence[BucketWorks], arrived: tuple[Moment, ...]) -> None:
+    def _stream(self, buckets: Sequence[BucketWorks], arrived: tuple[Instant, ...]) -> None:
         """Pass the state of `buckets` through the device, and parameters and gradients too if their home is the host.
 
         A real update does so in pieces, which share no memory but the rooms.
@@ -730,8 +732,8 @@ class Walk:
         self._at = buckets[0].place
         for bucket in buckets:
             self._touch(bucket.name, writes=(Memory.ROOM,), over=ROOMS, allocates=True)
-        for moment in arrived:
-            self._wait(self._h2d, moment)
+        for instant in arrived:
+            self._wait(self._h2d, instant)
         for bucket in buckets:
             self._at, name, room, state = bucket.place, bucket.name, (Memory.ROOM,), (Memory.STATE,)
             home = (Memory.HOME, *state) if bucket.is_on_host else state

@@ -39,7 +39,7 @@ from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef
 from elixir_compile.search import Problem
 from elixir_compile.step import Depth, Group, activation_groups, as_run, with_peaks
 from elixir_compile.step.divide import laps
-from elixir_compile.step.verify import verify
+from elixir_compile.step.legality import verify
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans made by hand: parameters stay on the device, and each group of activations is treated as a test says.

@@ -22,8 +22,7 @@ from elixir_compile import compat
 #   snapshot["segments"]        the blocks that are there                      nbytes_at
 #   entry "snapshot"            the moment of that snapshot, or of another's   entries before it are in nbytes_at
 #   entry "alloc"               a tensor asked for a block                     (time, address, bytes)
-#   entry "free_requested"      its last tensor is gone                        nothing: a stream may still use the
-# memory
+#   entry "free_requested"      its last tensor is gone                        nothing: a stream may still use it
 #   entry "free_completed"      the block is free                              (time, address, -bytes)
 #
 # Bytes are those that tensors asked for, which is what `Platform.peak_bytes` counts. Several records may run at a time,

@@ -24,8 +24,8 @@ from elixir_compile.runtime.recording import Ledger
 #          rows -> a, b, c                copied out of the rows, which are then freed; a bucket with a single parameter
 #                                         needs no copy
 # reduce   gradients -> rows -> own       a reduce-scatter, in fp32 if this is the bucket's reduce dtype; a single
-# gradient that has the layout of the rows is not copied. If other ranks have copies of the same shard, an all-reduce
-# with them follows
+#                                         gradient in the layout of the rows is not copied. If other ranks have copies
+#                                         of the same shard, an all-reduce with them follows
 
 
 class ShardedBucket(RunningBucket):

@@ -240,7 +240,7 @@ def rounded(
 
     The MILP gets the constraints that a candidate breaks before the next solve. The last candidate is the best by all
     constraints, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is left
-    free. If `integral_streams` is False, streams may be fractions; `streaming.best_moves` then finds a candidate's
+    free. If `integral_streams` is False, streams may be fractions; `transfers.best_moves` then finds a candidate's
     streams.
     """
     used = x > USED

@@ -254,9 +254,9 @@ class Facts:
         """The level furthest from the device of each bucket. Quotas are met by as many elements as they allow."""
         return tuple(levels[-1] for levels in level_sets(self.choices, self.quotas, takes_most=True))
 
-    def has_moment(self, bucket: int) -> bool:
+    def has_position(self, bucket: int) -> bool:
         """Whether the reduce of a bucket has buffers, so that it is a moment of its own between two ops."""
-        return self.sizes[bucket].has_moment
+        return self.sizes[bucket].has_position
 
     def allows(self, levels: Sequence[Level]) -> bool:
         """Return whether `levels` meet all quotas."""

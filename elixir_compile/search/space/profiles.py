@@ -41,7 +41,7 @@ class Positions:
         reduces = sorted(
             (own.complete, bucket)
             for bucket, own in enumerate(facts.gradients)
-            if own is not None and facts.has_moment(bucket)
+            if own is not None and facts.has_position(bucket)
         )
         completes = np.array([complete for complete, _ in reduces], dtype=np.int64)
         self.moments: Mapping[int, int] = {

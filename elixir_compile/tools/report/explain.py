@@ -25,7 +25,7 @@ from elixir_compile.ir.plan import (
 )
 from elixir_compile.ir.schedule import Action, BucketRef, Calls, GradientRef, GroupRef, Region, RegionRef
 from elixir_compile.step.bucket_bytes import resting
-from elixir_compile.step.verify import require_same_graph
+from elixir_compile.step.legality import require_same_graph
 from elixir_compile.tools.report.tables import Again, Move, Subject, Survey, actions_of, entry_text, find_subject
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from elixir_compile.session.rank_facts import (
     ops_of,
     plan_digest,
 )
-from elixir_compile.step.verify import require_same_graph
+from elixir_compile.step.legality import require_same_graph
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_legality import GELU_PLAN
 from tests.pure.steps import GELU, parse_graph
@@ -249,7 +249,7 @@ def test_the_digest_of_a_plan_depends_on_its_actions_only() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `step.verify`: a plan for another graph is refused with both models and their first difference.
+# `step.legality`: a plan for another graph is refused with both models and their first difference.
 
 
 def refusal(graph: StepGraph) -> PlanMismatch:

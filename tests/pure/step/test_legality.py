@@ -29,9 +29,8 @@ from elixir_compile.ir import (
     plan_to_json,
 )
 from elixir_compile.ir.schedule import BucketRef, GroupRef
-from elixir_compile.step import plan_timeline, verify, with_peaks
-from elixir_compile.step import verify as legality
-from elixir_compile.step.verify import Life
+from elixir_compile.step import legality, plan_timeline, verify, with_peaks
+from elixir_compile.step.legality import Life
 from tests.pure.mixes import group
 from tests.pure.plans import (
     Trip,
