@@ -211,13 +211,13 @@ def test_a_parameter_that_passes_whole_has_its_shape(home: str) -> None:
 
 def test_the_host_counts_the_steps_of_a_fused_class(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
-    keep = streaming.Row.keep_other
+    keep = streaming.PassingParam.keep_other
 
-    def noted(row: streaming.Row, name: str, value: Any) -> None:
+    def noted(param: streaming.PassingParam, name: str, value: Any) -> None:
         copied.append(name)
-        keep(row, name, value)
+        keep(param, name, value)
 
-    monkeypatch.setattr(streaming.Row, "keep_other", noted)
+    monkeypatch.setattr(streaming.PassingParam, "keep_other", noted)
     use_small_rooms(monkeypatch)
     trained_equally(Adam, "host", 3, fused=True)
     assert copied == ["step"] * 7, "the counters of the first step, which the class makes"
