@@ -104,6 +104,10 @@ class Bucket:
         it."""
         return any(numel != self.numel for numel in self.shard_numels)
 
+    def is_gathered_from(self, param: Tier) -> bool:
+        """Return whether uses read a gathered copy if the parameters are at home in the memory `param`."""
+        return self.is_sharded or param is not Tier.DEVICE
+
     @property
     def shards_text(self) -> str:
         """`shard_numels` as text, with three or more equal numbers as `128 x 1021`, and `ragged` behind them if the

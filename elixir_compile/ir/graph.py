@@ -225,6 +225,16 @@ class StepGraph:
                 f"an output, alias or gradient names the storage {unknown}, which graph {self.name} does not have."
             )
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the step has an update, which is its last op then."""
+        return bool(self.ops) and self.ops[-1].phase is Phase.UPDATE
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the step has a backward."""
+        return any(op.phase is Phase.BACKWARD for op in self.ops)
+
     def __str__(self) -> str:
         lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
         batch = f"batch {words(str(self.batch), self.batch_size)}" if self.batch_size else f"batch {self.batch}"

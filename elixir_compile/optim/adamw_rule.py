@@ -348,7 +348,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Pieces of parameters of one kind, and scratch tensors for all of them."""
+    """Pieces of parameters with equal dtypes and moments, and the scratch tensors that the pieces share."""
 
     pieces: Sequence[_Piece]
     wide: torch.Tensor

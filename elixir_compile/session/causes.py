@@ -44,7 +44,7 @@ import torch
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import plans_alike
 from elixir_compile.graph.capture.captured import Captured
-from elixir_compile.ir import Phase, Plan, StepGraph
+from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import with_buckets_free
@@ -250,7 +250,7 @@ class NextPlans:
 
         def answer(problem: Problem) -> Plan:
             make = partial(plan_for_all, executor, search=search, options=options)
-            if stages is None or all(op.phase is not Phase.BACKWARD for op in problem.graph.ops):
+            if stages is None or not problem.graph.has_backward:
                 return make(problem)
             return stages.answered(together, problem, make, options)
 

@@ -17,7 +17,7 @@ from elixir_compile.graph.capture.convert import step_graph, storages_behind, wi
 from elixir_compile.graph.capture.node_facts import tensor_of
 from elixir_compile.graph.ops.optimizers import has_master, planned_states
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.ir import ONCE, Bucket, Calls, Param, Phase, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir import ONCE, Bucket, Calls, Param, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
 from elixir_compile.runtime.distributed.control import Peers
@@ -54,7 +54,7 @@ def micro_batches_asked(graph: StepGraph, options: Options) -> int:
     ElixirWarning if no lap of a training step can be divided.
     """
     asked = options.micro_batches
-    if isinstance(asked, str) or asked == 1 or not any(op.phase is Phase.UPDATE for op in graph.ops):
+    if isinstance(asked, str) or asked == 1 or not graph.is_training:
         return 1
     if graph.batch == 1 and not graph.batch_size:
         _warn_undivided(graph, asked, graph.undivided or "no inputs share a batch of more than one row")

@@ -185,7 +185,7 @@ def last_unreduced(complete: int, wait: int, stays: int, *, is_packed: bool) -> 
 
 def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
     """Return the bytes of the gathered copy of `bucket` between the forward and the backward; 0 if it is released."""
-    if not (placement.resident and (bucket.is_sharded or placement.param is not Tier.DEVICE)):
+    if not (placement.resident and bucket.is_gathered_from(placement.param)):
         return 0
     rows = gathered_copy(Sizes.of(bucket), gather=0, wait=0, last=2, is_sent=placement.param is not Tier.DEVICE)
     return bytes_at(1, rows)

@@ -347,31 +347,21 @@ def earlier_name(name: StorageId) -> StorageId:
     return StorageId(f"{name}{EARLIER}")
 
 
-def tangents_of_step(step: StepGraph) -> frozenset[StorageId]:
-    """Return the storages that the backward of `step` gets from the caller."""
+def tangents_of_step(step: StepGraph, *, also_of_fused: bool = True) -> frozenset[StorageId]:
+    """Return the storages that the backward of `step` gets from the caller; see `tangents_of`."""
     first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
-    return frozenset(() if first is None else tangents_of(first))
+    return frozenset(() if first is None else tangents_of(first, also_of_fused=also_of_fused))
 
 
-def tangents_of(first: Op) -> tuple[StorageId, ...]:
+def tangents_of(first: Op, *, also_of_fused: bool = True) -> tuple[StorageId, ...]:
     """Return the storages of the tangents among the writes of `first`, the first op of the backward.
 
-    They come before its own result, whose storage has the name of the op. An op without reads is fused: its result is
-    computed elsewhere, and it writes tangents alone.
+    They come before its own result, whose storage has the name of the op. An op with neither reads nor a result is
+    fused: its result is computed elsewhere, and it writes tangents alone. They are left out unless `also_of_fused`.
     """
     results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    others = 0 if first.reads else len(first.writes)
+    others = len(first.writes) if also_of_fused and not first.reads else 0
     return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), others)]
-
-
-def _whole_tangents(step: StepGraph) -> frozenset[StorageId]:
-    """Return the tangents that laps in micro-batches get as a whole: none if the first op of the backward is fused.
-
-    The gradient of an output that the loss does not read is none in the run. A model of 64 rows that returns logits of
-    1 MB beside its loss has a peak of 5.6 MB in 4 micro-batches: planned 6.7 MB without that gradient, 7.7 MB with it.
-    """
-    first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
-    return frozenset(() if first is None or not first.reads else tangents_of(first))
 
 
 def parts_of(
@@ -383,7 +373,7 @@ def parts_of(
     pass the link in slices.
     """
     may_stay = {s.id for s in step.storages if s.batched is Batched.EACH and s.consecutive and s.kind in _MADE_BY_OPS}
-    may_stay -= {*step.outputs, *offloaded_names(activations), *_whole_tangents(step)}
+    may_stay -= {*step.outputs, *offloaded_names(activations), *tangents_of_step(step, also_of_fused=False)}
     if step.batch_size or not may_stay:
         return frozenset()
     spans = _spans(step, laps)
@@ -446,7 +436,10 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
         for name in (*op.reads, *op.writes):
             made, first, _ = touched.get(name, (len(step.ops), i, i))
             touched[name] = (min(made, i) if name in op.writes else made, first, i)
-    tangents = _whole_tangents(step)
+    # The gradient of an output that the loss does not read is none in the run. A model of 64 rows that returns logits
+    # of 1 MB beside its loss has a peak of 5.6 MB in 4 micro-batches: planned 6.7 MB without the tangents of a fused
+    # op, 7.7 MB with them.
+    tangents = tangents_of_step(step, also_of_fused=False)
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
     symbols = dict(step.symbols)

@@ -327,14 +327,13 @@ class _Moves:
         self._num_run, self._last_forward_at = 0, -1
         self._num_forward = sum(region.phase is Phase.FORWARD for region in plan.regions)
         written = {touch.target for found in touches.values() for touch in found if touch.is_last}
-        is_training = any(op.phase is Phase.UPDATE for op in step.ops)
         params, gradients = dict[Target, _Subject](), dict[Target, _Subject]()
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
             is_at_home, gradient = placement.param is Tier.DEVICE, GradientRef(bucket.id)
             copied = _RESIDENT_PARAMS if placement.resident else _GATHERED_PARAMS
             life = _DEVICE_PARAMS if is_at_home and not bucket.is_sharded else copied
             params[BucketRef(bucket.id)] = _Subject(bucket.id, life)
-            if not (bucket.trainable and is_training):
+            if not (bucket.trainable and step.is_training):
                 life = _FROZEN_GRADIENT
             elif gradient not in written:
                 life = _ABSENT_GRADIENT
@@ -473,7 +472,7 @@ def _differences(plan: Plan, graph: StepGraph) -> Iterator[str]:
 
     The last sentence says what may differ without a trace in the plan.
     """
-    has_backward = any(op.phase is Phase.BACKWARD for op in graph.ops)
+    has_backward = graph.has_backward
     if has_backward is not any(region.phase is Phase.BACKWARD for region in plan.regions):
         both = ("no backward", "a backward")
         yield f"The step of the plan has {both[not has_backward]}, and this step has {both[has_backward]}"

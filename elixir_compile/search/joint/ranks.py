@@ -78,7 +78,7 @@ def homes_in_step(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Homes, .
     first = tuple(in_force.get(placement.bucket, placement) for placement in new)
     # The gathered copy is released after each use, if the bucket is gathered at all.
     all_released = tuple(
-        replace(home, resident=home.resident and not (bucket.is_sharded or home.param is not Tier.DEVICE))
+        replace(home, resident=home.resident and not bucket.is_gathered_from(home.param))
         for bucket, home in zip(buckets, first, strict=True)
     )
     released = tuple(
@@ -168,9 +168,7 @@ def _fitting(
 def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Bucket], homes: Homes) -> list[Action]:
     """Return the actions in the order of the module docstring, then the updates if the graph has them."""
     placed = list(zip(buckets, homes, strict=True))
-    moving = [
-        (BucketRef(bucket.id), home) for bucket, home in placed if bucket.is_sharded or home.param is not Tier.DEVICE
-    ]
+    moving = [(BucketRef(bucket.id), home) for bucket, home in placed if bucket.is_gathered_from(home.param)]
     there: list[BucketRef] = []
     actions: list[tuple[Verb, Target]] = []
     for number, region in enumerate(regions):
@@ -181,7 +179,7 @@ def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Buck
         is_last = number == len(regions) - 1
         there = [] if is_last else [target for target, home in moving if home.resident]
         actions += [(Verb.RELEASE, target) for target, _ in moving if target not in there]
-    if any(op.phase is Phase.UPDATE for op in graph.ops):
+    if graph.is_training:
         trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
         for bucket, home in placed:
             if bucket.trainable and not trained.isdisjoint(bucket.params):

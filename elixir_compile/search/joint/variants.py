@@ -11,7 +11,7 @@ from itertools import accumulate
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Options
 from elixir_compile.base.units import MIB, format_bytes
-from elixir_compile.ir import Decision, Phase, Plan, Saving, StorageId, Tier
+from elixir_compile.ir import Decision, Plan, Saving, StorageId, Tier
 from elixir_compile.ir.graph import LossRegion
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
@@ -493,8 +493,7 @@ def candidates(problem: Problem) -> list[int]:
     power of two if there is one. On several ranks they divide the batch of each. A dynamic number of rows needs no
     divisor. Empty if nothing can be divided, or if several ranks have a dynamic number of rows each."""
     graph = problem.graph
-    is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
-    if not is_training or (graph.batch_size and problem.cluster.num_ranks > 1):
+    if not graph.is_training or (graph.batch_size and problem.cluster.num_ranks > 1):
         return []
     rows = graph.batch if problem.common_rows is None else problem.common_rows
     found: list[int] = []

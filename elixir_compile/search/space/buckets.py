@@ -61,7 +61,7 @@ class Level(IntEnum):
 
 def is_gathered(bucket: Bucket, level: Level) -> bool:
     """Return whether `bucket` has a gathered copy at `level`."""
-    return bucket.is_sharded or level.has_param_on_host
+    return bucket.is_gathered_from(level.home)
 
 
 def placement_of(bucket: Bucket, level: Level, *, streamed: bool = False) -> Placement:
@@ -378,7 +378,7 @@ def limited(problem: Problem, bucket: Bucket, levels: Sequence[Level]) -> tuple[
     if fractions is None:
         return tuple(levels)
     is_in_force = any(placement.bucket == bucket.id for placement in problem.placements)
-    if levels[0] is not Level.ON_DEVICE or (is_in_force and not _trains(problem)):
+    if levels[0] is not Level.ON_DEVICE or (is_in_force and not problem.graph.is_training):
         return (levels[0],)
     found = tuple(levels)
     # Other optimizers keep the state beside the parameter, so that it says nothing of its own.
@@ -394,10 +394,6 @@ def limited(problem: Problem, bucket: Bucket, levels: Sequence[Level]) -> tuple[
     return found
 
 
-def _trains(problem: Problem) -> bool:
-    return any(op.phase is Phase.UPDATE for op in problem.graph.ops)
-
-
 def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Sequence[Level]]) -> tuple[Quota, ...]:
     """Return the quotas of `problem` over `buckets` with the levels `choices`, which `limited` left.
 
@@ -408,7 +404,7 @@ def quotas_of(problem: Problem, buckets: Sequence[Bucket], choices: Sequence[Seq
     if fractions is None:
         return ()
     is_apart = fractions.offload_optim > 0.0 and fractions.offload_param < 1.0
-    if is_apart and not problem.hybrid and _trains(problem):
+    if is_apart and not problem.hybrid and problem.graph.is_training:
         num_elements = sum(bucket.numel for bucket in buckets if counts(OPTIM, bucket))
         if num_elements:
             raise StateNotApart(problem.graph.name, fractions.offload_optim, num_elements)

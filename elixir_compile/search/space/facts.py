@@ -381,10 +381,9 @@ def _gradients(
     for grad in grads:
         if grad.id in of and grad.id in lives.lives:
             births.setdefault(of[grad.id], []).append((lives.lives[grad.id].first, grad.nbytes))
-    is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
     return tuple(
         Gradients(births=tuple(sorted(births[i])), complete=end_of(spans, complete[i]))
-        if is_training and i in written
+        if graph.is_training and i in written
         else None
         for i in range(len(buckets))
     )
