@@ -1,35 +1,42 @@
-"""Why a graph gets another plan, and what its next problem counts then.
+"""Why a graph gets another plan, what its next problem counts then, and where the plan comes from.
 
 A plan counts what was known of its graph when it was made. Each fact that is known before a later forward, and that the
-plan does not count, is a cause of another plan. The next problem counts all that is known, so causes differ in what
-they change of it. After each, the log has the line of the new plan, and its first steps are watched for overruns and
-shortages.
+plan in use does not count, is a cause of another plan. The next problem counts all that is known, not only the fact
+that caused it.
 
 ```text
-  cause             not counted so far                              the next problem has             besides
-  FIRST             the step itself: it was captured                the step                         (1) or (2)
-  GROWN             a larger size of an input                       larger sizes, and no seconds of  (1) (3)
-                                                                    regions measured at smaller ones
-  CROWDED           what other outstanding forwards hold            more base bytes                  (1)
-  PRESSED           what models hold that run in turn with this     more base bytes                  (1)
-  UNPLACED          state of optimizers that no plan can place      more base bytes, less state      (1)
-  SHORTAGE          what an early step lacked                       more base bytes                  (3)
-  STAYING           gradients of earlier backward passes            sums of gradients, open homes    (1) (3)
-  OUTDATED          the user came back to other options             open homes                       (2)
-  REDUCED           a wrapper, which reduces the gradients          parameters that stay             (1)
-  MOVED             other homes: another plan moved the buckets     the homes in force               (1)
-  PEERS             what another rank found                         what it found
-  in `learn_from_steps`, between two steps
-  LEARNED           the seconds and bytes of the first steps        corrected prices, open homes     (4)
-  in `together`, between two steps: several graphs, also of several models
-  TOGETHER          the needs of other graphs in the same steps     shared budget, open homes        (5)
+  cause      the fact that is not counted so far           what it changes in the problem      the next plan is
+  -- `NextPlans.causes`, before a forward: one graph
+  FIRST      the step: the graph was captured              all: there was none                 moving, reused, searched
+  GROWN      an input is larger than planned               sizes; no seconds of regions, if    reused, searched
+                                                           measured at the smaller sizes
+  CROWDED    what other outstanding forwards hold          more base bytes                     reused, searched
+  PRESSED    what other models hold, in turn with this     more base bytes                     reused, searched
+  UNPLACED   state of optimizers that no plan can place    more base bytes, less state         reused, searched
+  SHORTAGE   what the device lacked in an early step       more base bytes                     searched
+  STAYING    gradients of earlier backward passes          sums of gradients in buckets        reused, moving
+  OUTDATED   the user came back to the options of this     options                             moving
+             capture, from another of the same step
+  REDUCED    a wrapper that reduces the gradients          parameters that stay on the device  reused, searched
+  MOVED      homes of buckets, which another plan moved    homes in force                      reused, searched
+  PEERS      a cause that another rank has                 what that rank found                searched by all ranks
+  -- `PlannedGraph.learn_from_steps`, before a forward while none is outstanding: one graph
+  (learned)  the measured seconds of the first steps       prices                              moving, if it is better
+  -- `Together.begin`, before a forward while none is outstanding: all graphs of the last steps, of models in turn too
+  (tried)    a measured step that exceeds its budget       what took more; a budget to try     moving, jointly
+  (crowded)  what the graphs need beside each other        one budget for all                  moving, jointly
+  (gaps)     bytes of the allocator between tensors        more base bytes                     moving, jointly
 
-  (1) The plan in force of an earlier capture of the same step, with the same options, is followed if it has room.
-  (2) The graph takes the place of a capture with other options; its homes are open, and the buckets move.
-  (3) The steps are measured anew, so that their seconds are those of this plan.
-  (4) The plan is followed only if it is better.
-  (5) In a trial, in crowded steps, or beside gaps of the allocator: see `together.Together.begin`.
+  reused        the plan of an earlier capture of the same step with the same options, if it is in force and has room
+  searched      the answer to the problem; buckets in force keep their homes
+  moving        the same with open homes: buckets move if their state can follow. FIRST: only if the newest capture of
+                the step has other options, whose place the graph takes
 ```
+
+Causes in parentheses are found elsewhere, and no members of `Cause`. Where several plans are named, the first that is
+possible is taken. After each, the log has the line of the new plan, and its first steps are watched for overruns and
+shortages. After GROWN, SHORTAGE and STAYING the seconds of steps are measured from the start again, because those
+before are of another step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +127,8 @@ class NextPlans:
         executor, planner, together, active = self._executor, self._planner, self._together, graph.active
         trains, plan, generation = not graph.is_inference, active.plan, executor.buckets.generation
         beside_bytes = active.beside_bytes + planner.excess_bytes  # by which the plan has more room
-        is_crowded = trains and executor.saved.held_bytes() > beside_bytes and not together.trial.measures(graph)
+        is_tried = together.first_steps.trial.measures(graph)
+        is_crowded = trains and executor.saved.held_bytes() > beside_bytes and not is_tried
         if is_crowded and graph.runs.offloads_first:
             is_crowded = not together.offload()
         may_stay = generation in (active.generation, active.moves_at)
@@ -148,7 +156,8 @@ class NextPlans:
         If nothing fits, the batch is divided under the option micro_batches="fit"; else lean steps get a larger budget;
         else, if the whole step has to be known first, the first steps do. Raises NoFeasiblePlan if that does not help.
         """
-        planner, together, trial = self._planner, self._together, self._together.trial
+        planner, first_steps = self._planner, self._together.first_steps
+        trial = first_steps.trial
         # The step is known already if only its inputs have grown.
         is_known = Cause.GROWN in causes and not trial.given_bytes
         planner.divides_to_fit = False
@@ -163,10 +172,10 @@ class NextPlans:
                     continue
                 if not trial.ease(error.needed_bytes if is_of_device else trial.given_bytes):
                     may_wait = is_of_device and not (is_final or is_known)
-                    rest = together.rest_of_step(graph, self._own) if may_wait else ""
+                    rest = first_steps.rest_of_step(graph, self._own) if may_wait else ""
                     if not rest:
                         raise
-                    if not (attempt.is_last and together.put_off(graph, error.needed_bytes, rest)):
+                    if not (attempt.is_last and first_steps.put_off(graph, error.needed_bytes, rest)):
                         raise error.without(rest) from None
                 planner.divides_to_fit = False
 

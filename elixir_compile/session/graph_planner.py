@@ -37,7 +37,14 @@ from elixir_compile.session.cache import (
 )
 from elixir_compile.session.machine import Profiler, RegionProfile, device_budget_bytes, machine
 from elixir_compile.session.neighbours import device_bytes, unplanned_bytes
-from elixir_compile.session.planning import ExternalUsage, graph_of, may_move_back, problem_of, workspace_bytes
+from elixir_compile.session.planning import (
+    ExternalUsage,
+    bytes_beside,
+    graph_of,
+    may_move_back,
+    problem_of,
+    workspace_bytes,
+)
 from elixir_compile.session.programs import Programs, ProgramVersions, saved_device_bytes
 from elixir_compile.session.rank_facts import warn_of_other_rows
 from elixir_compile.session.saved import load_plan_for
@@ -559,3 +566,19 @@ class JointGraph(Protocol):
     def mark_in_force(self) -> None:
         """Note the generation of the buckets under the plan."""
         ...
+
+
+def ran_beside(one: JointGraph, other: JointGraph) -> bool:
+    """Return whether a forward of `one` was outstanding while `other` ran, or the other way round."""
+    return other in one.runs.beside or one in other.runs.beside
+
+
+def searching(graphs: Sequence[JointGraph]) -> GraphPlanner:
+    """Return the planner that searches for `graphs` together: one that may divide the batch, if any may."""
+    return next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
+
+
+def fixed_bytes(executor: Executor, graphs: Sequence[JointGraph]) -> int:
+    """Return the device bytes of the model of `executor` outside of its `graphs`, which no plan of them changes."""
+    read = {name for graph in graphs for name in graph.param_names}
+    return bytes_beside(executor, read, graphs[0].planner.options, ExternalUsage(), is_training=True)

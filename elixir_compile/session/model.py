@@ -297,7 +297,7 @@ class ManagedModel:
         self.unmanaged_because: dict[str, str] = {}
         """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
         self._together = Together(self.executor, self.graphs, self._unplaced)
-        self._together.watch.tensors = self._tensors
+        self._together.first_steps.watch.tensors = self._tensors
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
         self._roots = tuple(weakref.ref(root) for root in roots)
@@ -465,13 +465,13 @@ class ManagedModel:
         too small for the step.
         """
         follow_ddp(self.executor)
-        self._together.trial.check(graph.planner.given_budget_bytes)
+        self._together.first_steps.trial.check(graph.planner.given_budget_bytes)
         replaced = take_replaced(self.executor.sites, self.executor.saved.next_number)
         if replaced:  # graphs read what users replaced since the last forward, in the homes of the plan
             for gate in self._gates:
                 gate.disconnect()
             self.executor.buckets.place_replaced(replaced)
-        watch = self._together.watch
+        watch = self._together.first_steps.watch
         watch.step_may_begin()
         if graph.is_inference:
             for other in self.graphs:

@@ -57,10 +57,10 @@ class PlannedGraph:
         self.is_inference = False
         """Whether the graph has no backward."""
         self.runs = GraphRuns()
-        self._executor, self._together = executor, together
+        self._executor, self._together, self._first_steps = executor, together, together.first_steps
         self._active: ActivePlan | None = None
         progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
-        self.planner = GraphPlanner(executor, regions, options, progress, together.trial.budget_for)
+        self.planner = GraphPlanner(executor, regions, options, progress, together.first_steps.trial.budget_for)
         self.profiler = StepProfiler(executor, name, options, records=self.planner.may_replan)
         self.programs = ProgramVersions(executor, regions, progress)
         self._ticket_position = -1
@@ -99,7 +99,7 @@ class PlannedGraph:
 
         The review of the attempt is called with the first plan and returns the plan to use.
         """
-        planner, together = self.planner, self._together
+        planner, together, first_steps = self.planner, self._together, self._first_steps
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=planner.options.inner)
         own = self._next.captured = replace(own, kernels=planner.kernels)
         self.is_inference = backward is None
@@ -114,7 +114,7 @@ class PlannedGraph:
             self._active = replace(self.active, plan=planner.reviewed)
         if before is not None:
             together.supersede(before, self)
-        elif together.may_be_lean(self) and together.begin_lean(self):
+        elif together.stages is None and first_steps.may_be_lean(self) and first_steps.begin_lean(self):
             self._active, _ = self._next.plan(self, (Cause.FIRST,), LossAttempt(is_last=True))
         if not self.is_inference and is_new:
             self.planner.progress.planned(self.active.plan)
@@ -207,7 +207,7 @@ class PlannedGraph:
         now = active_plan(self._executor, self.active.captured, problem, plan, *beside)
         self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
-        self._together.watch.rearm(is_given=self.planner.is_budget_given)
+        self._first_steps.watch.rearm(is_given=self.planner.is_budget_given)
         if programs is not self.programs.last:
             self.planner.progress.planned(plan)
             self._shortage.begin()
@@ -232,7 +232,7 @@ class PlannedGraph:
 
     def _write_programs(self) -> None:
         """Write the programs of a new plan, and run them from the next forward on."""
-        self._together.watch.rearm(is_given=self.planner.is_budget_given)
+        self._first_steps.watch.rearm(is_given=self.planner.is_budget_given)
         self._shortage.begin()
         programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
         self.programs.take(programs, is_apart=self._graph_sets.record_written())
@@ -242,7 +242,7 @@ class PlannedGraph:
 
     def run_forward(self, args: list[Any]) -> Any:
         """Run the forward once."""
-        input_storages, executor, watch = storages_of(args), self._executor, self._together.watch
+        input_storages, executor, watch = storages_of(args), self._executor, self._first_steps.watch
         counted = self._counted
         programs = self.programs.next(executor.calls.num_full(counted, executor.saved.numbers))
         watch.runs(self)
@@ -258,7 +258,7 @@ class PlannedGraph:
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
-        ticket, counted, watch = args[self._ticket_position], self._counted, self._together.watch
+        ticket, counted, watch = args[self._ticket_position], self._counted, self._first_steps.watch
         self.planner.staying.notice(is_forward=False)
         self._together.begin_backward(self, ticket)
         watch.runs(self)

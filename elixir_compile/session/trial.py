@@ -17,14 +17,30 @@ lean: each graph follows its smallest plan, for a budget below the user's, until
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import format_bytes
-from elixir_compile.session.over_budget import TOLERATED_BYTES
+from elixir_compile.graph.capture.captured import Captured, returns_loss
+from elixir_compile.graph.ops.optimizers import are_optimized
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem, extent_of, extents
+from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_in_least, plan_jointly, plan_leanest
+from elixir_compile.session.graph_planner import JointGraph, fixed_bytes, ran_beside, searching
+from elixir_compile.session.machine import library_bytes
+from elixir_compile.session.neighbours import Neighbours, unread_bytes
+from elixir_compile.session.over_budget import TOLERATED_BYTES, Outside, StepWatch, note_overrun
+from elixir_compile.session.planning import ExternalUsage, param_names_of
 
 log = logging.getLogger("elixir_compile")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The budget that is tried, and when it is enough.
+
 
 _NUM_KEPT = 2
 """So many measured runs of each graph must keep a budget before it is enough."""
@@ -55,11 +71,6 @@ class _Tried:
     num_unmeasured: int = 0
     peak_bytes: int = 0
     """The most bytes of a measured step."""
-
-
-def with_margin(least_bytes: int) -> int:
-    """Return the budget to try if there are plans for `least_bytes`, and for no less."""
-    return least_bytes + least_bytes // _MARGIN_DIVISOR + TOLERATED_BYTES
 
 
 class Trial:
@@ -215,3 +226,236 @@ class Trial:
     def _end(self) -> None:
         self.given_bytes = self.budget_bytes = self._enough_bytes = self._num_plans = 0
         self._tried, self._uncounted, self.is_new = _Tried(), "", False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The plans that are tried, and what the steps show of them.
+
+
+_USES_RESULTS = "code that uses its results, as a loss"
+_COPIES_OF_RESULTS = 16
+"""Code that uses the results of a graph is assumed to hold at most so many tensors of their size: a loss over logits in
+half precision holds them in fp32, their logarithms, and the gradients of both."""
+
+
+class FirstSteps:
+    """The first steps of a model: what is measured of them, what they may hold beside the graphs that are known, and
+    the plans that are tried until a budget is enough."""
+
+    def __init__(self, executor: Executor, graphs: Sequence[JointGraph], neighbours: Neighbours[Any]) -> None:
+        """`graphs` are the captured graphs of the model, which adds later ones to the same sequence, and `neighbours`
+        the other models on its device."""
+        self._executor, self._graphs, self._neighbours = executor, graphs, neighbours
+        self.trial = Trial(executor.name)
+        """The budget of steps that exceed their budget."""
+        self.watch = StepWatch(executor)
+        """The measured bytes of the first steps."""
+        self.outside = Outside()
+        """The measured bytes of code between the graphs."""
+
+    @property
+    def have_trained(self) -> bool:
+        """Whether a graph of the model has trained."""
+        return any(own.runs.has_run and not own.is_inference for own in self._graphs)
+
+    # While graphs are captured: the rest of their step is not known yet.
+
+    def rest_of_step(self, graph: JointGraph, own: Captured) -> str:
+        """Return in words what a step holds beside `own`, the capture of `graph`, as far as it may; empty if
+        nothing."""
+        executor = self._executor
+        if own.backward is None:
+            trains = any(slot.param.requires_grad for slot in executor.slots.values())
+            return "the backward of a step that trains" if trains else ""
+        read = set(param_names_of(own, executor))
+        if graph.graph_break is not None:
+            return "what runs after the graph break at {}:{}".format(*graph.graph_break)
+        if executor.saved.outstanding_owners():
+            return "forwards that wait for their backward"
+        others = [other for other in self._graphs if other is not graph and not other.is_superseded]
+        # Another graph runs in the same steps if it trains other parameters, or trains nothing. One of the same
+        # parameters is for inputs of another size.
+        if unread_bytes(own, executor, read) or any(
+            other.is_inference or ran_beside(graph, other) or not read >= set(other.param_names)
+            for other in others
+            if other.is_planned
+        ):
+            return "the other graphs"
+        # Steps like those of the graph may have run, with inputs of another size.
+        have_trained = any(other.runs.has_run and not other.is_inference for other in others)
+        is_known = have_trained and not self.trial.given_bytes
+        return "" if is_known or returns_loss(own) else _USES_RESULTS
+
+    def put_off(self, graph: JointGraph, needed_bytes: int, beside: str) -> bool:
+        """Return whether `graph`, which needs `needed_bytes`, is planned for a larger budget until the rest of its step
+        is known too; `beside` names the rest.
+
+        So the error names a budget that is enough for the whole step. That takes a budget of the user, bytes on the
+        device, and for a forward without gradients, steps that train. Beside models in turn no step is measured.
+        """
+        planner, given_bytes = graph.planner, graph.planner.given_budget_bytes
+        if given_bytes is None or not planner.may_replan or not planner.has_free(needed_bytes):
+            return False
+        if self._neighbours.in_turn():
+            return False
+        if graph.is_inference and self.have_trained:  # the steps are known, or what they need is being found out
+            may_follow = bool(self.trial.given_bytes) or self.watch.is_waiting
+        else:  # steps that train follow if an optimizer has parameters of the model
+            trained = [slot.param for slot in self._executor.slots.values() if slot.param.requires_grad]
+            may_follow = not graph.is_inference or are_optimized(trained)
+        if not may_follow:
+            return False
+        self.trial.begin(given_bytes)
+        self.trial.lift(needed_bytes, beside)
+        return True
+
+    def may_be_lean(self, graph: JointGraph) -> bool:
+        """Return whether `graph`, which is no stage of a pipeline, may be planned for few bytes until a step is
+        measured: none was, and it may be planned again for the budget of the user."""
+        planner, trial = graph.planner, self.trial
+        if not planner.is_budget_given or trial.given_bytes or not trial.is_new or graph.is_inference:
+            return False
+        return planner.may_replan and not (self._neighbours.in_turn() or planner.divides_to_fit)
+
+    def begin_lean(self, graph: JointGraph) -> bool:
+        """Return whether `graph` has to be planned again for few bytes, because its step may hold more beside it than
+        the plan in use leaves between its forward and its backward.
+
+        The rest of its step is code over its results, or other layers too, which are taken to hold as much for each
+        parameter as those of the graph.
+        """
+        active, slots, rest_bytes = graph.active, self._executor.slots.values(), 0
+        rest = self.rest_of_step(graph, active.captured)
+        if rest:
+            nbytes_of = {storage.id: storage.nbytes for storage in active.graph.storages}
+            rest_bytes = _COPIES_OF_RESULTS * sum(nbytes_of.get(name, 0) for name in active.graph.outputs)
+        if rest not in ("", _USES_RESULTS):
+            trained, read = [slot for slot in slots if slot.param.requires_grad], set(graph.param_names)
+            total_bytes = sum(slot.own_nbytes for slot in trained)
+            read_bytes = max(1, sum(slot.own_nbytes for slot in trained if slot.name in read))
+            kept_bytes = extents(active.problem)[1].left_bytes
+            rest_bytes += kept_bytes + 2 * kept_bytes * (total_bytes - read_bytes) // read_bytes
+        plan, extent = active.plan, extent_of(active.graph, active.plan)
+        is_too_much = rest_bytes > plan.budget_bytes - plan.base_bytes - extent.resident_bytes - extent.left_bytes
+        if is_too_much:
+            self.trial.begin_lean(plan.budget_bytes)
+        return is_too_much
+
+    # Between two steps: `graphs` are those that ran in the last steps, and no forward is outstanding.
+
+    def are_tried(self, graphs: Sequence[JointGraph]) -> bool:
+        """Return whether the budget of `graphs` is tried. That begins if the measured step exceeded it, and they may
+        be planned again."""
+        peaks, budget_bytes = self.watch.peaks, graphs[0].planner.given_budget_bytes
+        self.trial.is_new &= not peaks
+        if budget_bytes is None or self.trial.is_of(budget_bytes):
+            return budget_bytes is not None
+        if max(peaks.values(), default=0) <= budget_bytes + TOLERATED_BYTES:
+            return False
+        may_plan = all(graph.planner.may_replan for graph in graphs)
+        words = "It is planned again with room for them" if may_plan else "It is not planned again"
+        if not self._note_overrun(graphs, budget_bytes, words) or not may_plan:
+            return False  # nothing took more than its plan: the plans themselves exceed the budget
+        self.trial.begin(budget_bytes)
+        return True
+
+    def want_plans(self, graphs: Sequence[JointGraph], *, is_crowded: bool) -> bool:
+        """Return whether `graphs`, whose budget is tried, are planned again; if not, they go on with their plans.
+
+        They go on with plans that have kept the budget, or that are lean before a step was measured, unless a step
+        `is_crowded`. Raises NoFeasiblePlan once the budget that is enough is known, if it is more than the user's.
+        """
+        trial, peaks = self.trial, self.watch.peaks
+        if not trial.follows(graphs):
+            return trial.may_plan()
+        if trial.is_lean and not peaks:
+            if trial.waits():
+                return is_crowded and trial.may_plan()
+            trial.end_lean()
+        elif trial.is_lean:
+            self._note_overrun(graphs, trial.budget_bytes, "Its graphs are planned for the budget beside that")
+            trial.end_lean()
+        elif max(peaks.values(), default=0) > trial.budget_bytes + TOLERATED_BYTES:
+            self._note_overrun(graphs, trial.budget_bytes, "It is planned again with room for them")
+        elif not is_crowded:
+            trial.kept(max(peaks.values(), default=None), {place.graph for place in peaks if not place.is_outside})
+            self.watch.peaks = {}
+            self.watch.measure_next(is_on=bool(trial.given_bytes))
+            return False
+        return trial.may_plan()
+
+    def try_plans(
+        self,
+        graphs: Sequence[JointGraph],
+        requests: Sequence[GraphRequest],
+        follow: Callable[[Sequence[Planned]], None],
+    ) -> bool:
+        """Plan `graphs` together for the smallest budget that is enough for their `requests`, at least the user's, and
+        let them `follow` the plans; in lean steps, for as few bytes as they can.
+
+        Returns whether they do: if there are no lean plans, they do not. Raises NoFeasiblePlan if the device has less
+        than a budget that is enough.
+        """
+        trial, planner = self.trial, searching(graphs)
+        if trial.is_lean:
+            asked = [replace(each, problem=replace(each.problem, budget_bytes=trial.given_bytes)) for each in requests]
+            for plan_all in (plan_leanest, partial(plan_jointly, may_divide=planner.may_divide)):
+                with suppress(NoFeasiblePlan):
+                    planned = plan_all(asked, planner.search)
+                    follow(planned)
+                    peak_bytes = max(own.prediction.device_peak_bytes for _, own in planned)
+                    trial.planned(graphs, min(peak_bytes, trial.given_bytes))
+                    return True
+            trial.conclude()
+            return False
+        plan = partial(plan_in_least, requests, search=planner.search, may_divide=planner.may_divide)
+        budget_bytes, planned = plan(trial.given_bytes)
+        if budget_bytes > trial.given_bytes:
+            # Plans that use a margin are measured, not smaller ones: with it, other plans take other bytes.
+            budget_bytes, planned = plan(budget_bytes + budget_bytes // _MARGIN_DIVISOR + TOLERATED_BYTES)
+        if budget_bytes > trial.budget_bytes == trial.given_bytes:
+            if not planner.has_free(budget_bytes):
+                trial.refuse(budget_bytes, "what the next steps would show")
+            trial.lift(budget_bytes, "what these steps show")
+        follow(planned)
+        trial.planned(graphs, budget_bytes)
+        return True
+
+    def _note_overrun(self, graphs: Sequence[JointGraph], budget_bytes: int, what_follows: str) -> bool:
+        """Note what took how much more than planned in the measured step, and log it with `what_follows`; return
+        whether anything did."""
+        peaks, self.watch.peaks = self.watch.peaks, {}
+        base_bytes = fixed_bytes(self._executor, graphs) + library_bytes(self._executor.device)
+        problems = [
+            graph.planner.joint_problem(graph.active, base_bytes, ExternalUsage(), is_as_run=True) for graph in graphs
+        ]
+        requests = [
+            GraphRequest(problem=problem, beside=graph.runs.positions_in(graphs))
+            for graph, problem in zip(graphs, problems, strict=True)
+        ]
+        causes = note_overrun(peaks, graphs, requests, base_bytes, self.outside)
+        # In a trial of a larger budget than the user's, the user knows that steps run over the budget.
+        level = logging.WARNING if budget_bytes == graphs[0].planner.given_budget_bytes else logging.INFO
+        if causes:
+            log.log(
+                level,
+                "a step of %s took %s of %s: %s. %s",
+                self._executor.name,
+                format_bytes(max(peaks.values())),
+                format_bytes(budget_bytes),
+                "; ".join(causes),
+                what_follows,
+            )
+        return bool(causes)
+
+    def fixed_requests(self, graphs: Sequence[JointGraph], problem: Problem) -> list[GraphRequest]:
+        """Return the requests of what runs between `graphs` and does not change with their plans, each with `problem`:
+        code, and during a trial forwards without gradients, for which only the place of parameters can be planned."""
+        found = self.outside.requests(graphs, problem)
+        for other in self._graphs:
+            is_tried = self.trial.is_of(other.planner.given_budget_bytes)
+            if is_tried and other.is_inference and other.is_planned and not other.is_superseded:
+                own = other.planner.joint_problem(other.active, 0, ExternalUsage())
+                nbytes = extents(own)[0].peak_bytes + own.base_bytes
+                found.append(GraphRequest(problem=problem, beside=(), outside_bytes=nbytes))
+        return found

@@ -16,6 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of, model_of
 from elixir_compile.ir import Plan
 from elixir_compile.session.planning import ExternalUsage
+from elixir_compile.session.together import JointPlans
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import apart
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, on_host
@@ -359,7 +360,7 @@ def test_all_problems_of_a_graph_count_what_no_plan_places(alone: Any, monkeypat
 
     def base_bytes() -> list[int]:
         planner, own = graph.planner, graph.active.captured
-        (joint,) = outstanding._requests([graph])
+        (joint,) = JointPlans({outstanding: [graph]}).requests()
         problem = planner.problem(own, graph.active.graph, ExternalUsage(), is_new=False)
         return [joint.problem.base_bytes, problem.base_bytes]
 

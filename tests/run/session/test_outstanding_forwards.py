@@ -20,7 +20,7 @@ from elixir_compile.ir import Plan, Tier
 from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.search.joint.replan import Correction
-from elixir_compile.session import together
+from elixir_compile.session import together, trial
 from elixir_compile.session.planning import ExternalUsage
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import host_bytes
@@ -379,7 +379,7 @@ def test_without_joint_plans_activations_are_offloaded_in_every_step(
         raise NoFeasiblePlan("", "", 1, 2, {})
 
     monkeypatch.setattr(together, "plan_jointly", refuse)
-    monkeypatch.setattr(together.Together, "may_be_lean", lambda *_: False)  # would need no room at first
+    monkeypatch.setattr(trial.FirstSteps, "may_be_lean", lambda *_: False)  # would need no room at first
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)
@@ -397,8 +397,9 @@ def test_first_steps_without_lean_plans_keep_the_budget(has_plans: bool, monkeyp
     def refuse(*_: object, **__: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
-    monkeypatch.setattr(together, "plan_leanest", refuse)
+    monkeypatch.setattr(trial, "plan_leanest", refuse)
     if not has_plans:
+        monkeypatch.setattr(trial, "plan_jointly", refuse)
         monkeypatch.setattr(together, "plan_jointly", refuse)
     model, batches = broken()
     budget_bytes = half_bytes("broken")
