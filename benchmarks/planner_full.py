@@ -8,9 +8,10 @@
 
 The grid: free choice of activations and updates, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b and
 Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. A row has the number of
-simulated steps ("plays") and solves, because CPU seconds differ by machine; the CPU seconds; and the best step after
-2, 5 and 10 CPU seconds of search. No GPU is needed and no weight is allocated. Each model is captured once for each
-batch, in a process of its own, and kept in the cache folder.
+simulated steps ("plays"), of the works that a play issues on average, and of solves, because seconds differ by machine;
+the CPU milliseconds of a play and the CPU seconds of the search; and the best step after 2, 5 and 10 of these seconds.
+No GPU is needed and no weight is allocated. Each model is captured once for each batch, in a process of its own, and
+kept in the cache folder.
 """
 
 import argparse
@@ -40,6 +41,8 @@ from elixir_compile.search import Problem, best, plan, planner
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation import solver
 from elixir_compile.search.greedy import RULES
+from elixir_compile.step.seconds import Player
+from elixir_compile.step.works import Work
 from elixir_compile.tools.preview.capture import Capture, capture_step
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import TextBatch, find_model, load_model, model_named
@@ -95,6 +98,10 @@ class Row:
     cpu_s: float
     num_plays: int
     num_solves: int
+    num_works: int = 0
+    """Works that all plays of the search issued; 0 in rows that were saved before they were counted."""
+    plays_s: float = 0.0
+    """CPU seconds of all plays."""
     step_s: float | None = None
     bound_s: float | None = None
     gap: float | None = None
@@ -108,6 +115,16 @@ class Row:
     def best_rule(self) -> float | None:
         """The step of the fastest rule over the plan's step."""
         return min(self.rules.values()) / self.step_s if self.rules and self.step_s else None
+
+    @property
+    def works_per_play(self) -> float:
+        """The works that a play issued on average."""
+        return self.num_works / max(self.num_plays, 1)
+
+    @property
+    def play_ms(self) -> float:
+        """The CPU milliseconds of a play on average."""
+        return 1e3 * self.plays_s / max(self.num_plays, 1)
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -182,6 +199,10 @@ class Counts:
 
     num_plays: int = 0
     """Simulated steps."""
+    num_works: int = 0
+    """Works that they issued."""
+    plays_s: float = 0.0
+    """CPU seconds that they took."""
     num_solves: int = 0
     """Solves of LPs and MILPs."""
     best: list[tuple[float, float]] = field(default_factory=list)
@@ -193,6 +214,7 @@ def counting() -> Iterator[Counts]:
     """Count the work of all searches in the `with` block, by wrappers around the planner's functions."""
     counts, began_s = Counts(), time.process_time()
     play, keep, place = Evaluator.played, best.Tries._keep, planner.place_best
+    run = Player.run
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (solver, "linprog", solver.linprog),
         (solver, "solve_integral", solver.solve_integral),
@@ -200,7 +222,15 @@ def counting() -> Iterator[Counts]:
 
     def counted_play(*arguments: Any) -> Any:
         counts.num_plays += 1
-        return play(*arguments)
+        since_s = time.process_time()
+        try:
+            return play(*arguments)
+        finally:
+            counts.plays_s += time.process_time() - since_s
+
+    def counted_run(self: Player, works: Sequence[Work]) -> None:
+        counts.num_works += len(works)
+        run(self, works)
 
     def counted_place(evaluator: Evaluator, first: Any, *arguments: Any, **named: Any) -> Any:
         counts.best.append((time.process_time() - began_s, first.step_s))
@@ -218,12 +248,14 @@ def counting() -> Iterator[Counts]:
         return solve
 
     Evaluator.played, best.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
+    Player.run = counted_run  # pyright: ignore[reportAttributeAccessIssue]
     for module, name, function in solvers:
         setattr(module, name, counted(function))
     try:
         yield counts
     finally:
         Evaluator.played, best.Tries._keep, planner.place_best = play, keep, place
+        Player.run = run
         for module, name, function in solvers:
             setattr(module, name, function)
 
@@ -247,7 +279,14 @@ def solve(case: Case, problem: Problem) -> Row:
         except NoFeasiblePlan:
             found = None
     cpu_s = time.process_time() - began_s
-    row = Row(case=case, cpu_s=cpu_s, num_plays=counts.num_plays, num_solves=counts.num_solves)
+    row = Row(
+        case=case,
+        cpu_s=cpu_s,
+        num_plays=counts.num_plays,
+        num_solves=counts.num_solves,
+        num_works=counts.num_works,
+        plays_s=counts.plays_s,
+    )
     rules: dict[str, float] = {}
     for rule in RULES:
         try:
@@ -294,6 +333,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         "gap": [row.gap for row in planned if row.gap is not None],
         "CPU seconds": [row.cpu_s for row in planned],
         "plays": [float(row.num_plays) for row in planned],
+        "works of a play": [row.works_per_play for row in planned if row.num_works],
+        "CPU ms of a play": [row.play_ms for row in planned if row.num_works],
         "solves": [float(row.num_solves) for row in planned],
         "fastest rule / step": [row.best_rule for row in planned if row.best_rule is not None],
     }
@@ -309,9 +350,10 @@ def line(row: Row) -> str:
     case = row.case
     cells = [case.shape, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
     if row.step_s is None or row.gap is None:
-        return "| " + " | ".join([*cells, "nothing fits", *[""] * 6]) + " |"
+        return "| " + " | ".join([*cells, "nothing fits", *[""] * 8]) + " |"
     rule = "none fits" if row.best_rule is None else f"{row.best_rule:.2f}"
-    counted = [str(row.num_plays), str(row.num_solves), f"{row.cpu_s:.1f}"]
+    of_play = [f"{row.works_per_play:.0f}", f"{row.play_ms:.2f}"] if row.num_works else ["", ""]
+    counted = [str(row.num_plays), *of_play, str(row.num_solves), f"{row.cpu_s:.1f}"]
     at = " ".join(f"{gap:.1%}" for gap in row.gaps_at.values())
     return "| " + " | ".join([*cells, f"{row.step_s:.4g}", f"{row.gap:.2%}", at, rule, *counted]) + " |"
 
@@ -330,8 +372,8 @@ def read_rows(path: Path) -> dict[Case, Row]:
 
 
 HEAD = (
-    "| model | batch | state | machine | step in s | gap | after 2, 5, 10 s | fastest rule / step | plays | solves "
-    "| CPU s |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| model | batch | state | machine | step in s | gap | after 2, 5, 10 s | fastest rule / step | plays "
+    "| works of a play | CPU ms of a play | solves | CPU s |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -1,28 +1,35 @@
-"""`cache`: the second search for the same is no search, and everything that decides makes it another."""
+"""`cache`: the second search for the same is no search, and everything that decides makes it another; and how often a
+first step captures, partitions, converts, searches and compiles.
+"""
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import elixir_compile as elixir
+from elixir_compile import compat
 from elixir_compile.base.options import Fractions, Options
 from elixir_compile.base.units import GIB
+from elixir_compile.graph.capture import additions
 from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
 from elixir_compile.ir.cost import Stretch
 from elixir_compile.ir.hardware import profile_for
+from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.variants import plan_as_asked
-from elixir_compile.session import cache
+from elixir_compile.session import backend, cache, planned_graph, planning, programs
 from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
 from tests.pure.problems import chain_of, problem_of, tight_problem
 from tests.pure.strategies import with_facts
 from tests.run.models import Stack
-from tests.run.training import by_elixir
+from tests.run.training import by_elixir, by_elixir_unprepared
 
 OPTIONS = Options(planner="greedy", device_memory=GIB, host_memory=GIB)
 FREE = Options(planner="greedy")
@@ -266,3 +273,54 @@ def test_a_second_training_run_reads_its_plan_from_the_cache(searched: list[Prob
     assert num_searched > 0
     assert train() == first
     assert len(searched) == num_searched
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The work of a first step, whose seconds are those of a machine: `benchmarks/first_step.py` prints them.
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return how often each part of a first step was done so far."""
+    done: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, part: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            done[part] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(compat, "min_cut_partition", "partitions")
+    count(planned_graph, "captured_step", "captures")
+    count(additions, "step_graph", "conversions")
+    count(planning, "step_graph", "conversions")
+    count(backend, "_compile", "compilations")
+    count(cache, "plan_as_asked", "searches")
+    count(programs, "write_program", "programs")
+    count(RegionCompiler, "_compile", "regions")
+    return done
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "is_prepared", "options", "num_regions"),
+    [
+        (2, False, {"device_memory": 900_000}, 2),
+        # Of 14 regions, and of 18, seven differ.
+        (6, True, {"compile_by": "layer"}, 7),
+        (8, True, {"compile_by": "layer"}, 7),
+    ],
+    ids=["plain, within a budget", "six layers", "eight layers"],
+)
+def test_a_first_step_does_each_part_once_and_later_steps_none(
+    work: Counter[str], num_blocks: int, is_prepared: bool, options: dict[str, object], num_regions: int
+) -> None:
+    """Equal layers are compiled once, however many there are."""
+    make = by_elixir if is_prepared else by_elixir_unprepared
+    run = make(Stack(num_blocks=num_blocks), plan_cache=False, **options)
+    parts = ("compilations", "captures", "partitions", "conversions", "searches")
+    for _ in range(2):
+        run.train([torch.randn(4, 64)])
+        assert work == {**dict.fromkeys(parts, 1), "programs": 2, "regions": num_regions}
