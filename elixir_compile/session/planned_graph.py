@@ -57,7 +57,7 @@ class PlannedGraph:
         self.is_inference = False
         """Whether the graph has no backward."""
         self.runs = GraphRuns()
-        self._executor, self._together, self._first_steps = executor, together, together.first_steps
+        self._executor, self._together = executor, together
         self._active: ActivePlan | None = None
         progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
         self.planner = GraphPlanner(executor, regions, options, progress, together.first_steps.trial.budget_for)
@@ -99,7 +99,7 @@ class PlannedGraph:
 
         The review of the attempt is called with the first plan and returns the plan to use.
         """
-        planner, together, first_steps = self.planner, self._together, self._first_steps
+        planner, together, first_steps = self.planner, self._together, self._together.first_steps
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=planner.options.inner)
         own = self._next.captured = replace(own, kernels=planner.kernels)
         self.is_inference = backward is None
@@ -207,7 +207,7 @@ class PlannedGraph:
         now = active_plan(self._executor, self.active.captured, problem, plan, *beside)
         self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
-        self._first_steps.watch.rearm(is_given=self.planner.is_budget_given)
+        self._together.first_steps.watch.rearm(is_given=self.planner.is_budget_given)
         if programs is not self.programs.last:
             self.planner.progress.planned(plan)
             self._shortage.begin()
@@ -232,7 +232,7 @@ class PlannedGraph:
 
     def _write_programs(self) -> None:
         """Write the programs of a new plan, and run them from the next forward on."""
-        self._first_steps.watch.rearm(is_given=self.planner.is_budget_given)
+        self._together.first_steps.watch.rearm(is_given=self.planner.is_budget_given)
         self._shortage.begin()
         programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
         self.programs.take(programs, is_apart=self._graph_sets.record_written())
@@ -242,7 +242,7 @@ class PlannedGraph:
 
     def run_forward(self, args: list[Any]) -> Any:
         """Run the forward once."""
-        input_storages, executor, watch = storages_of(args), self._executor, self._first_steps.watch
+        input_storages, executor, watch = storages_of(args), self._executor, self._together.first_steps.watch
         counted = self._counted
         programs = self.programs.next(executor.calls.num_full(counted, executor.saved.numbers))
         watch.runs(self)
@@ -258,7 +258,7 @@ class PlannedGraph:
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
-        ticket, counted, watch = args[self._ticket_position], self._counted, self._first_steps.watch
+        ticket, counted, watch = args[self._ticket_position], self._counted, self._together.first_steps.watch
         self.planner.staying.notice(is_forward=False)
         self._together.begin_backward(self, ticket)
         watch.runs(self)
