@@ -30,10 +30,8 @@ from elixir_compile.step.structure import illegal_actions
 from elixir_compile.step.works import (
     COMPUTE,
     D2H,
-    FIRST_OWN,
     GATHERS,
     H2D,
-    NUM_OWN,
     PROGRAM,
     REDUCES,
     UPDATES,
@@ -47,6 +45,7 @@ from elixir_compile.step.works import (
     Walk,
     Work,
     last_forward,
+    on_lanes,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -379,22 +378,14 @@ def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index
     `touches` are the gradients and the offloaded activations that the regions touch.
     """
     actions = plan.schedules[rank_index].pairs
-    closing = closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {}
-    places = range(FIRST_OWN, FIRST_OWN + NUM_OWN * (len(plan.buckets) + len(plan.activations)), NUM_OWN)
-    buckets = {
-        bucket.id: BucketWorks(
-            place,
-            home,
-            plan.update,
-            is_sharded=bucket.is_sharded,
-            is_summed=bucket.sum_nbytes > 0,
-            is_trained=False,
-            closes=closing.get(bucket.id),
-        )
-        for place, bucket, home in zip(places, plan.buckets, plan.placements, strict=False)
-    }
-    away = [group.id for group in plan.activations if group.saving is Saving.OFFLOAD]
-    groups = {name: GroupWorks(place, name) for place, name in zip(places[len(buckets) :], away, strict=False)}
+    buckets, groups = on_lanes(
+        {placement.bucket: placement for placement in plan.placements},
+        [group.id for group in plan.activations if group.saving is Saving.OFFLOAD],
+        plan.update,
+        sharded={bucket.id for bucket in plan.buckets if bucket.is_sharded},
+        summed={bucket.id for bucket in plan.buckets if bucket.sum_nbytes},
+        closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
+    )
     regions = {region.id: _region_works(region, touches[region.id], buckets, groups) for region in plan.regions}
     walk = Walk(
         buckets,

@@ -51,7 +51,7 @@ from elixir_compile.step.bucket_bytes import (
 )
 from elixir_compile.step.divide import arrived_name, laps_of, leaving_name
 from elixir_compile.step.liveness import Life, liveness
-from elixir_compile.step.works import FIRST_OWN, BucketWorks, Do, GroupWorks, Memory, Walk, Work
+from elixir_compile.step.works import Do, Memory, Walk, Work, on_lanes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The axis of rows of bytes: the ops of a step, and its reduces with buffers, which stand between two ops.
@@ -121,12 +121,12 @@ def _works(plan: Plan, rank: int) -> Sequence[Work]:
     """Return the works of `rank`, or of the first rank if all have the same, without what regions touch."""
     # When an update runs changes no bytes: streamed updates take turns in one row, and gradients stay until the end.
     mode = Update.AFTER_BACKWARD
-    placed = zip(plan.buckets, plan.placements, strict=True)
-    buckets = {
-        bucket.id: BucketWorks(FIRST_OWN, home, mode, is_sharded=bucket.is_sharded, is_trained=False)
-        for bucket, home in placed
-    }
-    groups = {group.id: GroupWorks(FIRST_OWN, group.id) for group in plan.activations if group.saving is Saving.OFFLOAD}
+    buckets, groups = on_lanes(
+        {placement.bucket: placement for placement in plan.placements},
+        [group.id for group in plan.activations if group.saving is Saving.OFFLOAD],
+        mode,
+        sharded={bucket.id for bucket in plan.buckets if bucket.is_sharded},
+    )
     for group in groups.values():
         group.leaves_whole = group.returns_whole = True
     walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)

@@ -82,6 +82,10 @@ class Prices:
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
     """The lane that really does the work of each lane: copies that do not overlap compute run on its lane."""
+    sharded: frozenset[str] = frozenset()
+    """The buckets of which each rank owns a shard."""
+    summed: frozenset[str] = frozenset()
+    """The buckets whose gradients are added to the sums of earlier backward passes."""
     average_s: Mapping[str, float] = field(default_factory=dict)
     """The all-reduce over copies after the reduce; empty if there is a single copy."""
     memory: HostMemory = field(default_factory=HostMemory)
@@ -195,6 +199,8 @@ def prices(
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
+        sharded=frozenset(bucket.id for bucket in buckets if bucket.is_sharded),
+        summed=frozenset(bucket.id for bucket in buckets if bucket.sum_nbytes),
         memory=HostMemory() if lane_of[Lane.HOST] is Lane.COMPUTE else _host_memory(buckets, away, cluster),
         streams={
             (bucket.id, home): streamed_copies(bucket, home, cluster)

@@ -46,7 +46,7 @@ from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.cost import Measured, StreamedCopies
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
-from elixir_compile.ir.kinds import BucketId, GroupId, Lane, OpId, RegionId, Update, Verb
+from elixir_compile.ir.kinds import BucketId, Lane, OpId, RegionId, Update, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.schedule import BucketRef, GroupRef, Origin, Record, RegionRef, Span, Target
 from elixir_compile.step.as_run import as_run
@@ -65,15 +65,14 @@ from elixir_compile.step.works import (
     PROGRAM,
     REDUCES,
     UPDATES,
-    BucketWorks,
     Deed,
     Do,
-    GroupWorks,
     Instant,
     RegionWorks,
     Walk,
     Work,
     last_forward,
+    on_lanes,
 )
 
 _NOT_MEASURED = Measured()
@@ -197,27 +196,16 @@ class Player:
     def works_of(self, actions: Actions) -> list[Work]:
         """Return the works of `actions`, and begin with all lanes idle."""
         price, cycle = self.price, self.cycle
-        is_one_memory = price.is_one_memory
-        place = FIRST_OWN
-        buckets: dict[BucketId, BucketWorks] = {}
-        gathers_s, sums, update, closing = price.gather_s, price.add_s, cycle.update, cycle.closing
-        for name, placement in self._placements.items():
-            buckets[name] = BucketWorks(
-                place,
-                placement,
-                update,
-                is_sharded=gathers_s[name] > 0,
-                is_summed=bool(sums) and (name, placement.param) in sums,
-                is_one_memory=is_one_memory,
-                is_made=True,
-                closes=closing.get(name),
-            )
-            place += NUM_OWN
-        groups: dict[GroupId, GroupWorks] = {}
-        for _, target in actions:
-            if isinstance(target, GroupRef) and target.group not in groups:
-                groups[target.group] = GroupWorks(place, target.group)
-                place += NUM_OWN
+        buckets, groups = on_lanes(
+            self._placements,
+            dict.fromkeys(target.group for _, target in actions if isinstance(target, GroupRef)),
+            cycle.update,
+            sharded=price.sharded,
+            summed=price.summed,
+            closing=cycle.closing,
+            have_gradients=True,
+            is_one_memory=price.is_one_memory,
+        )
         regions: dict[RegionId, RegionWorks] = {}
         for region, names in cycle.reads.items():
             at_home = [bucket for name in names if (bucket := buckets[name]).may_wait]
@@ -230,19 +218,20 @@ class Player:
                 own.leaving = [groups[group] for group, _ in beside.leaving]
                 for group in own.arriving:
                     group.arrives_in_slices = True
-        self.over_s = [0.0] * (PROGRAM + 1) + [_LONG_AGO_S] * (place - PROGRAM - 1)
+        num_instants = FIRST_OWN + NUM_OWN * (len(buckets) + len(groups))
+        self.over_s = [0.0] * (PROGRAM + 1) + [_LONG_AGO_S] * (num_instants - PROGRAM - 1)
         walk = Walk(
             buckets,
             groups,
             regions,
-            update,
+            cycle.update,
             lanes=self._lane_of,
             last_forward=cycle.last_forward,
             is_reduced=any(price.reduce_s.values()),
             is_averaged=bool(price.average_s),
             in_full=self.drawing is not None,
         )
-        return walk.step(actions, from_updates=update is Update.ACROSS_STEPS)
+        return walk.step(actions, from_updates=cycle.update is Update.ACROSS_STEPS)
 
     def run(self, works: Iterable[Work]) -> None:
         """Simulate `works`."""
@@ -633,7 +622,7 @@ def _require_same_collectives(players: Sequence[Player], actions: Sequence[Actio
             for verb, target in own
             if isinstance(target, BucketRef)
             # A bucket that is not sharded is copied from the host of each rank alone.
-            and (verb is Verb.REDUCE or (verb is Verb.GATHER and player.price.gather_s[target.bucket] > 0))
+            and (verb is Verb.REDUCE or (verb is Verb.GATHER and target.bucket in player.price.sharded))
         ]
         for player, own in zip(players, actions, strict=True)
     ]

@@ -31,8 +31,10 @@ when it issues the work. The program issues all works, far ahead of the lanes; w
 What an offload reads is free at the next action if nothing waits for the offload: only the wait keeps it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from elixir_compile.ir.bucket import Placement
@@ -206,21 +208,21 @@ class BucketWorks:
         update: Update,
         *,
         is_sharded: bool,
-        is_summed: bool = False,
-        is_trained: bool = True,
-        is_one_memory: bool = False,
-        is_made: bool = False,
-        closes: Verb | None = None,
+        is_summed: bool,
+        has_gradient: bool,
+        is_one_memory: bool,
+        closes: Verb | None,
     ) -> None:
-        """Let `place` and the instants behind it be those of the bucket. `update` is when the plan updates.
-
-        `is_one_memory` is whether device and host are the same memory, `is_trained` whether a region makes a gradient,
-        `is_made` whether it has made it, `is_summed` whether it is added to those of earlier backward passes, and
-        `closes` the verb that closes it in the backward.
-        """
+        """See `on_lanes`. Let `place` and the instants behind it be those of the bucket."""
         self.name: str = placement.bucket
         self.placement = placement
-        self.is_sharded, self.is_summed, self.is_trained, self.closes = is_sharded, is_summed, is_trained, closes
+        self.is_sharded = is_sharded
+        self.is_summed = is_summed
+        """Whether its gradient is added to the sum of those of earlier backward passes."""
+        self.closes = closes
+        """The verb of the action that closes it in the backward; None if none does."""
+        self.is_trained = self.is_made = has_gradient
+        """Whether a region makes a gradient of it, and whether one has done so in this step."""
         self.is_on_host = is_on_host = placement.param is not Tier.DEVICE
         self.is_gathered = is_on_host or is_sharded
         by_host = placement.optim is not Tier.DEVICE and not placement.streamed
@@ -239,8 +241,6 @@ class BucketWorks:
         results on the device, and its home read."""
         if not is_sharded:
             self.home_read = self.gathered
-        self.is_made = is_made
-        """Whether a region has touched the gradient in this step."""
         self.is_updated = self.is_away = False
         """Whether the bucket was updated in this step, and whether its gradient is on its way to the host, or there."""
         self.place = 0
@@ -302,6 +302,41 @@ class GroupWorks:
     def leaving(self) -> tuple[str, ...]:
         """The memory that leaves the device: whole storages, and the last slice of others."""
         return (self.whole,) * self.leaves_whole + (Memory.LEAVING_SLICE,) * self.leaves_in_slices
+
+
+def on_lanes(
+    placements: Mapping[BucketId, Placement],
+    groups: Iterable[GroupId],
+    update: Update,
+    *,
+    sharded: Collection[str],
+    summed: Collection[str] = (),
+    closing: Mapping[BucketId, Verb] = MappingProxyType({}),
+    have_gradients: bool = False,
+    is_one_memory: bool = False,
+) -> tuple[Mapping[BucketId, BucketWorks], Mapping[GroupId, GroupWorks]]:
+    """Return the buckets in `placements`, of a plan that updates at `update`, and the offloaded `groups`, on the lanes.
+
+    `sharded` are the buckets of which each rank owns a shard, `summed` those whose gradients are added to the sums of
+    earlier backward passes, and `closing` has the verb of the action that closes a bucket in the backward.
+    `have_gradients` is True if regions make the gradients of all buckets; else those that a region touches are noted
+    later. `is_one_memory` is whether device and host are the same memory.
+    """
+    place = FIRST_OWN
+    buckets: dict[BucketId, BucketWorks] = {}
+    for name, placement in placements.items():
+        buckets[name] = BucketWorks(
+            place,
+            placement,
+            update,
+            is_sharded=name in sharded,
+            is_summed=name in summed,
+            has_gradient=have_gradients,
+            is_one_memory=is_one_memory,
+            closes=closing.get(name),
+        )
+        place += NUM_OWN
+    return buckets, {name: GroupWorks(own, name) for name, own in zip(groups, count(place, NUM_OWN), strict=False)}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

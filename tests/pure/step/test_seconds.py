@@ -70,6 +70,7 @@ PRICES = Prices(
     host_update_s={B0: 7.0, B1: 8.0},
     lane_of={lane: lane for lane in Lane},
 )
+SHARDED = replace(PRICES, sharded=frozenset((B0, B1)))
 SERIAL = replace(PRICES, lane_of=dict.fromkeys(Lane, Lane.COMPUTE))
 G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
 P = Verb.PREFETCH
@@ -102,7 +103,7 @@ def test_without_overlap_everything_adds_up() -> None:
 
 def test_several_ranks_all_gather_and_reduce_scatter() -> None:
     """b0 from the host until 4, the ranks until 6; fwd.0 until 16; its gradient shared out until 18, gone at 21."""
-    price = replace(PRICES, gather_s={B0: 2.0, B1: 2.0}, reduce_s={B0: 2.0, B1: 2.0})
+    price = replace(SHARDED, gather_s={B0: 2.0, B1: 2.0}, reduce_s={B0: 2.0, B1: 2.0})
     actions = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (W, "b0.grad")]
     assert step_s(actions, price) == 21
     # Parameters on the device come from the other ranks only, and the gradient stays.
@@ -114,10 +115,11 @@ def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
     """Shared out 10-12 and averaged 12-15 under fwd.1, 10-20; waited for at once, it is exposed. What each rank has
     whole is waited for where it is reduced."""
     device = ((Tier.DEVICE, Tier.DEVICE),) * 2
-    price = replace(PRICES, gather_s={B0: 1.0, B1: 1.0}, reduce_s={B0: 2.0, B1: 2.0}, average_s={B0: 3.0, B1: 3.0})
+    seconds = {name: {B0: s, B1: s} for name, s in (("gather_s", 1.0), ("reduce_s", 2.0), ("average_s", 3.0))}
+    price = replace(SHARDED, **seconds)
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1), (W, "b0.grad")], price, device) == 20
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (W, "b0.grad"), (R, R1)], price, device) == 10 + 2 + 3 + 10
-    whole = replace(price, gather_s={B0: 0.0, B1: 0.0})
+    whole = replace(price, gather_s={B0: 0.0, B1: 0.0}, sharded=frozenset())
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1)], whole, device) == 10 + 2 + 3 + 10
     copied = replace(whole, reduce_s={B0: 0.0, B1: 0.0})
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1)], copied, device) == 10 + 3 + 10
@@ -322,7 +324,11 @@ def test_an_update_begins_when_the_copies_have_arrived_though_compute_goes_on(up
     assert spans_of(drawn, Lane.HOST) == {"update b0": (13, 20)}
 
 
-SUMS = replace(PRICE, add_s={(f"b{i}", home): 2.0 + i for i in range(2) for home in Tier})
+SUMS = replace(
+    PRICE,
+    add_s={(f"b{i}", home): 2.0 + i for i in range(2) for home in Tier},
+    summed=frozenset(("b0", "b1")),
+)
 
 
 @pytest.mark.parametrize("update", list(Update))
@@ -375,7 +381,8 @@ def test_across_steps_the_next_gather_comes_when_the_early_update_ends() -> None
 def test_a_gather_waits_at_its_issue_if_sharded_or_copied_by_compute() -> None:
     """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
     7-11, b1 15-21, fwd.0 21-31."""
-    shared = replace(PRICE, gather_s=dict.fromkeys(PRICE.gather_s, 2.0), reduce_s=dict.fromkeys(PRICE.reduce_s, 2.0))
+    both_s = dict.fromkeys(PRICE.gather_s, 2.0)
+    shared = replace(PRICE, gather_s=both_s, reduce_s=both_s, sharded=frozenset(both_s))
     copying = replace(PRICE, lane_of={**PRICE.lane_of, Lane.H2D: Lane.COMPUTE})
     for price, lane, ends_s, starts_s in ((shared, Lane.GATHER, [13, 23], 15), (copying, Lane.H2D, [11, 21], 21)):
         drawn = Drawing()
