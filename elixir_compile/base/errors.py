@@ -22,7 +22,7 @@ Exception
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
-    │   ├── NoFeasibleShares                no rows and parts of the state fit the ranks of a fleet
+    │   ├── NoFeasibleShares                no rows and shards of the state fit the ranks of a fleet
     │   └── NoFeasibleStages                no stages of a pipeline fit its ranks
     ├── OutOfDeviceMemory  (MemoryError)    the device is full although the plan fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
@@ -427,7 +427,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
 
 class NoFeasibleShares(NoFeasiblePlan):
-    """No rows and parts of the training state fit the ranks of a fleet.
+    """No rows and shards of the training state fit the ranks of a fleet.
 
     `needed_bytes` is the state of all ranks, `budget_bytes` the room that all ranks have beside the rows that leave the
     most, 0 if no rows fit. `rooms` has that of the ranks of each class, in words.

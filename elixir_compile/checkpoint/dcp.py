@@ -1,4 +1,4 @@
-"""Write tensors by key to a folder and read them back, each rank its own parts, with a manifest of all files and their
+"""Write tensors by key to a folder and read them back, each rank its own shards, with a manifest of all files and their
 checksums.
 """
 
@@ -41,17 +41,17 @@ from elixir_compile.checkpoint.folder import (
     open_checkpoint,
 )
 from elixir_compile.checkpoint.run_state import Deferred, Sources, tensor_keys
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Write tensors by key to a folder and read them back, each rank its own parts.
+# Write tensors by key to a folder and read them back, each rank its own shards.
 #
 # The format is that of torch.distributed.checkpoint (DCP).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The position of a part in the full tensor."""
+    """The position of a shard in the full tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -59,9 +59,9 @@ class Place:
 
 
 def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
-    """Remove from `sources` the tensors of other ranks, and return the places of the remaining parts.
+    """Remove from `sources` the tensors of other ranks, and return the places of the remaining shards.
 
-    DTensors in `sources` become plain tensors: this rank's part. The first rank writes all tensors
+    DTensors in `sources` become plain tensors: this rank's shard. The first rank writes all tensors
     without a mesh. Every rank must pass the same keys in the same order.
     """
     places: dict[str, Place] = {}
@@ -72,7 +72,7 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
             if not is_first:
                 del sources[key]
             continue
-        # Ranks that have copies of the same part take turns.
+        # Ranks that have copies of the same shard take turns.
         mesh = like.device_mesh
         coordinate = mesh.get_coordinate()
         is_writer = False
@@ -81,11 +81,11 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
         elif coordinate is not None:  # else this rank is not in the mesh
             axes = zip(like.placements, coordinate, mesh.shape, strict=True)
             is_turn = all(place == num_shared % size for placement, place, size in axes if placement.is_replicate())
-            is_writer = is_turn and own_part(like).numel() > 0
+            is_writer = is_turn and own_shard(like).numel() > 0
         if is_writer:
             (chunk,) = like.__create_chunk_list__()
             places[key] = Place(offsets=tuple(chunk.offsets), shape=tuple(like.shape))
-            own = own_part(like)
+            own = own_shard(like)
             sources[key] = Deferred(like=own, read=source.read) if isinstance(source, Deferred) else own
         else:
             del sources[key]
@@ -223,7 +223,7 @@ class Reader(FileSystemReader):
         return tensors
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read the stored tensors into `targets` in place, on any device; of a DTensor, this rank's part."""
+        """Read the stored tensors into `targets` in place, on any device; of a DTensor, this rank's shard."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self.metadata, is_coordinator=True)
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
@@ -238,7 +238,7 @@ def write(
     """Write `sources` to the file of `rank` in `folder` and sync it to the disk.
 
     Returns a text for `finish`, which needs the text of every rank, and the records of the files by name. A source
-    whose key is in `places` is a part of a tensor. A tensor that is not in host memory is copied there, one at a time.
+    whose key is in `places` is a shard of a tensor. A tensor that is not in host memory is copied there, one at a time.
     If `is_spent`, each source is removed and its memory freed after it is written. Raises OSError if a write fails.
     """
     writer, planner = _Writer(folder), _SavePlanner(sources, is_spent=is_spent)
@@ -258,8 +258,8 @@ def write(
 def finish(folder: Path, written: Iterable[str]) -> Mapping[str, FileRecord]:
     """Write the metadata file for the tensors of all ranks and sync it to the disk; return its record by name.
 
-    `written` holds the text that `write` returned on each rank. Raises ValueError if the parts of a tensor do not cover
-    it.
+    `written` holds the text that `write` returned on each rank. Raises ValueError if the shards of a tensor do not
+    cover it.
     """
     plans: list[SavePlan] = []
     results: list[list[WriteResult]] = []

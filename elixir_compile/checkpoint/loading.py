@@ -265,9 +265,9 @@ def load(
     read fails after all bytes were compared, for example because another machine, which file locks do not reach,
     removed the files; then a part of the model may be loaded.
 
-    If several ranks share the model, all of them call `load` at once, and each reads its parts. Their number may differ
-    from the number of ranks that saved. An error on one rank is raised on all. A rank whose number did not save keeps
-    its random number generators.
+    If several ranks share the model, all of them call `load` at once, and each reads its shards. Their number may
+    differ from the number of ranks that saved. An error on one rank is raised on all. A rank whose number did not save
+    keeps its random number generators.
 
     Example:
         elixir.save("run/latest", model, optimizer, step=3, extra={"epoch": 1})

@@ -17,7 +17,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.compat.platforms import accelerator_platform, platform_of
 from elixir_compile.graph.ops.optimizers import REST_NAMES
-from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_part
+from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_shard
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.precision import STORED_NAMES, MomentForm
 from elixir_compile.optim.state import saved_name, saved_value, with_joined_master
@@ -257,8 +257,8 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
 
 def memory_of(tensor: torch.Tensor) -> object:
     """Return a key of memory, dtype, shape, strides and bits: two tensors are tied if their keys are equal."""
-    own = own_part(tensor)
-    # Not the address: parts without elements all have the address 0, and are not tied.
+    own = own_shard(tensor)
+    # Not the address: shards without elements all have the address 0, and are not tied.
     place = compat.storage_key(own), own.storage_offset()
     return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), compat.lazy_bits(own)
 
@@ -339,7 +339,7 @@ def optimizer_targets(
     """Return uninitialised tensors in host memory, by key, for the tensors of the saved optimizer `plain`.
 
     `forms` holds by key a tensor with the saved shape and dtype. The statistics of a DTensor parameter become DTensors
-    with this rank's part.
+    with this rank's shard.
     """
     like: dict[str, torch.Tensor] = {}
     for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
@@ -348,11 +348,11 @@ def optimizer_targets(
     found: dict[str, torch.Tensor] = {}
     for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]:
         form, param = forms[key], like.get(key)
-        is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
+        is_count = form.ndim == 0 and key.endswith(".step")  # never a shard, even if the parameter has shape ()
         if param is not None and is_dtensor(param) and _is_shared_out(key, form, param) and not is_count:
-            own, is_whole = own_part(param).shape, form.shape == param.shape
-            part = torch.empty(own if is_whole else (*own[:1], *form.shape[1:]), dtype=form.dtype, device="cpu")
-            found[key] = as_dtensor(part, param) if is_whole else as_rows(part, param)
+            own, is_whole = own_shard(param).shape, form.shape == param.shape
+            shard = torch.empty(own if is_whole else (*own[:1], *form.shape[1:]), dtype=form.dtype, device="cpu")
+            found[key] = as_dtensor(shard, param) if is_whole else as_rows(shard, param)
         else:
             found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return found
@@ -361,7 +361,7 @@ def optimizer_targets(
 def _is_shared_out(key: str, form: torch.Tensor, param: torch.Tensor) -> bool:
     """Return whether the entry `key` with the shape of `form` has the rows of `param`: a statistic, or its scales.
 
-    Then each rank with a part of `param` has a part of the entry.
+    Then each rank with a shard of `param` has a shard of the entry.
     """
     is_scale = key.endswith("_scale") and key.rpartition(".")[2] in STORED_NAMES
     return form.shape == param.shape or (is_scale and form.shape[:1] == param.shape[:1])
@@ -405,7 +405,7 @@ def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tupl
 def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """Yield the names and the values under which a checkpoint holds the entry `kind` of the state of `param`."""
     if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
-        form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
+        form = torch.empty_like(own_shard(param), dtype=torch.float32, device="meta")
         like = _as_of("master", form, param)
         yield "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
         return
@@ -423,9 +423,9 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Itera
 
 
 def _as_of(key: str, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return the entry `key` of the state of `param`, a DTensor if `param` is one and `value` is its own part."""
-    is_part = is_dtensor(param) and not is_dtensor(value) and _is_shared_out(key, value, own_part(param))
-    return as_dtensor(value, param) if is_part else value
+    """Return the entry `key` of the state of `param`, a DTensor if `param` is one and `value` is its own shard."""
+    is_shard = is_dtensor(param) and not is_dtensor(value) and _is_shared_out(key, value, own_shard(param))
+    return as_dtensor(value, param) if is_shard else value
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

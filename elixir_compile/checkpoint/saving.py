@@ -52,8 +52,8 @@ from elixir_compile.runtime.executor import synchronize_executors
 # ----------------------------------------------------------------------------------------------------------------------
 # Run the parts of a save or load on all ranks at once; an error on one rank is raised on all ranks.
 #
-#   rank 0   make the folder ----+   write own parts ----+   metadata, manifest, rename ----+   done
-#   rank 1   -                   |   write own parts     |   -                              |   done
+#   rank 0   make the folder ----+   write own shards ---+   metadata, manifest, rename ----+   done
+#   rank 1   -                   |   write own shards    |   -                              |   done
 #                             exchange                exchange                           exchange
 #
 # If a rank dies or is silent, the other ranks raise PeerFailed within the timeout of the process group. A single
@@ -77,7 +77,7 @@ _CARRIED: Carried = {
 
 
 class RankGroup:
-    """The ranks with parts of one model, which save and load together; this process alone without a mesh."""
+    """The ranks with shards of one model, which save and load together; this process alone without a mesh."""
 
     def __init__(self, control: ControlChannel) -> None:
         self._control = control
@@ -120,7 +120,7 @@ class RankGroup:
 
 
 def rank_group_of(model: nn.Module, doing: str) -> RankGroup:
-    """Return the group of ranks with parts of `model`; several ranks all call this at once.
+    """Return the group of ranks with shards of `model`; several ranks all call this at once.
 
     In the main thread, ranks first exchange what each is `doing`. Raises RanksDiffer if a rank trains instead.
     """
@@ -155,7 +155,7 @@ class _State:
     sources: Sources
     """The tensors that this rank writes."""
     places: Mapping[str, Place]
-    """By key, the position in the full tensor of each source that is a part of a tensor."""
+    """By key, the position in the full tensor of each source that is a shard of a tensor."""
     crc32: int
     """Checksum of the values that must be equal on all ranks: names, shapes, dtypes and hyperparameters."""
 
@@ -222,8 +222,8 @@ def save(
     If `asynchronous`, `save` returns after it copied all state to host memory, and `wait()` on the returned handle
     returns after the checkpoint is written. A save waits for an earlier save that is still being written.
 
-    If several ranks share the model, all of them call `save` at once. Each rank writes its parts; the first rank writes
-    the scheduler, `extra` and all other values without parts.
+    If several ranks share the model, all of them call `save` at once. Each rank writes its shards; the first rank
+    writes the scheduler, `extra` and all other values without shards.
 
     Raises NotACheckpoint if `path` is something else than a checkpoint, NotSavable for a value of an unsupported type,
     DiskFull or DiskFailed. `path` is then unchanged. An error on one rank is raised on all ranks. If a rank dies, the

@@ -44,10 +44,10 @@ def scaled_sum(factor: float) -> Any:
 
 
 def refuses_redistribution() -> AbstractContextManager[object]:
-    """Return a context in which an op of DTensors raises RuntimeError if it would send parts between ranks.
+    """Return a context in which an op of DTensors raises RuntimeError if it would send shards between ranks.
 
     `torch.distributed.tensor._utils.ExplicitRedistributionContext`: torch 2.11 to 2.13. Gone: ImportError at the first
-    op of a tensor in parts of unequal sizes.
+    op of a tensor in shards of unequal sizes.
     """
     from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
@@ -126,15 +126,15 @@ def joined_mesh(outer: "DeviceMesh", inner: "DeviceMesh") -> "DeviceMesh":
     return type(outer)._concatenate([outer, inner])
 
 
-def strided_shard(dim: int, num_parts: int) -> "Placement":
-    """Return the placement that cuts each of `num_parts` parts along `dim`, which an inner axis of the mesh makes.
+def strided_shard(dim: int, num_shards: int) -> "Placement":
+    """Return the placement that cuts each of `num_shards` shards along `dim`, which an inner axis of the mesh makes.
 
     `torch.distributed.tensor.placement_types._StridedShard`, as in FSDP2: torch 2.11 to 2.13. Gone: ImportError in
     `prepare` of a tensor-parallel model over a data axis.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=num_parts)
+    return _StridedShard(dim, split_factor=num_shards)
 
 
 def awaited_local_tensor(wait: Callable[[torch.Tensor], None]) -> dict[str, property]:

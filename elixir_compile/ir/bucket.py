@@ -100,7 +100,7 @@ class Bucket:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank owns a part of the bucket, so that every use gathers it; False if each rank owns all of
+        """True if each rank owns a shard of the bucket, so that every use gathers it; False if each rank owns all of
         it."""
         return any(numel != self.numel for numel in self.shard_numels)
 

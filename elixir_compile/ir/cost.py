@@ -144,15 +144,15 @@ def copy_s(nbytes: int, link: Link, num_copies: int = 1) -> float:
 def collective_s(nbytes: int, cluster: Cluster, num_copies: int = 1) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all over the ranks of a copy; 0 for a
     single rank."""
-    num_parts = cluster.num_ranks // num_copies
-    is_within_a_node = cluster.num_local_ranks % num_parts == 0
-    return _ring_s(nbytes, num_parts, cluster.nodes[0].peer if is_within_a_node else cluster.collective)
+    num_shards = cluster.num_ranks // num_copies
+    is_within_a_node = cluster.num_local_ranks % num_shards == 0
+    return _ring_s(nbytes, num_shards, cluster.nodes[0].peer if is_within_a_node else cluster.collective)
 
 
 def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
     """Return the seconds of the all-reduces over copies, of `nbytes` on each rank; 0 for a single copy.
 
-    All parts of a bucket are averaged at the same time. Between nodes they share the network of a node; within a node
+    All shards of a bucket are averaged at the same time. Between nodes they share the network of a node; within a node
     each device has its own link.
     """
     num_at_once = min(cluster.num_ranks // num_copies, cluster.num_local_ranks) if cluster.is_over_nodes else 1

@@ -102,7 +102,7 @@ class RankClass:
     micro_batches: int = field(default=1, metadata=LEFT_OUT)
     """Micro-batches in which they run their rows."""
     state: float | None = field(default=None, metadata=LEFT_OUT)
-    """The part of the training state that each of them owns, 0 to 1; None in a plan file of an earlier version."""
+    """The shard of the training state that each of them owns, 0 to 1; None in a plan file of an earlier version."""
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 0:
@@ -224,11 +224,11 @@ class Plan:
     cluster: str
     """The name of the machine: `1 x cpu`."""
     num_copies: int = 1
-    """Number of ranks that hold the same part of a bucket: more than 1 for hybrid sharding."""
+    """Number of ranks that hold the same shard of a bucket: more than 1 for hybrid sharding."""
     rank: int = field(default=0, metadata=LEFT_OUT)
     """The rank whose homes, schedule and seconds these are; 0 in a plan that all ranks follow."""
     shares: tuple[Share, ...] = field(default=(), metadata=LEFT_OUT)
-    """The rows and the part of the state of each rank; empty if all ranks have equal parts."""
+    """The rows and the shard of the state of each rank; empty if all ranks have equal shards."""
     classes: tuple[RankClass, ...] = field(default=(), metadata=LEFT_OUT)
     """The classes of ranks, each with a plan of its own; empty if all ranks follow this plan."""
     budget_bytes: int

@@ -1,13 +1,13 @@
-"""The share of each rank in a step: its rows of the batch, and its part of the training state.
+"""The share of each rank in a step: its rows of the batch, and its shard of the training state.
 
 ```text
   rank   rows   micro-batches   state
-  0      5      1               0.5        rows add up to the batch, parts of the state to 1
+  0      5      1               0.5        rows add up to the batch, shards of the state to 1
   1      2      1               0.25
   2      1      1               0.25
 ```
 
-Shares decide what ranks train; where a rank keeps its part, on the device, the host or the disk, its plan decides.
+Shares decide what ranks train; where a rank keeps its shard, on the device, the host or the disk, its plan decides.
 """
 
 import math
@@ -18,16 +18,16 @@ from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidOption, InvalidPlan, PlanFileError
 
 STATE_TOLERANCE = 1e-9
-"""How far the parts of the state of all ranks may add up to another number than 1."""
+"""How far the shards of the state of all ranks may add up to another number than 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The rows and the part of the training state of one rank."""
+    """The rows and the shard of the training state of one rank."""
 
     rank: int
     num_rows: int
-    """Rows of the batch that the rank trains; 0 for a rank that only holds its part of the state."""
+    """Rows of the batch that the rank trains; 0 for a rank that only holds its shard of the state."""
     micro_batches: int = 1
     """Micro-batches into which the rank divides its rows, by which its activations were counted."""
     state: float
@@ -87,7 +87,7 @@ class Shares(tuple[Share, ...]):
 
 
 def equal_shares(num_ranks: int, batch: int) -> tuple[Share, ...]:
-    """Return shares of equal parts of the state, and of `batch` rows, of which lower ranks get one more if they cannot
+    """Return shares of equal shards of the state, and of `batch` rows, of which lower ranks get one more if they cannot
     be equal."""
     each, more = divmod(batch, num_ranks)
     return tuple(Share(rank=rank, num_rows=each + (rank < more), state=1 / num_ranks) for rank in range(num_ranks))
@@ -98,14 +98,14 @@ def batch_of(shares: Sequence[Share]) -> int:
     return sum(share.num_rows for share in shares)
 
 
-def have_equal_parts(shares: Sequence[Share]) -> bool:
-    """Return whether all ranks have equal parts of the state; True for no shares."""
+def have_equal_shards(shares: Sequence[Share]) -> bool:
+    """Return whether all ranks have equal shards of the state; True for no shares."""
     return all(abs(share.state * len(shares) - 1) <= STATE_TOLERANCE * len(shares) for share in shares)
 
 
 def check_shares(shares: Sequence[Share], num_ranks: int) -> None:
     """Raise InvalidOption unless there is one share for each of `num_ranks` ranks, in order, with at least one row in
-    all and parts of the state that sum to 1."""
+    all and shards of the state that sum to 1."""
     expected = f"one per rank of the mesh, {num_ranks}, in the order of ranks"
     if [share.rank for share in shares] != list(range(num_ranks)):
         raise InvalidOption("shares", [share.rank for share in shares], expected)

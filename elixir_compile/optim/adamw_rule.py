@@ -25,7 +25,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir.bucket import STATE_DTYPES, Param
 from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.passes import Extras, coalesce, kernel
@@ -127,7 +127,7 @@ class AdamWRule(UpdateRule):
         if not (is_fresh and self._has_rest(param)):
             return
         if REST_NAMES[param.dtype] not in state:  # the state was created before the parameter was cast
-            local = own_part(param)
+            local = own_shard(param)
             home = next((value.device for value in state.values() if value.shape == local.shape), param.device)
             rest = torch.empty_like(local.detach(), dtype=REST_DTYPES[param.dtype], device=home)
             state[REST_NAMES[param.dtype]] = rest
@@ -143,7 +143,7 @@ class AdamWRule(UpdateRule):
         if has_master(param) and not self._has_rest(param) and rest_name_of(state) is not None:
             state = {name: value for name, value in state.items() if name not in REST_NAMES.values()}
         form = self.form(param, group)
-        return state if form_of(state) is form else with_form(state, form, own_part(param).detach())
+        return state if form_of(state) is form else with_form(state, form, own_shard(param).detach())
 
     def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update weights and states in place. Raises ValueError if AMSGrad was asked of narrower moments."""

@@ -16,7 +16,7 @@ from torch import distributed, nn
 
 from elixir_compile.base.errors import DiskFailed, InvalidOption, UnforeseenState
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ir.cost import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
@@ -74,7 +74,7 @@ class DiskHome:
         for param in params:
             # Aligned as in a slab, so that `coalesce` can join neighbours here too.
             step = max(ALIGN_BYTES // param.element_size(), _ALIGN_NUMEL)
-            extent = Extent(own_part(param).detach(), -(-self._numel // step) * step)
+            extent = Extent(own_shard(param).detach(), -(-self._numel // step) * step)
             self._extents[id(param)], self._numel = extent, extent.end
         self._regions: dict[Kind, DiskRegion] = {}
         self._written: set[tuple[int, Kind]] = set()

@@ -23,7 +23,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import GradientsChanged, NoGraphCaptured
 from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, own_part, sum_over_parts
+from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, own_shard, sum_over_shards
 from elixir_compile.optim.rule import GRAD_SCALE, snapshot
 from elixir_compile.runtime.distributed.errors import OverflowUnseen
 from elixir_compile.runtime.published import GradientSnapshot
@@ -104,7 +104,7 @@ class _Watched:
             if func in _FOREACH_WRITES:
                 written: Iterable[torch.Tensor] = args[0] if args else (kwargs or {})["self"]
                 torch.autograd.graph.increment_version(
-                    [own_part(grad) for grad in written if isinstance(grad, _Watched)]
+                    [own_shard(grad) for grad in written if isinstance(grad, _Watched)]
                 )
         return found
 
@@ -263,7 +263,7 @@ class Overflow:
             # A single synchronisation for each device, and a collective for each mesh.
             has_overflow = not all(bool(torch.stack(values).isfinite().all()) for values in ends.values())
             axes = sorted({axis for param in sharded for axis in cut_axes(param)})
-            num_overflows += sum_over_parts(has_overflow, sharded[0], axes)
+            num_overflows += sum_over_shards(has_overflow, sharded[0], axes)
         if not num_overflows:
             return
         self._seen = GradientSnapshots(params)

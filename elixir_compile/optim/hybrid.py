@@ -15,7 +15,7 @@ from torch import nn
 from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_parts
+from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_shards
 from elixir_compile.ir import Param
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.generic.dry_step import plain_step
@@ -459,7 +459,7 @@ def sum_of_all_squares(params: Sequence[nn.Parameter], known: Mapping[int, Squar
         for param in sharded:
             by_axes.setdefault(cut_axes(param), []).append(param)
         for axes in sorted(by_axes):  # ranks may have the gradients in another order
-            squares += sum_over_parts(_own_squares(by_axes[axes], known), by_axes[axes][0], axes)
+            squares += sum_over_shards(_own_squares(by_axes[axes], known), by_axes[axes][0], axes)
     return squares
 
 

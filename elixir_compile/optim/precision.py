@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elixir_compile.graph.ops.optimizers import REST_NAMES, take_rest
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.rule import StatisticLayout, flat_order
 
@@ -346,7 +346,7 @@ def _dtype_of(state: Mapping[str, Any], name: str) -> torch.dtype | None:
 
 
 def with_form(state: Mapping[str, Any], form: MomentForm, like: torch.Tensor) -> dict[str, Any]:
-    """Return `state`, of a parameter whose own part is `like`, with its moments in `form`, rounded to the nearest.
+    """Return `state`, of a parameter whose own shard is `like`, with its moments in `form`, rounded to the nearest.
 
     Entries without moments are as they were, and so are moments that are in `form` already.
     """
@@ -381,4 +381,4 @@ def begin_master_rest(param: torch.Tensor, state: Mapping[str, Any]) -> None:
     elif target.dtype == torch.int16:
         target.zero_()
     else:
-        target.copy_(own_part(param).detach())
+        target.copy_(own_shard(param).detach())

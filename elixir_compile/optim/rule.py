@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.registry import gathered_numel
-from elixir_compile.graph.ops.shards import own_grad, own_part
+from elixir_compile.graph.ops.shards import own_grad, own_shard
 from elixir_compile.ir import Param
 from elixir_compile.runtime.bucket import flat
 
@@ -245,7 +245,7 @@ def group_slice_of(
     return GroupSlice(
         params=tuple(params),
         updates=tuple(
-            ParamUpdate(own_part(param).detach(), compat.settled(own_grad(param)), states[param]) for param in params
+            ParamUpdate(own_shard(param).detach(), compat.settled(own_grad(param)), states[param]) for param in params
         ),
         buffers=tuple(buffers),
         group=snapshot(group),

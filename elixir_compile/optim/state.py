@@ -13,7 +13,7 @@ from torch import nn
 
 from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_part, part_like, part_of_rows
+from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_shard, shard_like, shard_of_rows
 from elixir_compile.ir import Bucket, Tier
 from elixir_compile.optim.disk import DiskStates
 from elixir_compile.optim.host.flat_step import joined, split
@@ -64,11 +64,11 @@ def saved_name(name: str, param: torch.Tensor) -> str | None:
 def saved_value(state: Mapping[str, Any], name: str, param: torch.Tensor) -> Any:
     """Return what a state dict holds for the entry `name` in the `state` of `param`."""
     if name in CODED and not has_whole_rows(param):
-        like = own_part(param).detach()
+        like = own_shard(param).detach()
         return wide_moments(state, like)[CODED.index(name)].as_strided(like.shape, like.stride())
     value = state[name]
     is_scale = name in CODED and name.endswith("_scale")
-    return value.view(own_part(param).shape[0], _row_numel(param) // BLOCK) if is_scale else value
+    return value.view(own_shard(param).shape[0], _row_numel(param) // BLOCK) if is_scale else value
 
 
 def has_whole_rows(param: torch.Tensor) -> bool:
@@ -99,7 +99,7 @@ def with_joined_master(entry: Mapping[str, Any], param: torch.Tensor) -> dict[st
     found = dict(entry)
     low = found.pop("master_low", None)
     if low is not None:
-        found["master"] = joined(own_part(param).detach().to(low.device), low)
+        found["master"] = joined(own_shard(param).detach().to(low.device), low)
     return found
 
 
@@ -115,8 +115,8 @@ def decoded_entry(entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str,
     """Return `entry`, of the state dict of `param`, with its moments in fp32; DTensors if `param` is a DTensor."""
     if form_of(entry) is MomentForm.FLOAT32:
         return entry
-    own = {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-    decoded = with_form(_loaded_moments(own, param), MomentForm.FLOAT32, own_part(param).detach())
+    own = {name: own_shard(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+    decoded = with_form(_loaded_moments(own, param), MomentForm.FLOAT32, own_shard(param).detach())
     moments = _as_sharded({name: decoded[name] for name in MOMENTS}, param, MOMENTS)
     return {**moments, **{name: value for name, value in entry.items() if name not in STORED_NAMES}}
 
@@ -147,7 +147,7 @@ def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: b
     """
     dtype = torch.float32 if has_master(param) else param.dtype
     found = {
-        name: part_like(value.tensor, param).to(
+        name: shard_like(value.tensor, param).to(
             dtype=value.tensor.dtype if name in CODED else dtype, device=None if stays else param.device
         )
         if isinstance(value, _Wrapped)
@@ -158,14 +158,14 @@ def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: b
 
 
 def _loaded_moments(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return `state`, the entries of a state dict of which this rank has its part, with flat scales.
+    """Return `state`, the entries of a state dict of which this rank has its shard, with flat scales.
 
     The moments are in fp32 if `state` has the scales of whole rows, and an axis cuts the rows of `param`.
     """
     if has_cut_rows(param) and form_of(state).has_scales:
         first, root = (
             state[codes].float()
-            * part_of_rows(state[scale].repeat_interleave(BLOCK, dim=1).view(-1, *param.shape[1:]), param)
+            * shard_of_rows(state[scale].repeat_interleave(BLOCK, dim=1).view(-1, *param.shape[1:]), param)
             for codes, scale in zip(CODED[:2], CODED[2:], strict=True)
         )
         kept = {name: value for name, value in state.items() if name not in STORED_NAMES}
@@ -184,7 +184,7 @@ def _load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any
     if not has_master(param):
         return found
     home = next(value.device for name, value in found.items() if name != "step" and isinstance(value, torch.Tensor))
-    rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home)
+    rest = torch.empty_like(own_shard(param).detach(), dtype=REST_DTYPES[param.dtype], device=home)
     found[REST_NAMES[param.dtype]] = rest
     if master is None:
         begin_master_rest(param, found)
@@ -198,7 +198,7 @@ def _load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any
         high.copy_(master)
     take_rest(param)
     with torch.no_grad():
-        own_part(param).copy_(high)
+        own_shard(param).copy_(high)
     torch.autograd.graph.increment_version(param)
     return found
 
@@ -351,7 +351,7 @@ class StatePlacer:
     def place_beside(self, states: States, param: nn.Parameter, group: Mapping[str, Any]) -> None:
         """Move the state of `param`, which no plan places any more, to the device of `param`, or create it there."""
         self.disk.fetch(states, param)
-        state, device = states.get(param) or {}, own_part(param).device
+        state, device = states.get(param) or {}, own_shard(param).device
         away = {name for name, value in state.items() if isinstance(value, torch.Tensor) and value.device != device}
         if away and not away.isdisjoint(self._rule.state_layouts(param, group)):
             self._move(state, param, group, {})
@@ -372,7 +372,7 @@ class StatePlacer:
         if state:
             self._start(param, state, group)
             return
-        like = own_part(param).detach()
+        like = own_shard(param).detach()
         for name, layout in self._rule.state_layouts(param, group).items():
             buffer = buffers.get(name) if buffers else None
             state[name] = layout.zeros(like) if buffer is None else buffer.zero_()
@@ -394,7 +394,7 @@ class StatePlacer:
         group: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        like, layouts = own_part(param).detach(), self._rule.state_layouts(param, group)
+        like, layouts = own_shard(param).detach(), self._rule.state_layouts(param, group)
         for name, layout in layouts.items():
             value, target = state.get(name), buffers.get(name)
             if not isinstance(value, torch.Tensor):

@@ -19,7 +19,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.compat.platforms import PinningError, accelerator_platform, cores_beside, on_cores
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.graph.ops.shards import own_part, rehome, rehome_grad
+from elixir_compile.graph.ops.shards import own_shard, rehome, rehome_grad
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.lanes import Event
@@ -377,7 +377,7 @@ class RunningBucket:
     def move_gradients(self, device: torch.device) -> None:
         """Move gradients that came along with their parameters to the memory for gradients in the new home."""
         found = ((i, slot.param.grad) for i, slot in enumerate(self.slots))
-        grads = [(i, own_part(grad)) for i, grad in found if grad is not None and grad.layout is torch.strided]
+        grads = [(i, own_shard(grad)) for i, grad in found if grad is not None and grad.layout is torch.strided]
         if self.is_on_host:
             moving = [(i, grad) for i, grad in grads if not is_slab_memory(grad.data_ptr())]
             buffers = self.gradient_buffers() if moving else ()

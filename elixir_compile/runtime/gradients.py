@@ -13,7 +13,7 @@ from elixir_compile.base.errors import UnsupportedBackward
 from elixir_compile.base.process import Living
 from elixir_compile.graph.ops.optimizers import has_master, let_update
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.graph.ops.shards import as_dtensor, own_part
+from elixir_compile.graph.ops.shards import as_dtensor, own_shard
 from elixir_compile.ir import BucketRef, GradientRef, InnerVerb, Kept, Lane, Update, Verb, label
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -179,7 +179,7 @@ class GradientAccumulator:
         with torch.DisableTorchFunctionSubclass():  # a parameter may be in update
             params = (slot.param for slot in slots)
             grads = [param.grad for param in params if param.grad is not None and param.requires_grad]
-        return sum(own_part(grad).nbytes for grad in grads)
+        return sum(own_shard(grad).nbytes for grad in grads)
 
     # Gradients from graphs and from eager code.
 
@@ -189,7 +189,7 @@ class GradientAccumulator:
         backward = self.begin_backward()
         with backward.in_order(self._lanes), torch.no_grad():
             # A copy, because autograd may hand the same tensor to several parameters, as for the gradients of a sum.
-            own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
+            own = grad.clone() if self._ranks is None else self._ranks.mean_shard(grad, slot.param, slot.name)
             self._add(backward, slot, own)
 
     def reach(self, slot: Slot) -> None:
@@ -205,7 +205,7 @@ class GradientAccumulator:
         """Add gradients to the sums of `bucket`; `params` holds the position in the bucket of each gradient.
 
         A position may occur several times. For a sharded bucket, empty `grads`, start the collective, and return the
-        transfer whose wait adds this rank's part of the means. Before the last call of a step, keep the sums over its
+        transfer whose wait adds this rank's shard of the means. Before the last call of a step, keep the sums over its
         calls, and do no more.
         """
         backward = self.begin_backward()
@@ -420,7 +420,7 @@ class GradientAccumulator:
             if slot.param.grad is None:
                 publish(slot.param, grad, self._new_fp32_sum(slot))
             else:
-                self._lanes.touches((grad,), (own_part(slot.param.grad),))
+                self._lanes.touches((grad,), (own_shard(slot.param.grad),))
                 name, bucket = self._named(InnerVerb.ADD, slot), self._buckets.of(slot)
                 lane = Lane.HOST if bucket is not None and bucket.is_on_host else Lane.COMPUTE
                 with self._ledger.span(lane, name, times=0, piece=sums[name]):

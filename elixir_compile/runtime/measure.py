@@ -28,7 +28,7 @@ from elixir_compile.compat.platforms import BlockRecord, PeakRecord, accelerator
 from elixir_compile.compat.platforms.platform import Platform
 from elixir_compile.graph.capture.captured import INDICES_OF, KernelBytes, KernelCall
 from elixir_compile.graph.capture.node_facts import leaves_of, value_of
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.graph.rewrite.micro_batches import local_args
 from elixir_compile.graph.rewrite.regions import RegionGraph
 from elixir_compile.ir.schedule import Origin, Record, Span
@@ -82,7 +82,7 @@ def start_step_bytes(device: torch.device, own: Iterable[torch.Tensor], more_byt
     among `own`.
     """
     global _running
-    tensors = [tensor for tensor in map(own_part, own) if tensor.device == device]
+    tensors = [tensor for tensor in map(own_shard, own) if tensor.device == device]
     if platform_of(device).has_own_memory:
         blocks = platform_of(device).record_blocks(device)
         return None if blocks is None else _HistoryBytes(blocks, tensors, more_bytes)
@@ -149,7 +149,7 @@ class _EventBytes:
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         now_ns = time.time_ns()
-        for address, storage in nbytes_at(map(own_part, tensors)).items():
+        for address, storage in nbytes_at(map(own_shard, tensors)).items():
             if address not in self._known:
                 self._known.add(address)
                 self._events.append((now_ns, address, storage.nbytes()))
@@ -403,7 +403,7 @@ class Resident:
         for tensor in _tensors():
             try:
                 # The memory of a DTensor is the memory of its local tensor.
-                storage = compat.unwrapped(own_part(tensor)).untyped_storage()
+                storage = compat.unwrapped(own_shard(tensor)).untyped_storage()
             except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have no storage
                 continue
             if storage.device.type != "cpu":  # the storage of a fake tensor is on `meta`, whatever its device says

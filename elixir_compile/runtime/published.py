@@ -12,7 +12,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedBackward
 from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.registry import Slot
-from elixir_compile.graph.ops.shards import as_dtensor, is_dtensor, own_part, version
+from elixir_compile.graph.ops.shards import as_dtensor, is_dtensor, own_shard, version
 from elixir_compile.ir import BucketId, Calls
 from elixir_compile.runtime.bucket import flat
 from elixir_compile.runtime.distributed.sharded import ShardReduce
@@ -176,8 +176,8 @@ SquaresOf = Callable[[torch.Tensor], Squares]
 
 
 def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-    """Return `grad`, this rank's part of a gradient, on the device of `param` and with its strides."""
-    own = own_part(param)
+    """Return `grad`, this rank's shard of a gradient, on the device of `param` and with its strides."""
+    own = own_shard(param)
     if grad.device != own.device:
         grad = grad.to(own.device)
     if grad.stride() != own.stride():
@@ -193,7 +193,7 @@ def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, new_buffer: Callabl
     if is_dtensor(param) and dtype != param.dtype:
         param.grad_dtype = None  # allows any dtype; torch would refuse a gradient of another dtype than `param`
     elif new_buffer is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
-        total = new_buffer().copy_(own_part(param.grad))
+        total = new_buffer().copy_(own_shard(param.grad))
         param.grad_dtype = None
         param.grad = as_dtensor(total, param)
 
@@ -209,7 +209,7 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[
             param.grad_dtype = None
         param.grad = as_dtensor(grad, param)
     elif is_dtensor(param):
-        _add(own_part(param.grad), grad)
+        _add(own_shard(param.grad), grad)
         torch.autograd.graph.increment_version(param.grad)
     else:
         _add(param.grad, grad)
@@ -273,9 +273,9 @@ class _CachedSquares:
     probe: torch.Tensor | None = None
 
     def unchanged(self) -> torch.Tensor | None:
-        """Return this rank's part of the gradient, or None if the gradient was replaced or written."""
+        """Return this rank's shard of the gradient, or None if the gradient was replaced or written."""
         grad = self.slot.param.grad
-        return own_part(grad) if grad is not None and self.snapshot.is_current(grad) else None
+        return own_shard(grad) if grad is not None and self.snapshot.is_current(grad) else None
 
 
 class GradNormCache:
@@ -311,9 +311,9 @@ class GradNormCache:
         """Store the squares of the published gradient of `slot`: from `take`, or by reading the gradient now."""
         squares_of, grad = self._wanted(slot), slot.param.grad
         taken = self._taken.pop(slot.key, None)
-        if squares_of is None or grad is None or own_part(grad).device.type != "cpu":
+        if squares_of is None or grad is None or own_shard(grad).device.type != "cpu":
             return
-        own = own_part(grad)
+        own = own_shard(grad)
         squares = taken[1] if taken is not None and taken[0].is_current(own) else squares_of(own)
         self._cached[slot.key] = _CachedSquares(slot, squares, squares_of, GradientSnapshot.of(grad))
 

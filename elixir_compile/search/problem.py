@@ -30,7 +30,7 @@ from elixir_compile.ir import (
 from elixir_compile.ir.cost import Measured
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.hardware import Cluster
-from elixir_compile.ir.share import Share, have_equal_parts
+from elixir_compile.ir.share import Share, have_equal_shards
 from elixir_compile.step.as_run import as_run, first_equal, laps_at
 from elixir_compile.step.divide import Lap
 
@@ -63,9 +63,9 @@ class Problem:
     num_copies: int = 1
     """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     rank: int = field(default=0, metadata=LEFT_OUT)
-    """The rank that asks: its parts of sharded parameters count. 0 if all ranks follow one plan."""
+    """The rank that asks: its shards of sharded parameters count. 0 if all ranks follow one plan."""
     shares: tuple[Share, ...] = field(default=(), metadata=LEFT_OUT)
-    """The rows and the part of the state of each rank; empty if no shares were chosen, which makes both equal."""
+    """The rows and the shard of the state of each rank; empty if no shares were chosen, which makes both equal."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     moves_what_fits: bool = False
@@ -177,8 +177,8 @@ class Problem:
 
     @property
     def state(self) -> tuple[float, ...]:
-        """The part of every sharded parameter that each rank owns, summing to 1; empty if ranks own equal parts."""
-        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
+        """The shard of every sharded parameter that each rank owns, summing to 1; empty if ranks own equal shards."""
+        return () if have_equal_shards(self.shares) else tuple(share.state for share in self.shares)
 
     @property
     def num_shards(self) -> int:

@@ -16,7 +16,7 @@ from elixir_compile.base.options import ParamDtype
 from elixir_compile.graph.capture.modules import unmanaged_reason
 from elixir_compile.graph.ops.optimizers import REST_DTYPES, add_master, has_master, note_replaced
 from elixir_compile.graph.ops.registry import Slot, aliases
-from elixir_compile.graph.ops.shards import Portion, TensorAxis, as_dtensor, is_dtensor, new_portion, own_part
+from elixir_compile.graph.ops.shards import Portion, TensorAxis, as_dtensor, is_dtensor, new_portion, own_shard
 from elixir_compile.ir import Plan
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.optim.host.flat_step import split
@@ -100,8 +100,8 @@ def _check_axes(data: "DeviceMesh", tensor: "DeviceMesh") -> None:
         )
 
 
-def part_along(axis: TensorAxis, value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return the part of `value` that this rank has along the tensor axis, as a plain tensor in the memory of `value`.
+def shard_along(axis: TensorAxis, value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Return the shard of `value` that this rank has along the tensor axis, as a plain tensor in the memory of `value`.
 
     `original` is the parameter before: a DTensor along the axis, or a plain tensor, of which the first rank of the axis
     has the values. `value` is that parameter itself, or a plain tensor in its place.
@@ -110,8 +110,8 @@ def part_along(axis: TensorAxis, value: torch.Tensor, original: torch.Tensor) ->
     if isinstance(value, DTensor):
         return value.to_local().contiguous()
     placements = original.placements if isinstance(original, DTensor) else None
-    part = distribute_tensor(value, axis.mesh, placements).to_local()  # replicated, if no placements are given
-    return part.to(value.device).contiguous()
+    shard = distribute_tensor(value, axis.mesh, placements).to_local()  # replicated, if no placements are given
+    return shard.to(value.device).contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def torch_dtype(name: ParamDtype) -> torch.dtype:
 
 def gets_master(param: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether a cast to `dtype` gives `param` a master: it is in fp32 or in `dtype`, and no tensor subclass."""
-    return type(own_part(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
+    return type(own_shard(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
 
 
 @torch.no_grad()
@@ -324,7 +324,7 @@ def _sharded(
     cut = _cut(param, original, ranks, axis)
     rest = None
     if dtype is not None and is_cast and param.dtype != dtype:
-        own, rest = narrowed(own_part(cut), dtype, keeps_rest=param.requires_grad)
+        own, rest = narrowed(own_shard(cut), dtype, keeps_rest=param.requires_grad)
         cut = as_dtensor(own, cut)
     now = nn.Parameter(cut, requires_grad=param.requires_grad)
     if is_cast:
@@ -336,7 +336,7 @@ def _sharded(
 
 def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None) -> torch.Tensor:
     """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
-    whole = compat.settled(param.detach().contiguous()) if axis is None else part_along(axis, param, original)
+    whole = compat.settled(param.detach().contiguous()) if axis is None else shard_along(axis, param, original)
     if ranks is None:
         assert axis is not None
         assert isinstance(original, DTensor)
@@ -346,14 +346,14 @@ def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis:
     cut = _portion(whole, ranks) if is_sharded and ranks.state else distribute_tensor(whole, ranks.mesh, over_data)
     if axis is not None:
         placement = original.placements[0] if isinstance(original, DTensor) else Replicate()
-        return axis.with_axis(own_part(cut).to(whole.device), over_data, placement, original)
-    if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
-        cut = as_dtensor(own_part(cut).to(whole.device), cut)
+        return axis.with_axis(own_shard(cut).to(whole.device), over_data, placement, original)
+    if own_shard(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
+        cut = as_dtensor(own_shard(cut).to(whole.device), cut)
     return cut
 
 
 def _portion(whole: torch.Tensor, ranks: Ranks) -> Portion:
-    """Return the values of `whole` on the first rank as a Portion over `ranks`, in parts as large as their `state`."""
+    """Return the values of `whole` on the first rank as a Portion over `ranks`, in shards as large as their `state`."""
     rows = largest_remainder(whole.shape[0], ranks.state)
     values = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=False)).to_local()
     own = values.split(rows)[ranks.mesh.get_local_rank(ranks.mesh.ndim - 1)].clone()

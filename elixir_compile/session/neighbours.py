@@ -16,7 +16,7 @@ from elixir_compile.base.process import Living
 from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.ops.optimizers import has_state, planned_states
 from elixir_compile.graph.ops.registry import Slot, held_by_others, slot_of
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import Bucket, Kind, Param, Placement, Tier
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.runtime.bucket import RunningBucket, is_slab_memory
@@ -143,8 +143,8 @@ def present_bytes(executor: Executor) -> int:
     total = on_device_bytes(executor) + executor.saved.held_bytes()
     for slot in executor.slots.values():
         grad = slot.param.grad
-        if grad is not None and grad.device == executor.device and not is_slab_memory(own_part(grad).data_ptr()):
-            total += own_part(grad).nbytes
+        if grad is not None and grad.device == executor.device and not is_slab_memory(own_shard(grad).data_ptr()):
+            total += own_shard(grad).nbytes
         bucket = executor.buckets.of(slot)
         if bucket is not None and has_state(slot.param):
             total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))

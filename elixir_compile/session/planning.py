@@ -396,7 +396,7 @@ def _params_of(
                 reduce_dtype=None if reduced == dtype else str(reduced).removeprefix("torch."),
             )
         found[StorageId(slot.name)] = (
-            param if ranks is None else replace(param, shard_numels=ranks.parts_of(slot.param))
+            param if ranks is None else replace(param, shard_numels=ranks.shard_numels_of(slot.param))
         )
     return found
 

@@ -180,8 +180,8 @@ def prepare(
 
     `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
     gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
-    anything for this. Each rank owns its part of the state, `share.state`: if these parts are unequal, so are the rows
-    of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+    anything for this. Each rank owns its shard of the state, `share.state`: if these shards are unequal, so are the
+    rows of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
     `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
     schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
@@ -191,7 +191,7 @@ def prepare(
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
     backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
-    parts; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
+    shards; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
     if ranks have different shares.
 
     Example:
@@ -286,7 +286,7 @@ def suggested_shares(model: nn.Module) -> tuple[Share, ...]:
     is no such line.
 
     After seven steps, ranks exchange the seconds in which they compute. If the slowest is more than a tenth above the
-    mean, these shares have the rows with which all ranks would take as long as each other, and the parts of the state
+    mean, these shares have the rows with which all ranks would take as long as each other, and the shards of the state
     that the ranks own. All ranks get the same ones in the same step; nothing is exchanged here.
 
     Raises NotPrepared for a model that is not prepared.

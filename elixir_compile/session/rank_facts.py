@@ -66,7 +66,7 @@ class RankFacts:
     homes_digest: str
     """Digest of the placements in force."""
     share: str
-    """The rows and the part of the state of this rank; empty if all ranks have equal parts."""
+    """The rows and the shard of the state of this rank; empty if all ranks have equal shards."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -252,7 +252,7 @@ def _are_alike(first: RankFacts, other: RankFacts) -> bool:
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets, the largest external usage, the common rows and the largest part of
+    """Return `problem` with the smallest budgets, the largest external usage, the common rows and the largest shard of
     the state of all ranks."""
     are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
@@ -332,7 +332,7 @@ def take_rows(ranks: Ranks, shares: Sequence[Share]) -> None:
     """Let `ranks` have the rows of `shares` from the next step on, and weight the gradients of each by them.
 
     All ranks must have been found to take the same. Raises InvalidOption if the shares do not fit the ranks, or have
-    other parts of the state than the ranks own, and UnsupportedModel for a mesh of two axes.
+    other shards of the state than the ranks own, and UnsupportedModel for a mesh of two axes.
     """
     check_shares(shares, ranks.num_ranks)
     own = ranks.state or (1 / ranks.num_ranks,) * ranks.num_ranks

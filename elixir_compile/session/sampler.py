@@ -85,7 +85,7 @@ class ShareSampler(Sampler[list[int]]):
         that a `DataLoader` with workers has asked for in advance keep their rows: call `weigh` before their backward.
 
         Raises InvalidOption if the shares do not belong together, or have another batch: then the order of the data
-        would change; with a model also if they have other parts of the state than its ranks own. Raises RanksDiffer if
+        would change; with a model also if they have other shards of the state than its ranks own. Raises RanksDiffer if
         ranks take other shares, or take them from another batch on; UnsupportedModel for a mesh of two axes; and
         NotPrepared for a model that was not prepared. Nothing changes then.
 

@@ -169,7 +169,7 @@ def prices(
     """Return the seconds of ops of `graph` with `activations`, and of actions on `activations` and `buckets`; the laps
     `divided_into` run in micro-batches. `ops` are the seconds of ops of `graph`, if they are known.
 
-    `num_copies` ranks of `cluster` hold each part of a bucket. `measured` seconds replace those of the roofline model.
+    `num_copies` ranks of `cluster` hold each shard of a bucket. `measured` seconds replace those of the roofline model.
     """
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     ops = OpSeconds(graph, cluster, measured) if ops is None else ops

@@ -281,8 +281,8 @@ class SharePlans:
     def _plan_of(self, problem: Problem, options: Options) -> Plan:
         """Return the plan for `problem`, that of a class of ranks; other choices may have asked for it already.
 
-        It depends on the rows of the class and the dtypes of moments, and where parts of the state are unequal, on the
-        parts of all ranks.
+        It depends on the rows of the class and the dtypes of moments, and where shards of the state are unequal, on the
+        shards of all ranks.
         """
         dtypes = tuple(sorted((name, param.state_dtype or "") for name, param in problem.params.items()))
         key = (problem.rank, problem.graph.batch, problem.state, problem.released, dtypes)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import Bucket, Placement, StorageId, Tier
 from elixir_compile.runtime.distributed.sharded import ShardedBucket
 from elixir_compile.runtime.executor import Executor
@@ -278,7 +278,7 @@ def sharded(mesh: DeviceMesh) -> tuple[Executor, ShardedBucket]:
     (slot,) = executor.slots.values()
     spec = Bucket(
         id=B0, params=(StorageId(slot.name),), numel=slot.numel, nbytes=4 * slot.numel, state_nbytes=0, dtype="float32",
-        trainable=True, shard_numels=executor.ranks.parts_of(slot.param),
+        trainable=True, shard_numels=executor.ranks.shard_numels_of(slot.param),
     )  # fmt: skip
     placement = Placement(bucket=B0, param=Tier.HOST, optim=Tier.HOST, resident=False)
     executor.buckets.adopt([spec], [placement], for_training=True)
@@ -314,7 +314,7 @@ def reduces_to_the_host(rank: int, world_size: int, policy: str) -> None:
         in_backward(executor, run)
         grad = bucket.slots[0].param.grad
         assert grad is not None
-        assert own_part(grad).unique().tolist() == [1.5]
+        assert own_shard(grad).unique().tolist() == [1.5]
 
 
 def records_collectives(rank: int, world_size: int, policy: str) -> None:

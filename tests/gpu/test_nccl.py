@@ -12,7 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from tests.run.models import Stack, seeded, vectors
 from tests.run.processes import spawn
-from tests.run.shares_checks import parts_of
+from tests.run.shares_checks import shards_of
 from tests.run.training import Run, by_torch, hybrid_adamw, on_host, scaled_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
@@ -31,7 +31,7 @@ def trained(rank: int, world_size: int, share: float, state: list[float]) -> lis
     batches = [batch.cuda() for batch in vectors(NUM_STEPS, width=WIDTH)]
     expected = by_torch(seeded(Stack, WIDTH).cuda()).train(batches)
     torch._dynamo.reset()
-    with parts_of(state):
+    with shards_of(state):
         model = elixir.prepare(seeded(Stack, WIDTH).cuda(), mesh=mesh)
     peak_bytes = torch.cuda.max_memory_allocated()
     budget = scaled_bytes(model, peak_bytes, share) if share else None

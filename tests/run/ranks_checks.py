@@ -438,7 +438,7 @@ def read_and_reduce_apart(rank: int, world_size: int) -> None:
         model.get_submodule(name.split(".")[0]).weight.sum()
     param = dict(model.named_parameters())[name]
     with pytest.raises(elixir.RanksDiffer, match=r"rank 1 exchanges a gradient, down\.weight"):
-        executor_of(model).ranks.mean_part(torch.ones(param.shape), param, name)
+        executor_of(model).ranks.mean_shard(torch.ones(param.shape), param, name)
     assert model.up.weight.shape == model.down.weight.shape[::-1]
 
 

@@ -25,7 +25,7 @@ from elixir_compile.base.errors import DiskFull
 from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.optimizers import has_master
-from elixir_compile.graph.ops.shards import is_sharded, own_grad, own_part
+from elixir_compile.graph.ops.shards import is_sharded, own_grad, own_shard
 from elixir_compile.ir import Lane, Plan, Tier, Verb
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime.measure import Resident
@@ -613,7 +613,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
     state = optimizer.state_dict()["state"]
     kept = [entry[name] for key, entry in sorted(state.items()) for name in sorted(entry)]
     tensors = [*model.parameters(), *(value for value in kept if isinstance(value, torch.Tensor))]
-    return [own_part(tensor).detach().clone() for tensor in tensors]
+    return [own_shard(tensor).detach().clone() for tensor in tensors]
 
 
 def scaled_step(

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.graph.ops.shards import Portion, TensorAxis, new_portion, own_part, rows_of
+from elixir_compile.graph.ops.shards import Portion, TensorAxis, new_portion, own_shard, rows_of
 from elixir_compile.graph.ops.shards import full as full_of_shards
 from elixir_compile.ir import Lane
 from elixir_compile.ir.share import Share
@@ -341,22 +341,22 @@ WHOLE = torch.arange(40.0).view(10, 4)
 ROWS = (7, 2, 1)
 
 
-def all_with_parts(rank: int, world_size: int, state: list[float], checks: list[list[Any]]) -> list[Any]:
-    """Return what each of `checks`, names in `ranks_checks` with arguments, returns if each rank owns its part of
+def all_with_shards(rank: int, world_size: int, state: list[float], checks: list[list[Any]]) -> list[Any]:
+    """Return what each of `checks`, names in `ranks_checks` with arguments, returns if each rank owns its shard of
     `state`."""
 
-    with parts_of(state):
+    with shards_of(state):
         return in_turn(rank, world_size, ranks_checks.__name__, checks)
 
 
 @contextmanager
-def parts_of(state: Sequence[float]) -> Iterator[None]:
-    """Let the ranks of models that are prepared inside own the parts `state`, and count alike whatever their rows."""
+def shards_of(state: Sequence[float]) -> Iterator[None]:
+    """Let the ranks of models that are prepared inside own the shards `state`, and count alike whatever their rows."""
 
     def uneven(mesh: DeviceMesh | None, tensor_axis: TensorAxis | None = None) -> Ranks | None:
         ranks = ranks_of(mesh, tensor_axis)
         if ranks is not None:
-            ranks.shares = tuple(Share(rank=own, num_rows=0, state=part) for own, part in enumerate(state))
+            ranks.shares = tuple(Share(rank=own, num_rows=0, state=shard) for own, shard in enumerate(state))
         return ranks
 
     with pytest.MonkeyPatch.context() as patch:
@@ -466,7 +466,7 @@ def saves(param: nn.Parameter, mesh: DeviceMesh, folder: str) -> None:
 
 
 class Run:
-    """A linear model and its optimizer, on ranks that own the parts `state`, or on one rank if there are none."""
+    """A linear model and its optimizer, on ranks that own the shards `state`, or on one rank if there are none."""
 
     def __init__(self, mesh: DeviceMesh, state: Sequence[float] = ()) -> None:
         torch.manual_seed(0)
@@ -540,7 +540,7 @@ def holds(run: Run, part: float) -> None:
     state = run.optimizer.state_dict()["state"].values()
     moments = [value for own in state for value in own.values() if rows_of(value) is not None]
     assert len(moments) == 2 * len(cut)
-    own_bytes = sum(own_part(value).nbytes for value in (*cut, *moments))
+    own_bytes = sum(own_shard(value).nbytes for value in (*cut, *moments))
     whole_bytes = sum(12 * param.numel() for param in cut)
     row_bytes = sum(12 * param.shape[1] for param in cut)
     assert abs(own_bytes - part * whole_bytes) <= row_bytes

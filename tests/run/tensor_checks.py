@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.graph.ops.shards import own_part, part_like
+from elixir_compile.graph.ops.shards import own_shard, shard_like
 from elixir_compile.optim.precision import MomentForm, with_form
 from elixir_compile.optim.state import decoded_entry
 from elixir_compile.runtime.measure import Resident
@@ -343,8 +343,8 @@ def loads_blocks(rank: int, world_size: int, shape: list[int] | None, folder: st
         optimizer = elixir.HybridAdamW(model.parameters(), state_dtype="int8")
         elixir.load(Path(folder) / path, model, optimizer)
         for whole, (name, param) in zip(expected, model.named_parameters(), strict=True):
-            part = {key: part_like(whole[key], param) for key in ("exp_avg", "exp_avg_sq")}
-            stored = with_form(part, MomentForm.INT8, own_part(param))
+            part = {key: shard_like(whole[key], param) for key in ("exp_avg", "exp_avg_sq")}
+            stored = with_form(part, MomentForm.INT8, own_shard(param))
             own = optimizer.state[param]
             same[f"{path} {name}"] = all(torch.equal(stored[key], own[key]) for key in stored)
         if path == "alone":

@@ -20,7 +20,7 @@ from elixir_compile.base.errors import StaleParameters, UnsupportedModel
 from elixir_compile.graph.ops.gather import GATHER, Gate
 from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.registry import Slot, slot_of
-from elixir_compile.graph.ops.shards import DTensor, has_layout_of, is_dtensor, own_part, rehome
+from elixir_compile.graph.ops.shards import DTensor, has_layout_of, is_dtensor, own_shard, rehome
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where modules read parameters: find replaced parameters of a prepared model, and lost writes of eager code.
@@ -209,7 +209,7 @@ def unmanaged_reason(module: nn.Module, name: str) -> str | None:
         return f"{param.dtype} parameters carry no gradient"
     if type(param.data) is not torch.Tensor and not is_dtensor(param):
         return f"{type(param.data).__name__} is a tensor subclass"
-    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_part(param)):
+    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_shard(param)):
         return "its elements are not dense in memory"
     if isinstance(getattr(type(module), name, None), property):
         return f"{type(module).__name__}.{name} is a property already"
@@ -322,9 +322,11 @@ def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.shape), list(slot.stride)
     axis = slot.sink.tensor_axis
-    is_cut = axis is not None and slot.part is not None and not slot.part.is_plain
+    is_cut = axis is not None and slot.shard is not None and not slot.shard.is_plain
     # Dynamo traces `from_local` with these.
-    mesh, placements = (axis.mesh, (slot.part.placement,)) if axis is not None and slot.part is not None else (None, ())
+    mesh, placements = (
+        (axis.mesh, (slot.shard.placement,)) if axis is not None and slot.shard is not None else (None, ())
+    )
     whole, whole_stride = slot.param.shape, slot.param.stride()
 
     def read(module: nn.Module) -> torch.Tensor | None:
@@ -387,10 +389,10 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
         base.register_parameter(module, name, param)
 
     def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a part of a parameter whose dtype it
+        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a shard of a parameter whose dtype it
         keeps.
 
-        The part has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
+        The shard has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
         """
         kept: dict[str, nn.Parameter] = {}
         slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})

@@ -394,7 +394,7 @@ def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any], sink: object) -> R
 
     Those are all parameters of a model that is not prepared yet, and later those that the graph reads by name, as
     `model.parameters()` does: the property that gathers belongs to an attribute of a module. Not those that this rank
-    has a part of, as the graph was traced with the part.
+    has a shard of, as the graph was traced with the shard.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)

@@ -17,12 +17,12 @@ from elixir_compile.base.errors import NotPrepared, UnsupportedModel
 from elixir_compile.base.process import Living
 from elixir_compile.graph.ops.shards import (
     TensorAxis,
-    TensorPart,
+    TensorShard,
     full_tensor,
     is_dtensor,
     is_over_data,
     is_sharded,
-    own_part,
+    own_shard,
     version,
 )
 
@@ -111,7 +111,7 @@ class Slot:
         "key",
         "name",
         "param",
-        "part",
+        "shard",
         "sink",
     )
 
@@ -121,8 +121,8 @@ class Slot:
         self.param = param
         self.device = device
         self.sink = sink
-        self.part: TensorPart | None = None if sink.tensor_axis is None else sink.tensor_axis.part_of(param)
-        """The part of the parameter along the tensor axis, which a gather returns; None if it has no such axis."""
+        self.shard: TensorShard | None = None if sink.tensor_axis is None else sink.tensor_axis.shard_along(param)
+        """The shard of the parameter along the tensor axis, which a gather returns; None if it has no such axis."""
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
         self._node: compat.AccumulateNode | None = None
@@ -152,13 +152,13 @@ class Slot:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the gathered parameter: of its part along the tensor axis, or of the full parameter."""
-        return self.param.shape if self.part is None else self.part.shape
+        """The shape of the gathered parameter: of its shard along the tensor axis, or of the full parameter."""
+        return self.param.shape if self.shard is None else self.shard.shape
 
     @property
     def stride(self) -> tuple[int, ...]:
         """The strides of the gathered parameter."""
-        return self.param.stride() if self.part is None else self.part.stride
+        return self.param.stride() if self.shard is None else self.shard.stride
 
     @property
     def numel(self) -> int:
@@ -173,7 +173,7 @@ class Slot:
     @property
     def own(self) -> torch.Tensor:
         """The shard of this rank as a plain tensor, or the parameter itself if it is no DTensor."""
-        return own_part(self.param)
+        return own_shard(self.param)
 
     @property
     def own_nbytes(self) -> int:
@@ -196,11 +196,11 @@ class Slot:
         The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks must call
         this together. Raises RanksDiffer if a rank does another op.
         """
-        if is_sharded(self.param) if self.part is None else is_over_data(self.param):
+        if is_sharded(self.param) if self.shard is None else is_over_data(self.param):
             self.sink.check_same_op(self)
         self.sink.buckets.await_update(self)
-        if self.part is not None and self.sink.tensor_axis is not None:
-            return self.sink.tensor_axis.gathered(self.param, self.part, self.device)
+        if self.shard is not None and self.sink.tensor_axis is not None:
+            return self.sink.tensor_axis.gathered(self.param, self.shard, self.device)
         # Autograd makes the result a node of its graph; a model whose local tensor is such a node cannot be copied.
         return full_tensor(self.param, self.device).detach()
 
@@ -330,7 +330,7 @@ def slot_of(param: torch.Tensor) -> Slot | None:
 
 
 def gathered_numel(param: torch.Tensor) -> int:
-    """Return the number of elements of `param` that a gather returns: of its part along a tensor axis, if it has one,
+    """Return the number of elements of `param` that a gather returns: of its shard along a tensor axis, if it has one,
     or all."""
     slot = slot_of(param)
     return param.numel() if slot is None else slot.numel

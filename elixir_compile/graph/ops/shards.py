@@ -1,5 +1,5 @@
-"""Describe the part of a parameter that one rank owns: DTensors cut in dimension 0, in parts of equal or of any sizes,
-also along a tensor axis.
+"""Describe the shard of a parameter that one rank owns: DTensors cut in dimension 0, in shards of equal or of any
+sizes, also along a tensor axis.
 """
 
 import copy
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parts of any sizes: a DTensor of which each rank owns a number of rows of its own.
+# Shards of any sizes: a DTensor of which each rank owns a number of rows of its own.
 #
 #   rows = 7, 2, 1      rank 0: rows 0 to 6      rank 1: rows 7 and 8      rank 2: row 9
 #
-# The placement stays `Shard(0)`, whose parts are those of `torch.chunk`: 4, 4 and 2 rows. Pointwise ops, foreach
-# optimizers, norms and `clip_grad_norm_` read this rank's part only, so they are right with any sizes. Answered anew
-# are the reads that compute where a part lies: `full_tensor`, `redistribute`, and the three methods by which
-# distributed checkpoints find a part. Ops that would send parts between ranks by the rule of `torch.chunk`, such as
+# The placement stays `Shard(0)`, whose shards are those of `torch.chunk`: 4, 4 and 2 rows. Pointwise ops, foreach
+# optimizers, norms and `clip_grad_norm_` read this rank's shard only, so they are right with any sizes. Answered anew
+# are the reads that compute where a shard lies: `full_tensor`, `redistribute`, and the three methods by which
+# distributed checkpoints find a shard. Ops that would send shards between ranks by the rule of `torch.chunk`, such as
 # `param[2:5]`, or whose result is cut in another dimension, such as `param.t()`, raise NotImplementedError: use
 # `full_tensor()`.
 
@@ -57,10 +57,10 @@ class Portion(DTensor):
     ) -> Any:
         given: list[Any] = list(args)
         if func is torch.Tensor.copy_ and len(given) > 1 and isinstance(given[1], DTensor):
-            given[1] = _with_parts_of(given[0], given[1])
+            given[1] = _with_shards_of(given[0], given[1])
         with torch.DisableTorchFunctionSubclass():
             if func in _VIEWS_AS and given[0].shape == given[1].shape:
-                func, given = torch.ops.aten.alias.default, given[:1]  # DTensor's view expects the rows of equal parts
+                func, given = torch.ops.aten.alias.default, given[:1]  # DTensor's view expects the rows of equal shards
             tensors = list(_tensors_in((*given, *(kwargs or {}).values())))
             rows = _common_rows(tensors, [each for each in given if isinstance(each, DTensor)])
             if rows:
@@ -173,11 +173,11 @@ def _gathered(portion: Portion) -> torch.Tensor:
     whole = torch.empty(portion.shape, dtype=own.dtype, device=own.device)
     group = mesh.get_group(mesh.ndim - 1)
     works = []
-    for index, part in enumerate(whole.split(portion.rows)):
+    for index, shard in enumerate(whole.split(portion.rows)):
         if index == mesh.get_local_rank(mesh.ndim - 1):
-            part.copy_(own)
-        if part.numel():
-            works.append(distributed.broadcast(part, group=group, group_src=index, async_op=True))
+            shard.copy_(own)
+        if shard.numel():
+            works.append(distributed.broadcast(shard, group=group, group_src=index, async_op=True))
     for work in works:
         work.wait()
     return whole
@@ -226,7 +226,7 @@ def _common_rows(tensors: Iterable[DTensor], operands: Sequence[DTensor]) -> dic
     """Return the rows of each rank for the layouts of the Portions in `tensors`, all that an op reads.
 
     Raises ValueError if two of `tensors` have the same layout and other rows, or two of its `operands` equal lengths in
-    dimension 0 and other parts of it: an op would pair rows that do not belong together.
+    dimension 0 and other shards of it: an op would pair rows that do not belong together.
     """
     found: dict[_Layout, tuple[int, ...] | None] = {}
     for tensor in tensors:
@@ -255,7 +255,7 @@ def _as_portions(
     """Return `found`, the result of `func`, with every DTensor in it that is cut as a Portion of `rows` as a Portion.
 
     Raises NotImplementedError if a DTensor is cut otherwise and has none of the layouts `given` to `func`: where its
-    parts lie is not known.
+    shards lie is not known.
     """
     if type(found) in (list, tuple):
         return type(found)(_as_portions(each, rows, func, given) for each in found)
@@ -275,7 +275,7 @@ def _as_portions(
 
 
 def _unsupported(func: Callable[..., Any], rows: Mapping[_Layout, tuple[int, ...]]) -> NotImplementedError:
-    """Return the error of the op `func`, which would take parts of `rows` for equal parts."""
+    """Return the error of the op `func`, which would take shards of `rows` for equal shards."""
     texts = " and ".join("-".join(map(str, own)) for own in rows.values())
     name = getattr(func, "__name__", str(func))
     return NotImplementedError(
@@ -292,8 +292,8 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
             yield from _tensors_in(value)
 
 
-def _with_parts_of(target: Any, source: DTensor) -> DTensor:
-    """Return `source` with the parts of `target`; all ranks call this together if their parts differ."""
+def _with_shards_of(target: Any, source: DTensor) -> DTensor:
+    """Return `source` with the shards of `target`; all ranks call this together if their shards differ."""
     if not isinstance(target, DTensor) or target.shape != source.shape or rows_of(target) == rows_of(source):
         return source
     if not any(placement.is_shard() for placement in source.placements):
@@ -310,7 +310,7 @@ def _with_parts_of(target: Any, source: DTensor) -> DTensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters of several ranks: DTensors, sharded in dimension 0, or replicated if they are small.
 #
-# own_part(param)       the local tensor of this rank, or the parameter itself if it is no DTensor
+# own_shard(param)       the local tensor of this rank, or the parameter itself if it is no DTensor
 # as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
 
 
@@ -328,7 +328,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def cuts(placement: "Placement") -> bool:
-    """Return whether `placement` cuts a tensor. `is_shard()` is False for parts that an inner axis has cut before."""
+    """Return whether `placement` cuts a tensor. `is_shard()` is False for shards that an inner axis has cut before."""
     return not (placement.is_replicate() or placement.is_partial())
 
 
@@ -341,7 +341,7 @@ def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and rows_of(tensor) == rows_of(other)
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def own_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of `tensor`, in the same memory, or `tensor` itself if it is no DTensor."""
     return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -359,10 +359,10 @@ def own_grad(param: torch.Tensor) -> torch.Tensor:
     """
     if param.grad is None:
         raise TypeError("the parameter has no gradient")
-    return own_part(param.grad)
+    return own_shard(param.grad)
 
 
-def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def shard_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the shard of `value`, a DTensor or a full tensor, for this rank's shard of `param`.
 
     A `value` of another shape than `param`, with values for each of its rows, is not cut along an axis that cuts the
@@ -372,7 +372,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if isinstance(value, DTensor):
         is_other = rows_of(value) != rows_of(param) and is_sharded(value) and _has_rows_of(value, param)
         if not is_other:
-            return own_part(value)
+            return own_shard(value)
         value = full(value.detach())
     if not isinstance(param, DTensor) or not is_sharded(param) or not _has_rows_of(value, param):
         return value
@@ -382,20 +382,22 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return _cut(value, param, lambda each: cuts(each) and (is_whole or not _cuts_rows(each))).clone()
 
 
-def part_of_rows(rows: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `rows`, as a view; `rows` are its rows of `param` with all of their elements."""
+def shard_of_rows(rows: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `rows`, as a view; `rows` are its rows of `param` with all of their elements."""
     return _cut(rows, param, _cuts_rows) if isinstance(param, DTensor) else rows
 
 
 def _cut(value: torch.Tensor, param: DTensor, along: "Callable[[Placement], bool]") -> torch.Tensor:
-    """Return the part of `value` for this rank, as `along` the placements of `param` the rule of `torch.chunk` cuts."""
+    """Return the shard of `value` for this rank: the rule of `torch.chunk` cuts it `along` placements of `param`."""
     mesh = param.device_mesh
     # The last axis first: a tensor axis cuts before the data axis does. See `graph.ops.shards`.
     for axis, placement in reversed(list(enumerate(param.placements))):
         if along(placement):
-            dim, num_parts = placement.dim, mesh.size(axis)  # pyright: ignore[reportAttributeAccessIssue]  it is a cut
-            length = -(-value.shape[dim] // num_parts)
-            value = value.tensor_split([length * part for part in range(1, num_parts)], dim)[mesh.get_local_rank(axis)]
+            dim, num_shards = placement.dim, mesh.size(axis)  # pyright: ignore[reportAttributeAccessIssue]  it is a cut
+            length = -(-value.shape[dim] // num_shards)
+            value = value.tensor_split([length * shard for shard in range(1, num_shards)], dim)[
+                mesh.get_local_rank(axis)
+            ]
     return value
 
 
@@ -413,7 +415,7 @@ def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
     return value.ndim > 0 and value.shape[:1] == param.shape[:1]
 
 
-def part_numels(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:
+def numels_of_shards(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:
     """Return the number of elements in each of `num_shards` shards of `param`; in each copy if it is replicated."""
     rows = rows_of(param)
     if is_sharded(param) and rows is not None:
@@ -436,7 +438,7 @@ def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """
     grad = param.grad
     assert grad is not None
-    if own_part(grad).device != data.device:
+    if own_shard(grad).device != data.device:
         param.grad = as_dtensor(data, param)
     elif isinstance(grad, DTensor):
         compat.set_local_tensor(grad, data)
@@ -471,7 +473,7 @@ def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the full values of `param` on `device`, detached. If it is sharded, all ranks must call this together."""
     if not isinstance(param, DTensor):
         return param.detach().to(device)
-    own = own_part(param).to(device)
+    own = own_shard(param).to(device)
     return full(as_dtensor(own, param)) if is_sharded(param) else own
 
 
@@ -501,7 +503,7 @@ def by_mesh(params: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
     return [found[mesh] for mesh in meshes]
 
 
-def sum_over_parts(number: float, param: torch.Tensor, axes: Sequence[int]) -> float:
+def sum_over_shards(number: float, param: torch.Tensor, axes: Sequence[int]) -> float:
     """Return the sum of `number` over the ranks along `axes` of the mesh of `param`, which all call this together.
 
     Raises TypeError if `param` is no DTensor.
@@ -520,7 +522,7 @@ def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     torch requires a parameter and its gradient to be on one device, also a gradient that a backward adds later.
     """
     grad = param.grad
-    if data.device != own_part(param).device:
+    if data.device != own_shard(param).device:
         compat.let_gradients_follow(param)
     param.grad = None
     if isinstance(param, DTensor):
@@ -532,8 +534,8 @@ def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
         param.data = data
     if grad is not None:
         # A user may hold the gradient itself, so it is another tensor only on another device.
-        is_there = own_part(grad).device == data.device
-        param.grad = grad if is_there else as_dtensor(own_part(grad).to(data.device), param)
+        is_there = own_shard(grad).device == data.device
+        param.grad = grad if is_there else as_dtensor(own_shard(grad).to(data.device), param)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -544,29 +546,29 @@ def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 #                     tensor 0        tensor 1
 #          data 0     rows 0 1        rows 4 5        the rows that each rank owns
 #          data 1     rows 2 3        rows 6 7
-#     a gather gives  rows 0-3        rows 4-7        the part of the rank along the tensor axis
+#     a gather gives  rows 0-3        rows 4-7        the shard of the rank along the tensor axis
 #
-# Everything below a module's attribute holds such parts: homes, gathered copies, gradients, optimizer state. Only the
-# attribute turns a gathered part into a DTensor again, with the tensor axis alone as its mesh, because the hooks and
+# Everything below a module's attribute holds such shards: homes, gathered copies, gradients, optimizer state. Only the
+# attribute turns a gathered shard into a DTensor again, with the tensor axis alone as its mesh, because the hooks and
 # the modules of torch expect such a DTensor. A parameter that was a plain tensor when the model was prepared is read as
 # one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPart:
-    """The part of a parameter that this rank has along the tensor axis."""
+class TensorShard:
+    """The shard of a parameter that this rank has along the tensor axis."""
 
     placement: "Placement"
     """How the axis cuts the parameter: `Shard(dim)` or `Replicate()`."""
     shape: torch.Size
     stride: tuple[int, ...]
-    """Of the part, gathered over the data axis."""
+    """Of the shard, gathered over the data axis."""
     is_plain: bool
-    """Whether modules read the part as a plain tensor, and not as a DTensor."""
+    """Whether modules read the shard as a plain tensor, and not as a DTensor."""
 
 
 class TensorAxis:
-    """The tensor axis `mesh`, which has one axis, and the data axes `data`, over which its parts are sharded again.
+    """The tensor axis `mesh`, which has one axis, and the data axes `data`, over which its shards are sharded again.
 
     `data` is None if nothing is sharded again.
     """
@@ -596,8 +598,8 @@ class TensorAxis:
         """Record that modules read `param` as a plain tensor."""
         self._plain[param] = True
 
-    def part_of(self, param: torch.Tensor) -> TensorPart | None:
-        """Return the part of `param` along the axis; None if `param` does not have the axis in its mesh."""
+    def shard_along(self, param: torch.Tensor) -> TensorShard | None:
+        """Return the shard of `param` along the axis; None if `param` does not have the axis in its mesh."""
         if not isinstance(param, DTensor) or param.device_mesh.ndim != self.joined.ndim:
             return None
         *over_data, placement = param.placements
@@ -606,8 +608,8 @@ class TensorAxis:
             shape[placement.dim] //= self.num_ranks  # pyright: ignore[reportAttributeAccessIssue]  only shards have it
         is_cut = any(map(cuts, over_data))
         size = torch.Size(shape)
-        stride = torch.empty(size, device="meta").stride() if is_cut else own_part(param).stride()
-        return TensorPart(placement=placement, shape=size, stride=stride, is_plain=param in self._plain)
+        stride = torch.empty(size, device="meta").stride() if is_cut else own_shard(param).stride()
+        return TensorShard(placement=placement, shape=size, stride=stride, is_plain=param in self._plain)
 
     def with_axis(self, own: torch.Tensor, over_data: Sequence["Placement"], placement: "Placement", like: Any) -> Any:
         """Return the DTensor of which this rank owns `own`, with the full shape and strides of `like`.
@@ -620,27 +622,27 @@ class TensorAxis:
             placements = (*(strided if each.is_shard() else each for each in over_data), placement)
         return compat.dtensor_of(own, self.joined, placements, like.shape, like.stride())
 
-    def gathered(self, param: torch.Tensor, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return the `part` of `param` on `device`, as a plain tensor, detached.
+    def gathered(self, param: torch.Tensor, shard: TensorShard, device: torch.device) -> torch.Tensor:
+        """Return the `shard` of `param` on `device`, as a plain tensor, detached.
 
         If it is sharded over the data axes, all of their ranks must call this together.
         """
         assert isinstance(param, DTensor)
-        own = own_part(param).detach().to(device)
+        own = own_shard(param).detach().to(device)
         if not is_over_data(param):
             return own
-        assert self.data is not None, "without data axes no part is sharded again"
+        assert self.data is not None, "without data axes no shard is sharded again"
         from torch.distributed.tensor import Shard
 
         placements = tuple(Shard(0) if cuts(each) else each for each in param.placements[:-1])
-        return compat.dtensor_of(own, self.data, placements, part.shape, part.stride).full_tensor()
+        return compat.dtensor_of(own, self.data, placements, shard.shape, shard.stride).full_tensor()
 
     def shard_of(self, gathered: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `gathered` that this rank owns; `gathered` has values for the part of `param` along this
+        """Return the rows of `gathered` that this rank owns; `gathered` has values for the shard of `param` along this
         axis."""
         if not is_over_data(param):
             return gathered
-        assert self.data is not None, "without data axes no part is sharded again"
+        assert self.data is not None, "without data axes no shard is sharded again"
         num_rows = -(-gathered.shape[0] // self.data.size(-1))
         start = num_rows * self.data.get_local_rank(self.data.ndim - 1)
         return gathered[start : start + num_rows].clone()

@@ -160,7 +160,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRing:
-    """The ranks with the other parts of a tensor-parallel model, for each rank of a cluster, and the link to them."""
+    """The ranks with the other shards of a tensor-parallel model, for each rank of a cluster, and the link to them."""
 
     num_ranks: int
     link: Link
@@ -271,7 +271,7 @@ def hardware_fingerprint(cluster: Cluster) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The machine as one slice of a tensor-parallel model sees it: the ranks that hold the same part along the tensor axis.
+# The machine as one slice of a tensor-parallel model sees it: the ranks that hold the same shard along the tensor axis.
 #
 #   2 nodes of 4 devices, tensor axis of 4      each slice has 1 device of each node, a quarter of each host, and a
 #                                               quarter of the network; the tensor axis is the peer link of a node

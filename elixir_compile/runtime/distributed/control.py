@@ -289,7 +289,7 @@ def _reason(error: RuntimeError) -> str:
 
 
 class Peers:
-    """The processes `ranks`, numbered as in the default process group, which have parts of one model.
+    """The processes `ranks`, numbered as in the default process group, which have shards of one model.
 
     All of them must make this at the same point.
     """

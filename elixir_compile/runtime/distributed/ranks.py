@@ -21,10 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 from elixir_compile import compat
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.graph.ops.optimizers import has_master
-from elixir_compile.graph.ops.shards import TensorAxis, is_over_data, part_like, part_numels, shard_numels
+from elixir_compile.graph.ops.shards import TensorAxis, is_over_data, numels_of_shards, shard_like, shard_numels
 from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
 from elixir_compile.ir.schedule import BucketRef, label
-from elixir_compile.ir.share import Share, have_equal_parts
+from elixir_compile.ir.share import Share, have_equal_shards
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, Peers
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.lanes import CopyLane, Event
@@ -35,7 +35,7 @@ from elixir_compile.runtime.recording import Ledger
 #
 # rank 0    gather   send own -> 1    receive row 1             reduce   send row 1 -> 1    receive into landing
 # rank 1             send own -> 0    receive row 0                      send row 0 -> 0    receive into landing
-#                                                                        own row + landing = own part of the sum
+#                                                                        own row + landing = own shard of the sum
 #
 # Gloo's own collectives hold and move more bytes: its reduce-scatter all-reduces a clone of all rows, and its all-
 # gather receives into a second buffer. On 2 ranks of a CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives,
@@ -129,7 +129,7 @@ class Reduction(Exchange):
 
     def wait(self) -> None:
         """Wait until the landing is the mean. Raises RuntimeError if a rank is dead or silent."""
-        if self._receipt is None:  # this rank has no part of the sum
+        if self._receipt is None:  # this rank has no shard of the sum
             super().wait()
             return
         self._receipt.wait()
@@ -354,7 +354,7 @@ class Ranks:
         self._all_gather, self._reduce_scatter = compat.flat_collectives()
         self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
         self.peers = Peers(mesh.mesh.flatten().tolist() if tensor_axis is None else tensor_axis.ranks)
-        """All ranks of the model: these, and those with other parts along the tensor axis."""
+        """All ranks of the model: these, and those with other shards along the tensor axis."""
         self.control = self.peers.control
         """The control channel for training."""
         self._thread = OwnThread()
@@ -382,22 +382,22 @@ class Ranks:
 
     @property
     def state(self) -> tuple[float, ...]:
-        """The part of every sharded parameter that each rank owns; empty if the ranks own equal parts."""
-        return () if have_equal_parts(self.shares) else tuple(share.state for share in self.shares)
+        """The shard of every sharded parameter that each rank owns; empty if the ranks own equal shards."""
+        return () if have_equal_shards(self.shares) else tuple(share.state for share in self.shares)
 
     def placements(self, *, is_sharded: bool) -> tuple[Placement, ...]:
         """Return the DTensor placements on the mesh of a parameter that is sharded, or else replicated."""
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if is_sharded else Replicate())
 
-    def parts_of(self, param: torch.Tensor) -> tuple[int, ...]:
+    def shard_numels_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
-        part = None if self.tensor_axis is None else self.tensor_axis.part_of(param)
-        if part is None:
-            return part_numels(param, self.num_shards)
+        shard = None if self.tensor_axis is None else self.tensor_axis.shard_along(param)
+        if shard is None:
+            return numels_of_shards(param, self.num_shards)
         return (
-            shard_numels(part.shape, self.num_shards)
+            shard_numels(shard.shape, self.num_shards)
             if is_over_data(param)
-            else (part.shape.numel(),) * self.num_shards
+            else (shard.shape.numel(),) * self.num_shards
         )
 
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:
@@ -535,7 +535,7 @@ class Ranks:
             sums[position] = sums[position] + grad if position in sums else grad
         return list(sums), self.means(list(sums.values()), dtype, Counted(ledger, bucket))
 
-    def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
+    def mean_shard(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.
 
         Raises RanksDiffer if another rank has the gradient of a parameter with another name than `name`.
@@ -543,5 +543,5 @@ class Ranks:
         self.control.check_same_op(name, "a gradient")
         (mean,) = self.means([grad], self.reduced_dtype(param))
         axis = self.tensor_axis
-        is_part = axis is not None and axis.part_of(param) is not None
-        return axis.shard_of(mean, param) if axis is not None and is_part else part_like(mean, param)
+        is_along = axis is not None and axis.shard_along(param) is not None
+        return axis.shard_of(mean, param) if axis is not None and is_along else shard_like(mean, param)

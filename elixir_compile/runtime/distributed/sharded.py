@@ -1,5 +1,5 @@
-"""The buckets of an executor that are sharded over ranks, in equal or unequal parts: the gather of their parameters and
-the reduce of their gradients.
+"""The buckets of an executor that are sharded over ranks, in equal or unequal shards: the gather of their parameters
+and the reduce of their gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +160,7 @@ class ShardedBucket(RunningBucket):
         offsets, end = [], 0
         for slot in self.slots:
             offsets.append(end)
-            end += self.ranks.parts_of(slot.param)[0] * slot.param.element_size()
+            end += self.ranks.shard_numels_of(slot.param)[0] * slot.param.element_size()
         return tuple(offsets), end
 
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
@@ -262,8 +262,8 @@ class ShardReduce(Transfer):
     @property
     def landing_nbytes(self) -> int:
         """The bytes of the gradients that `land` will get, without padding; 0 after the wait."""
-        parts = () if self._own is None else self._bucket.cut(self._own)
-        return sum(parts[position].nbytes for position in self._positions if parts)
+        shards = () if self._own is None else self._bucket.cut(self._own)
+        return sum(shards[position].nbytes for position in self._positions if shards)
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of the collective, read and written; empty after the wait."""
@@ -275,14 +275,14 @@ class ShardReduce(Transfer):
             return
         self._work.wait()
         self._work, self.sources = None, ()
-        parts = self._bucket.cut(self._own)
+        shards = self._bucket.cut(self._own)
         for position in self._positions:
-            self._land(self._bucket.slots[position], parts[position])
+            self._land(self._bucket.slots[position], shards[position])
         self._own = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A sharded bucket of which the ranks own parts of different sizes.
+# A sharded bucket of which the ranks own shards of different sizes.
 #
 # own        | a0 b0 c0 |                                  this rank's rows of each parameter, one after another
 # ragged     | a0 b0 c0 | a1 b1 c1 | a2 b2 c2 |            flat buffer: the `own` of all ranks, each as long as it is
@@ -343,17 +343,17 @@ class UnevenBucket(ShardedBucket):
         self, position: int, whole: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield for each rank its elements of `whole`, the flat parameter at `position`, and their place in `rows`."""
-        numels = [parts[position] for parts in self._parts]
+        numels = [own[position] for own in self._shards]
         starts = accumulate(self._row_numels, initial=0)
-        for start, parts, elements in zip(starts, self._parts, whole.split(numels), strict=False):
-            offset = start + sum(parts[:position])
+        for start, own, elements in zip(starts, self._shards, whole.split(numels), strict=False):
+            offset = start + sum(own[:position])
             yield elements, rows[offset : offset + elements.numel()]
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
-        by_slot = [self.ranks.parts_of(slot.param) for slot in self.slots]
-        self._parts = list(zip(*by_slot, strict=True))
+        by_slot = [self.ranks.shard_numels_of(slot.param) for slot in self.slots]
+        self._shards = list(zip(*by_slot, strict=True))
         """By rank, the elements of each parameter that the rank owns."""
-        totals = [sum(parts) for parts in self._parts]
+        totals = [sum(own) for own in self._shards]
         self._row_numels = totals if self.spec.is_ragged else [max(totals)] * len(totals)
         """By rank, the elements in the flat buffer, with padding."""
         self._own_index = self.ranks.mesh.get_local_rank(self.ranks.mesh.ndim - 1)

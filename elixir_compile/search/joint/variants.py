@@ -275,7 +275,7 @@ def plans_with_fewest_narrower(problems: Sequence[Problem], search: SearchOfAll)
         raise exact.renewed()
     order = sorted(saved_bytes, key=lambda param: (-saved_bytes[param], param))
     saved_before = list(accumulate((saved_bytes[param] for param in order), initial=0))
-    # The part of all state that a rank has; of a rank without state, that of an equal part.
+    # The shard of all state that a rank has; of a rank without state, that of an equal shard.
     share = min((own.state[own.rank] if own.state else 0.0) or 1 / own.num_shards for own in problems)
 
     def variants() -> Variants[Sequence[Problem], Refusal]:

@@ -17,7 +17,7 @@ from elixir_compile.search.outline import seconds_of_ops
 from elixir_compile.step.as_run import graph_of_rows
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Who gets how many rows, run in which way, and which part of the state: the exact optimum.
+# Who gets how many rows, run in which way, and which shard of the state: the exact optimum.
 #
 #   minimise     max over ranks i of T_i(b_i, w_i)           w: the way in which a rank runs its rows
 #   subject to   sum b_i = B,  sum r_i = 1,  r_i S <= C_i(b_i, w_i)                     or r_i = 1 / ranks
@@ -57,29 +57,29 @@ class Assignment:
     quanta: tuple[int, ...]
     ways: tuple[int, ...]
     """The column of the offers of each rank."""
-    parts: tuple[float, ...]
-    """The part of the state of each rank; they sum to 1."""
+    shards: tuple[float, ...]
+    """The shard of the state of each rank; they sum to 1."""
 
 
 def assign(
-    offers: Sequence[Offers], class_of: Sequence[int], state_bytes: int, *, equal_parts: bool
+    offers: Sequence[Offers], class_of: Sequence[int], state_bytes: int, *, equal_shards: bool
 ) -> Assignment | None:
     """Return the choice with the shortest step, or None if nothing fits.
 
     Rank i takes one of the offers of class `class_of[i]`. All offers are for 0 up to the same number of quanta, which
-    the ranks share out among them. The ranks hold `state_bytes` in all: if `equal_parts` each an equal part, else as
-    even parts as their rooms allow.
+    the ranks share out among them. The ranks hold `state_bytes` in all: if `equal_shards` each an equal shard, else as
+    even shards as their rooms allow.
     """
-    part_bytes = -(-state_bytes // len(class_of)) if equal_parts else 0
-    rooms = [np.where(offer.room_bytes >= part_bytes, offer.room_bytes, _NONE) for offer in offers]
-    if equal_parts:
+    shard_bytes = -(-state_bytes // len(class_of)) if equal_shards else 0
+    rooms = [np.where(offer.room_bytes >= shard_bytes, offer.room_bytes, _NONE) for offer in offers]
+    if equal_shards:
         rooms = [np.minimum(room, 0) for room in rooms]
     # By class, the place of each offer among all by (step_s, busy_s).
     pairs = np.concatenate([np.stack([offer.step_s.ravel(), offer.busy_s.ravel()], axis=1) for offer in offers])
     distinct, places = np.unique(pairs, axis=0, return_inverse=True)
     split = np.split(places.reshape(-1), np.cumsum([offer.step_s.size for offer in offers])[:-1])
     orders = [own.reshape(offer.step_s.shape) for own, offer in zip(split, offers, strict=True)]
-    needed_bytes = 0 if equal_parts else state_bytes
+    needed_bytes = 0 if equal_shards else state_bytes
     ranks = _fastest_first(offers, class_of)
 
     def within(limit: int) -> list[_Bytes]:
@@ -99,46 +99,46 @@ def assign(
     quanta = _traced(taken, ranks)
 
     def way_of(number: int, count: int) -> int:
-        """Return the way in which a rank runs its quanta: the one with the most room, or of equal parts, the
+        """Return the way in which a rank runs its quanta: the one with the most room, or of equal shards, the
         fastest."""
         order, room = orders[number][count], rooms[number][count]
         allowed = np.flatnonzero((order <= lowest) & (room > _NONE // 2))
-        return min((0 if equal_parts else -int(room[way]), int(order[way]), int(way)) for way in allowed)[-1]
+        return min((0 if equal_shards else -int(room[way]), int(order[way]), int(way)) for way in allowed)[-1]
 
     ways = tuple(way_of(number, count) for number, count in zip(class_of, quanta, strict=True))
     chosen = [rooms[number][count, way] for number, count, way in zip(class_of, quanta, ways, strict=True)]
-    parts = (1 / len(class_of),) * len(class_of)
-    if not equal_parts:
-        parts = filled([int(room) for room in chosen], state_bytes)
+    shards = (1 / len(class_of),) * len(class_of)
+    if not equal_shards:
+        shards = filled([int(room) for room in chosen], state_bytes)
     step_s = max(
         float(offers[number].step_s[count, way]) for number, count, way in zip(class_of, quanta, ways, strict=True)
     )
-    return Assignment(step_s=step_s, quanta=quanta, ways=ways, parts=parts)
+    return Assignment(step_s=step_s, quanta=quanta, ways=ways, shards=shards)
 
 
 def assign_fixed(
-    offers: Sequence[Offers], counts: Sequence[int], state_bytes: int, *, equal_parts: bool
+    offers: Sequence[Offers], counts: Sequence[int], state_bytes: int, *, equal_shards: bool
 ) -> Assignment | None:
     """Return the choice with the shortest step in which rank i has row `counts[i]` of `offers[i]`; None if nothing
-    fits. See `assign` for the parts of the state."""
-    part_bytes = -(-state_bytes // len(offers)) if equal_parts else 0
+    fits. See `assign` for the shards of the state."""
+    shard_bytes = -(-state_bytes // len(offers)) if equal_shards else 0
     step_s = [offer.step_s[count] for offer, count in zip(offers, counts, strict=True)]
     rooms = [offer.room_bytes[count] for offer, count in zip(offers, counts, strict=True)]
-    allowed = [room >= part_bytes for room in rooms]
+    allowed = [room >= shard_bytes for room in rooms]
     for limit_s in np.unique(np.concatenate(step_s)):
         within = [fits & (seconds <= limit_s) for fits, seconds in zip(allowed, step_s, strict=True)]
         if not all(fits.any() for fits in within):
             continue
-        if equal_parts:
+        if equal_shards:
             ways = tuple(int(np.where(fits, own, np.inf).argmin()) for fits, own in zip(within, step_s, strict=True))
-            parts = (1 / len(offers),) * len(offers)
+            shards = (1 / len(offers),) * len(offers)
         else:
             ways = tuple(int(np.where(fits, room, _NONE).argmax()) for fits, room in zip(within, rooms, strict=True))
             chosen = [int(room[way]) for room, way in zip(rooms, ways, strict=True)]
             if sum(chosen) < state_bytes:
                 continue
-            parts = filled(chosen, state_bytes)
-        return Assignment(step_s=float(limit_s), quanta=tuple(counts), ways=ways, parts=parts)
+            shards = filled(chosen, state_bytes)
+        return Assignment(step_s=float(limit_s), quanta=tuple(counts), ways=ways, shards=shards)
     return None
 
 
@@ -183,9 +183,9 @@ def _traced(taken: Sequence[_Bytes], ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def filled(rooms: Sequence[int], state_bytes: int) -> tuple[float, ...]:
-    """Return the part of `state_bytes` of each rank, as even as the `rooms` allow: the smallest room is filled first.
+    """Return the shard of `state_bytes` of each rank, as even as the `rooms` allow: the smallest room is filled first.
 
-    The parts sum to 1. The rooms together must be at least `state_bytes`.
+    The shards sum to 1. The rooms together must be at least `state_bytes`.
     """
     if not state_bytes:
         return (1 / len(rooms),) * len(rooms)

@@ -67,7 +67,7 @@ def offers_of(
 ) -> Offers:
     """Return the offers of a rank that sees `cluster`, for each number of `rows` in each of `ways`.
 
-    The update is priced for an equal part of the state: the part on the device as far as there is room, the rest on
+    The update is priced for an equal shard of the state: the shard on the device as far as there is room, the rest on
     the host.
     """
     counts = [count or LEAST_ROWS for count in rows]
@@ -76,14 +76,14 @@ def offers_of(
     room_bytes = np.full(shape, -1, dtype=np.int64)
     pure = {id(way): way for mixed in ways for way in (mixed.kept, mixed.treated)}
     figures = {name: _figures(way, counts, cluster) for name, way in pure.items()}
-    part_bytes, elements = state.nbytes / num_ranks, state.num_elements / num_ranks
+    shard_bytes, elements = state.nbytes / num_ranks, state.num_elements / num_ranks
     host_per_s = cluster.host.update_elements_per_s / cluster.num_local_ranks
     for column, way in enumerate(ways):
         kept, treated = figures[id(way.kept)], figures[id(way.treated)]
         lap_s, laps_s, peak_bytes = (way.mixed(*pair) for pair in zip(kept, treated, strict=True))
         on_device = budget.device_bytes - way.in_flight_bytes - peak_bytes
         on_host = budget.host_bytes - np.asarray(counts, dtype=float) * way.away_each
-        share = np.clip(on_device / part_bytes, 0.0, 1.0) if part_bytes else np.ones_like(on_device)
+        share = np.clip(on_device / shard_bytes, 0.0, 1.0) if shard_bytes else np.ones_like(on_device)
         update = elements * (share / cluster.device.update_elements_per_s + (1 - share) / host_per_s)
         is_offered = np.array([count % way.micro_batches == 0 and count >= LEAST_ROWS for count in counts])
         fits = (on_device >= 0) & (on_host >= 0)
@@ -107,7 +107,7 @@ def _figures(way: Way, counts: Sequence[int], cluster: Cluster) -> tuple[Numbers
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Choose the shares of all ranks of a fleet for one captured step: rows, micro-batches, and parts of the state.
+# Choose the shares of all ranks of a fleet for one captured step: rows, micro-batches, and shards of the state.
 
 
 _MOST_QUANTA = 256
@@ -181,12 +181,12 @@ class ShareSearch:
                 offers.room_bytes[0] = -1
 
     def best(self) -> Choice:
-        """Return the shares with the shortest step: equal parts of the state if they fit, else parts of any size.
+        """Return the shares with the shortest step: equal shards of the state if they fit, else shards of any size.
 
         Raises NoFeasibleShares with the room of all classes if nothing fits.
         """
-        found = assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=True)
-        found = found or assign(self.offers, self.class_of, self.ask.state.nbytes, equal_parts=False)
+        found = assign(self.offers, self.class_of, self.ask.state.nbytes, equal_shards=True)
+        found = found or assign(self.offers, self.class_of, self.ask.state.nbytes, equal_shards=False)
         choices: list[Choice | None] = [self.even()]  # equal rows need not be whole quanta
         if found is not None:
             choices.insert(0, self._choice(found, self.offers, [self.quantum * count for count in found.quanta]))
@@ -214,16 +214,16 @@ class ShareSearch:
         return {"even": self.even, "by_speed": self.greedy, "cephalo": self.cephalo}[name]()
 
     def of_rows(self, rows: Sequence[int]) -> Choice | None:
-        """Return the fastest way for each rank to run its `rows`, beside an equal part of the state if that fits each
-        rank, else beside parts of any size; None if nothing fits, or a rank has a single row."""
+        """Return the fastest way for each rank to run its `rows`, beside an equal shard of the state if that fits each
+        rank, else beside shards of any size; None if nothing fits, or a rank has a single row."""
         kinds = sorted(set(rows))
         if 1 in kinds:
             return None
         offers = self._offers(kinds)
         counts = [kinds.index(count) for count in rows]
         own = [offers[number] for number in self.class_of]
-        found = assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=True)
-        found = found or assign_fixed(own, counts, self.ask.state.nbytes, equal_parts=False)
+        found = assign_fixed(own, counts, self.ask.state.nbytes, equal_shards=True)
+        found = found or assign_fixed(own, counts, self.ask.state.nbytes, equal_shards=False)
         return None if found is None else self._choice(found, offers, rows)
 
     def fixed_shares(self, choice: Choice) -> tuple[float, ...]:
@@ -258,10 +258,10 @@ class ShareSearch:
         shares: list[Share] = []
         ranks: list[RankOutlook] = []
         for rank, (number, count, place) in enumerate(zip(self.class_of, found.quanta, found.ways, strict=True)):
-            way, part, own_rows = self.ways[place], found.parts[rank], max(rows[rank], LEAST_ROWS)
-            shares.append(Share(rank=rank, num_rows=rows[rank], micro_batches=way.micro_batches, state=part))
+            way, shard, own_rows = self.ways[place], found.shards[rank], max(rows[rank], LEAST_ROWS)
+            shares.append(Share(rank=rank, num_rows=rows[rank], micro_batches=way.micro_batches, state=shard))
             working_bytes = int(way.peak_bytes([own_rows])[0] + way.in_flight_bytes)
-            state_bytes = round(part * self.ask.state.nbytes)
+            state_bytes = round(shard * self.ask.state.nbytes)
             on_device = max(0, min(state_bytes, self.ask.budgets[rank].device_bytes - working_bytes))
             ranks.append(
                 RankOutlook(

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.compat.platforms import BlockRecord
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
 from elixir_compile.ir.schedule import Span, verb_of
 from elixir_compile.runtime.lanes import Lanes, TimedEvent
@@ -156,7 +156,7 @@ def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], devi
 
     def add(value: object, kind: str) -> None:
         if isinstance(value, torch.Tensor):
-            own = own_part(value)
+            own = own_shard(value)
             if own.device == device and own.layout is torch.strided:
                 found[own.untyped_storage().data_ptr()] = kind
 

@@ -379,7 +379,7 @@ def _stand_in(
 def _require_no_tensor_axis(name: str, param: nn.Parameter) -> None:
     """Raise UnsupportedModel if `param` is a DTensor, unless `prepare` cut it along data axes alone."""
     slot = slot_of(param)
-    if isinstance(param, DTensor) and (slot is None or slot.part is not None):
+    if isinstance(param, DTensor) and (slot is None or slot.shard is not None):
         axes = " x ".join(map(str, param.device_mesh.shape))
         because = (
             f"it is cut over a mesh of {axes} ranks, and a plan without a run is for one rank with plain parameters. "

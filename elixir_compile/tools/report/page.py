@@ -424,7 +424,7 @@ def _certificate(plan: Plan) -> Iterator[str]:
 
 
 def _ranks_section(plan: Plan) -> Iterator[str]:
-    """Yield a row for each class of ranks with a plan of its own: its rows, its part of the state, and the figures of
+    """Yield a row for each class of ranks with a plan of its own: its rows, its shard of the state, and the figures of
     its plan if all ranks are simulated together."""
     heads = ("ranks", "device", "rows", "micro-batches", "state", "peak", "budget", "host", "busy")
     said = f"<p>All ranks simulated together. The page shows the step of rank {plan.rank}.</p>"

@@ -21,7 +21,7 @@ from elixir_compile.ir.share import (
     batch_of,
     check_shares,
     equal_shares,
-    have_equal_parts,
+    have_equal_shards,
     largest_remainder,
     shares_from_json,
     shares_to_json,
@@ -82,14 +82,14 @@ SHARES = tuple(
 
 def test_shares_add_up_to_the_batch() -> None:
     assert batch_of(SHARES) == 8
-    assert not have_equal_parts(SHARES)
+    assert not have_equal_shards(SHARES)
     assert shares_from_json(shares_to_json(SHARES)) == SHARES
 
 
 def test_equal_shares() -> None:
     shares = equal_shares(3, 8)
     assert [share.num_rows for share in shares] == [3, 3, 2]
-    assert have_equal_parts(shares)
+    assert have_equal_shards(shares)
     check_shares(shares, 3)
 
 

@@ -1,4 +1,4 @@
-"""Shares of ranks that differ: exact ones, those of rules, what a simulation refines, and unequal parts."""
+"""Shares of ranks that differ: exact ones, those of rules, what a simulation refines, and unequal shards."""
 
 import itertools
 import pickle
@@ -75,14 +75,14 @@ def published(quantum: int) -> tuple[list[Offers], list[int]]:
 
 def test_the_published_profile_has_the_published_rows() -> None:
     offers, class_of = published(1)
-    found = assign(offers, class_of, 0, equal_parts=True)
+    found = assign(offers, class_of, 0, equal_shards=True)
     assert found is not None
     assert found.quanta == (13, 13, 33, 5)
     assert found.step_s * 1e3 == pytest.approx(96.46)
     even_s = max(16 * MS_PER_ROW[name] * 1e-3 for name in NAMES)
     assert even_s * 1e3 == pytest.approx(249.60)
     assert even_s / found.step_s == pytest.approx(2.59, abs=0.003)
-    coarse = assign(*published(2), 0, equal_parts=True)
+    coarse = assign(*published(2), 0, equal_shards=True)
     assert coarse is not None
     assert [2 * count for count in coarse.quanta] == [12, 12, 34, 6]
     assert coarse.step_s * 1e3 == pytest.approx(96.56)
@@ -105,7 +105,7 @@ def test_the_published_program_adds_up_memory_that_no_device_has() -> None:
     slow = Offers(step_s=10 * seconds, busy_s=10 * seconds, room_bytes=np.array([[90], [80], [70]]))
     fast = Offers(step_s=seconds, busy_s=seconds, room_bytes=np.array([[10], [-5], [-20]]))
     assert rules.cephalo([slow, fast], [0, 1], [1], 50) == (1, 1)
-    found = assign([slow, fast], [0, 1], 50, equal_parts=False)
+    found = assign([slow, fast], [0, 1], 50, equal_shards=False)
     assert found is not None
     assert found.quanta == (2, 0)
 
@@ -114,7 +114,7 @@ def test_64_ranks_and_256_quanta_take_less_than_a_second() -> None:
     kinds = [linear(ms, 256, 2) for ms in (1.0, 1.7, 2.9, 4.1, 5.3)]
     class_of = [rank % 5 for rank in range(64)]
     began_s = time.process_time()
-    found = assign(kinds, class_of, 0, equal_parts=True)
+    found = assign(kinds, class_of, 0, equal_shards=True)
     assert time.process_time() - began_s < 1.0
     assert found is not None
     assert sum(found.quanta) == 256
@@ -124,7 +124,7 @@ def test_ranks_that_wait_for_the_same_collectives_share_evenly() -> None:
     """All steps take 5 s up to four rows, so only the busy seconds tell rows apart."""
     busy_s = np.arange(9, dtype=float)[:, None]
     waiting = Offers(step_s=np.maximum(busy_s, 5.0), busy_s=busy_s, room_bytes=np.zeros((9, 1), dtype=np.int64))
-    found = assign([waiting], [0, 0], 0, equal_parts=True)
+    found = assign([waiting], [0, 0], 0, equal_shards=True)
     assert found is not None
     assert found.quanta == (4, 4)
 
@@ -153,7 +153,7 @@ def questions(draw: st.DrawFn) -> tuple[list[Offers], int]:
     return offers, draw(st.integers(0, 40))
 
 
-def brute_force_s(offers: list[Offers], state_bytes: int, *, equal_parts: bool) -> float | None:
+def brute_force_s(offers: list[Offers], state_bytes: int, *, equal_shards: bool) -> float | None:
     """Return the shortest step of all rows in all ways."""
     quanta, ways = offers[0].step_s.shape[0] - 1, range(offers[0].step_s.shape[1])
     found: list[float] = []
@@ -163,26 +163,26 @@ def brute_force_s(offers: list[Offers], state_bytes: int, *, equal_parts: bool) 
         for chosen in itertools.product(ways, repeat=len(offers)):
             taken = [(offer, row, way) for offer, row, way in zip(offers, rows, chosen, strict=True)]
             rooms = [int(offer.room_bytes[row, way]) for offer, row, way in taken]
-            part_bytes = -(-state_bytes // len(offers))
-            if min(rooms) >= (part_bytes if equal_parts else 0) and sum(rooms) >= state_bytes:
+            shard_bytes = -(-state_bytes // len(offers))
+            if min(rooms) >= (shard_bytes if equal_shards else 0) and sum(rooms) >= state_bytes:
                 found.append(max(float(offer.step_s[row, way]) for offer, row, way in taken))
     return min(found, default=None)
 
 
 def holds(found: Assignment, offers: list[Offers], state_bytes: int) -> None:
-    """Check that the rows and parts of `found` add up and fit."""
+    """Check that the rows and shards of `found` add up and fit."""
     assert sum(found.quanta) == offers[0].step_s.shape[0] - 1
-    assert abs(sum(found.parts) - 1) < 1e-9
-    for offer, count, way, part in zip(offers, found.quanta, found.ways, found.parts, strict=True):
-        assert part * state_bytes <= offer.room_bytes[count, way] + 1e-6
+    assert abs(sum(found.shards) - 1) < 1e-9
+    for offer, count, way, shard in zip(offers, found.quanta, found.ways, found.shards, strict=True):
+        assert shard * state_bytes <= offer.room_bytes[count, way] + 1e-6
         assert offer.step_s[count, way] <= found.step_s
 
 
 @given(questions(), st.booleans())
-def test_equal_to_brute_force(question: tuple[list[Offers], int], equal_parts: bool) -> None:
+def test_equal_to_brute_force(question: tuple[list[Offers], int], equal_shards: bool) -> None:
     offers, state_bytes = question
-    found = assign(offers, range(len(offers)), state_bytes, equal_parts=equal_parts)
-    shortest_s = brute_force_s(offers, state_bytes, equal_parts=equal_parts)
+    found = assign(offers, range(len(offers)), state_bytes, equal_shards=equal_shards)
+    shortest_s = brute_force_s(offers, state_bytes, equal_shards=equal_shards)
     assert (found is None) == (shortest_s is None)
     if found is not None:
         assert found.step_s == shortest_s
@@ -190,7 +190,7 @@ def test_equal_to_brute_force(question: tuple[list[Offers], int], equal_parts: b
         rooms = most_room(offers, range(len(offers)))
         assert rooms is not None
         assert sum(rooms) >= state_bytes
-        again = assign_fixed(offers, found.quanta, state_bytes, equal_parts=equal_parts)
+        again = assign_fixed(offers, found.quanta, state_bytes, equal_shards=equal_shards)
         assert again is not None
         assert again.step_s == found.step_s
         holds(again, offers, state_bytes)
@@ -200,13 +200,13 @@ def test_equal_to_brute_force(question: tuple[list[Offers], int], equal_parts: b
 def test_a_better_rank_never_makes_a_longer_step(question: tuple[list[Offers], int], which: int) -> None:
     offers, state_bytes = question
     numbers = range(len(offers))
-    before = assign(offers, numbers, state_bytes, equal_parts=False)
+    before = assign(offers, numbers, state_bytes, equal_shards=False)
     own = offers[which % len(offers)]
     faster = Offers(step_s=own.step_s / 2, busy_s=own.busy_s / 2, room_bytes=own.room_bytes)
     roomier = Offers(step_s=own.step_s, busy_s=own.busy_s, room_bytes=own.room_bytes + 3)
     for better in (faster, roomier):
         changed = [better if offer is own else offer for offer in offers]
-        after = assign(changed, numbers, state_bytes, equal_parts=False)
+        after = assign(changed, numbers, state_bytes, equal_shards=False)
         assert before is None or (after is not None and after.step_s <= before.step_s)
 
 
@@ -215,8 +215,8 @@ def test_ranks_in_another_order_get_the_same_shares(question: tuple[list[Offers]
     offers, state_bytes = question
     numbers = list(range(len(offers)))
     random.shuffle(numbers)
-    one = assign(offers, range(len(offers)), state_bytes, equal_parts=True)
-    other = assign(offers, numbers, state_bytes, equal_parts=True)
+    one = assign(offers, range(len(offers)), state_bytes, equal_shards=True)
+    other = assign(offers, numbers, state_bytes, equal_shards=True)
     assert (one is None) == (other is None)
     if one is not None and other is not None and len({offer.busy_s.tobytes() for offer in offers}) == len(offers):
         assert [one.quanta[number] for number in numbers] == list(other.quanta)
@@ -478,7 +478,7 @@ def test_shares_keep_their_outcome_in_json_and_copies() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Unequal parts: rows by largest remainder, and buckets whose flat buffer has no padding.
+# Unequal shards: rows by largest remainder, and buckets whose flat buffer has no padding.
 
 
 GRAPH = chain([Layer(f"h.{n}", ((f"w{n}", 3000),), False, 64) for n in range(4)])
@@ -492,7 +492,7 @@ def test_rows_go_to_the_largest_remainders_and_ties_to_the_lower_rank() -> None:
 
 
 def shares_of(*state: float) -> tuple[Share, ...]:
-    return tuple(Share(rank=rank, num_rows=1, state=part) for rank, part in enumerate(state))
+    return tuple(Share(rank=rank, num_rows=1, state=own) for rank, own in enumerate(state))
 
 
 def bucket(shard_numels: tuple[int, ...], **more: object) -> Bucket:
@@ -533,13 +533,13 @@ def test_a_bucket_is_ragged_where_padding_costs_more(state: tuple[float, ...], i
     assert all(own.rank == 0 and not own.is_ragged for own in form_buckets(replace(problem, shares=())))
 
 
-def test_parts_of_the_state_are_one_for_each_rank() -> None:
+def test_shards_of_the_state_are_one_for_each_rank() -> None:
     problem = problem_of(GRAPH, ranks(3))
     with pytest.raises(InvalidPlan, match="2 shares for 3 ranks with 1 copies of each part"):
         replace(problem, shares=shares_of(0.4, 0.6))
 
 
-def test_a_rank_counts_its_own_part_whoever_made_the_buckets_in_force() -> None:
+def test_a_rank_counts_its_own_shard_whoever_made_the_buckets_in_force() -> None:
     problem = replace(problem_of(GRAPH, ranks(3)), shares=shares_of(0.1, 0.2, 0.7))
     made = plan(problem, "greedy")
     assert [own.seen_by(1) for own in made.buckets] == list(made.buckets)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import elixir_compile as elixir
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.run_state import UnsupportedValue, from_plain, tensor_keys, to_plain
-from elixir_compile.graph.ops.shards import own_part
+from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import Update
 from tests.run.checkpointing import Elsewhere, Training, assert_resumed, by_elixir_noisy, eager, everything, other
 from tests.run.models import hf_batches, small_gpt2
@@ -527,7 +527,7 @@ def loads(rank: int, world_size: int, path: str) -> list[int]:
     assert elixir.load(path, model, optimizer).step == 1
     most_bytes = most_resident_bytes() - before_bytes
     states = optimizer.state_dict()["state"].values()
-    kept_bytes = sum(own_part(value).nbytes for own in states for value in own.values() if value.numel() > 1)
+    kept_bytes = sum(own_shard(value).nbytes for own in states for value in own.values() if value.numel() > 1)
     return [most_bytes, kept_bytes]
 
 

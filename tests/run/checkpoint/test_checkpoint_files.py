@@ -28,7 +28,7 @@ from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint.dcp import Manifest, Reader, finish, read_manifest, write, write_manifest, write_text
 from elixir_compile.checkpoint.folder import BLOCK_BYTES, BlockSums, open_checkpoint
 from elixir_compile.checkpoint.run_state import Deferred
-from elixir_compile.graph.ops.shards import full, own_part
+from elixir_compile.graph.ops.shards import full, own_shard
 from elixir_compile.ir import Update
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.precision import MomentForm, form_of
@@ -411,7 +411,7 @@ def test_full_state_dict_is_the_state_dict(tmp_path: Path) -> None:
 
 
 def state_of(run: Run) -> list[dict[str, torch.Tensor]]:
-    return [{name: own_part(value) for name, value in own.items()} for own in states(run.optimizer)]
+    return [{name: own_shard(value) for name, value in own.items()} for own in states(run.optimizer)]
 
 
 def states(optimizer: torch.optim.Optimizer, **how: Any) -> list[dict[str, torch.Tensor]]:
@@ -537,8 +537,8 @@ def saves_and_loads(rank: int, world_size: int, folder: str, state_dtype: str) -
     second.train(own(batches_of(1)[2:]))
     for mine, theirs in zip(states(first.optimizer), states(second.optimizer), strict=True):
         assert_same_tensors(
-            {name: own_part(value) for name, value in mine.items()},
-            {name: own_part(value) for name, value in theirs.items()},
+            {name: own_shard(value) for name, value in mine.items()},
+            {name: own_shard(value) for name, value in theirs.items()},
         )
     if rank == 0:
         alone = training_of(None, state_dtype)

@@ -25,7 +25,7 @@ from elixir_compile.base.options import ParamDtype
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint.folder import open_checkpoint
-from elixir_compile.graph.ops.shards import full, is_dtensor, is_sharded, own_part
+from elixir_compile.graph.ops.shards import full, is_dtensor, is_sharded, own_shard
 from elixir_compile.tools.cli.main import app
 from tests.run.checkpointing import Elsewhere
 from tests.run.processes import program, spawn
@@ -98,7 +98,7 @@ class Training:
         state = self.optimizer.state_dict()["state"]
         kept = {f"{index}.{kind}": value for index, own in state.items() for kind, value in own.items()}
         kept |= {"rate": torch.tensor(self.scheduler.get_last_lr()), **self.model.state_dict()}
-        return {name: own_part(value).clone() for name, value in kept.items()}
+        return {name: own_shard(value).clone() for name, value in kept.items()}
 
 
 def batches_of(number: int) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def assert_holds_parts(training: Training) -> None:
     """Fail unless the loaded state is memory of its own, no more than this rank's parts."""
     for param, state in training.optimizer.state.items():
         for name in ("exp_avg", "exp_avg_sq"):
-            assert state[name].shape == own_part(param).shape
+            assert state[name].shape == own_shard(param).shape
             assert state[name].untyped_storage().nbytes() == state[name].nbytes
 
 

@@ -243,7 +243,7 @@ def sums_of_two_meshes() -> list[tuple[str, float]]:
         seen.extend((param.device_mesh.mesh_dim_names[axis], number) for axis in axes)
         return number
 
-    with mock.patch.object(clipping, "sum_over_parts", note), mock.patch.object(guard, "sum_over_parts", note):
+    with mock.patch.object(clipping, "sum_over_shards", note), mock.patch.object(guard, "sum_over_shards", note):
         assert clipping.sum_of_all_squares(params, {}) == 8.0 + 4.0  # this rank has 2 rows of one and 1 of the other
         params[1].grad.to_local().fill_(torch.inf)
         guard.Overflow().spread([{"params": params}])

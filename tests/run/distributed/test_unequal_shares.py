@@ -27,7 +27,7 @@ LIMIT_S = 240.0
 def all_of(state: list[float], folder: Path, *checks: list[Any]) -> list[list[Any]]:
     """Return what each of `checks` returns on each rank."""
     how = {"folder": folder, "limit_s": LIMIT_S, "timeout_s": LIMIT_S}
-    return spawn(shares_checks.all_with_parts, len(state), state, checks, **how)
+    return spawn(shares_checks.all_with_shards, len(state), state, checks, **how)
 
 
 def test_parts_of_seven_two_and_one_rows_answer_as_the_whole_tensor(tmp_path: Path) -> None:
