@@ -256,8 +256,8 @@ class CallKind:
     """Outstanding forwards beside the half."""
     others_beside: int = 0
     """How many of them run the other program of a plan with lean calls."""
-    input_grads: int = 0
-    """Gradients of inputs of earlier calls that the caller holds."""
+    num_done: int = 0
+    """Backward passes that have ended before the half, after which the caller may still hold outputs and gradients."""
 
 
 ONLY = CallKind()
@@ -368,7 +368,7 @@ def call_at_most(calls: Calls) -> CallKind:
         is_last=False,
         alternate=calls.alternate,
         beside=calls.outstanding - 1,
-        input_grads=calls.input_grads - 1,
+        num_done=calls.num - 1,
     )
 
 
@@ -413,7 +413,7 @@ def storages_of_calls(
         is_output = storage.id in outputs
         if storage.kind is Kind.INPUT and storage.id not in calls.shared:
             yield storage, Held(Kind.INPUT, (calls.num - 1) * storage.nbytes, 0, ops.num - 1)
-            given_bytes = call.input_grads * storage.nbytes
+            given_bytes = min(call.num_done, calls.input_grads - 1) * storage.nbytes
             yield storage, Held(Kind.INPUT, given_bytes, 0 if call.alternate else ops.num_forward, ops.num_run - 1)
         elif storage.id in tangents and calls.output_grads > 1:
             yield storage, Held(storage.kind, (calls.output_grads - 1) * storage.nbytes, 0, ops.num_run - 1)
@@ -423,9 +423,12 @@ def storages_of_calls(
         elif storage.kind in ACTIVATIONS and (saved or is_output):
             forward = backward = call.beside - call.others_beside
             if is_output:
-                forward = int(outputs_beside(call.beside, calls, is_backward=False))
-                # The caller holds the output of the call itself until its backward has ended.
-                backward = int(outputs_beside(call.beside, calls, is_backward=True)) + int(not saved)
+                # If forwards and backward passes do not alternate, none has ended before a forward.
+                done = call.num_done if call.alternate else 0
+                forward, backward = (
+                    int(outputs_held(call.beside, num_done, calls.num - 1, calls)) for num_done in (done, call.num_done)
+                )
+                backward += not saved  # the caller holds the output of the call itself until its backward has ended
             yield storage, Held(storage.kind, forward * storage.nbytes, 0, ops.num_forward - 1)
             yield storage, Held(storage.kind, backward * storage.nbytes, ops.num_forward, ops.num_run - 1)
 
@@ -441,10 +444,10 @@ def output_bytes(step: StepGraph) -> int:
     return sum(own.nbytes for own in step.storages if own.kind in ACTIVATIONS and own.id in outputs)
 
 
-def outputs_beside(
-    num_beside: int | NDArray[np.int64], calls: Calls, *, is_backward: bool
+def outputs_held(
+    num_waiting: int | NDArray[np.int64], num_done: int | NDArray[np.int64], most: int, calls: Calls
 ) -> NDArray[np.int64] | np.int64:
-    """Return how many outputs of other calls, and losses of as many bytes, there are beside a half of a call while
-    `num_beside` other forwards wait."""
-    more = calls.more_outputs if is_backward or calls.alternate else 0
-    return np.minimum(num_beside + more, calls.num - 1) + int(calls.has_loss) * num_beside
+    """Return how many outputs, and losses of as many bytes, the caller holds of at most `most` calls while
+    `num_waiting` forwards wait and `num_done` backward passes have ended."""
+    num_outputs = np.minimum(num_waiting + np.minimum(num_done, calls.more_outputs), most)
+    return num_outputs + int(calls.has_loss) * num_waiting

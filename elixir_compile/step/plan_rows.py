@@ -44,7 +44,7 @@ from elixir_compile.step.bucket_bytes import (
     last_unreduced,
     last_with_gradients,
     output_bytes,
-    outputs_beside,
+    outputs_held,
     resting,
     storages_of_calls,
     sum_nbytes,
@@ -433,19 +433,16 @@ class Halves:
         with no other outstanding forward."""
         found: dict[Half, tuple[Beside, int]] = {}
         for half, beside in self._beside.items():
-            nbytes = self._nbytes(half, beside, own)
+            nbytes = self._nbytes(beside, own)
             at = int(nbytes.argmax())
-            nothing = self._nbytes(half, np.zeros((1, 3), dtype=np.int64), own)
-            found[half] = Beside(*beside[at].tolist()), int(nbytes[at] - nothing[0])
+            found[half] = Beside(*beside[at].tolist()), int(nbytes[at])
         return found
 
-    def _nbytes(self, half: Half, beside: NDArray[np.int64], own: "BesideBytes") -> NDArray[np.int64]:
-        calls, num_beside = self.calls, beside[:, 0] + beside[:, 1]
-        nbytes = own.full * beside[:, 0] + own.lean * beside[:, 1]
-        nbytes += own.outputs * outputs_beside(num_beside, calls, is_backward=half.is_backward)
-        if half.is_backward or calls.alternate:
-            nbytes += own.inputs * np.minimum(beside[:, 2], calls.input_grads - 1)
-        return nbytes
+    def _nbytes(self, beside: NDArray[np.int64], own: "BesideBytes") -> NDArray[np.int64]:
+        calls, (num_full, num_lean, num_done) = self.calls, beside.T
+        nbytes = own.full * num_full + own.lean * num_lean
+        nbytes += own.outputs * outputs_held(num_full + num_lean, num_done, calls.num - 1, calls)
+        return nbytes + own.inputs * np.minimum(num_done, calls.input_grads - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -505,7 +502,7 @@ class TwoPrograms:
                 half.call(self._calls),
                 beside=most.num_full + most.num_lean,
                 others_beside=most.num_full if half.is_lean else most.num_lean,
-                input_grads=min(most.num_done, self._calls.input_grads - 1),
+                num_done=most.num_done,
             )
             own, other = (self.lean, self.full) if half.is_lean else (self.full, self.lean)
             yield half, own.rows.in_call(call, other.rows.waiting_bytes)

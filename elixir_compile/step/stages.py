@@ -12,7 +12,16 @@ from elixir_compile.ir import Kind, Phase, Plan, StepGraph, StorageId, Tier, Ver
 from elixir_compile.ir.graph import is_numbered, layer_of
 from elixir_compile.ir.hardware import Link
 from elixir_compile.ir.pipeline import PipelineAction, PipelineOrder
-from elixir_compile.step.bucket_bytes import CallKind, Ops, bytes_at, input_bytes, output_bytes, resting, sum_nbytes
+from elixir_compile.step.bucket_bytes import (
+    CallKind,
+    Ops,
+    bytes_at,
+    input_bytes,
+    output_bytes,
+    outputs_held,
+    resting,
+    sum_nbytes,
+)
 from elixir_compile.step.divide import tangents_of_step
 from elixir_compile.step.liveness import liveness
 from elixir_compile.step.plan_rows import Beside, Course, Half, PlanRows, TwoPrograms
@@ -305,11 +314,9 @@ class StageBytes:
     """The bytes of one stage under its plan, while it runs and between its runs."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
-        self.calls = calls = plan.calls
+        self.calls = plan.calls
         self.most_full = plan.most_full
         """The most full forwards that wait for their backward."""
-        # Outputs that are held after their backward are counted by how many backward passes have ended.
-        plan = replace(plan, calls=replace(calls, more_outputs=0))
         self._programs = TwoPrograms.of(graph, plan)
         self._held = _Held.of(self._programs.full.rows)
         self._buckets = _BucketBytes.of(self._programs.full.rows)
@@ -332,7 +339,7 @@ class StageBytes:
         backward passes that are done."""
         calls, (num_full, num_lean, num_done) = self.calls, beside
         num_waiting = num_full + num_lean
-        num_outputs = min(num_waiting + min(num_done, calls.more_outputs), calls.num) + num_waiting * calls.has_loss
+        num_outputs = int(outputs_held(num_waiting, num_done, calls.num, calls))
         nbytes = num_full * self._programs.full.waiting_bytes + num_lean * self._programs.lean.waiting_bytes
         return nbytes + num_outputs * self._held.outputs + min(num_done, most_input_grads) * self._held.inputs
 
