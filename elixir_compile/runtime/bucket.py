@@ -212,11 +212,6 @@ def is_slab_memory(data_ptr: int) -> bool:
     return _mapped.at(data_ptr) is not None
 
 
-def slab_at(data_ptr: int) -> tuple[int, int] | None:
-    """Return the start of the slab in which the address lies, and the number of the slab; None if it is in no slab."""
-    return _mapped.at(data_ptr)
-
-
 def _pin(address: int, nbytes: int) -> Callable[[int], object] | None:
     """Page-lock `nbytes` at `address`, and return the function that unlocks the memory at an address.
 

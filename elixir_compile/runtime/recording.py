@@ -148,13 +148,9 @@ class Recording:
         self._on_host: list[tuple[Work, float, float]] = []
         self._on_device: list[tuple[Work, float, TimedEvent, TimedEvent]] = []
         self._num_open = 0
+        """Spans that began and have not ended."""
         self.taken: list[Taken] = []
         """The blocks that were taken for actions, in that order; for a reduce, those that became gradients."""
-
-    @property
-    def num_open(self) -> int:
-        """The number of spans that began and have not ended."""
-        return self._num_open
 
     def end(self) -> None:
         """Let no further span begin; spans that are open are added when they end."""
@@ -320,11 +316,6 @@ class Ledger:
             return program(args)
         finally:
             self.graph = before
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether spans are recorded now."""
-        return bool(self._recordings)
 
     @property
     def times(self) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirError
 from elixir_compile.base.units import format_bytes
 from elixir_compile.runtime import lanes
-from elixir_compile.runtime.bucket import slab_at
+from elixir_compile.runtime.bucket import _mapped
 from tests.races.happens_before import Access, Actor, Cell, Clock, Source, shown
 
 _HISTORY = 200
@@ -142,7 +142,7 @@ class Checker:
             return self._threads.setdefault(name, Actor(f"the thread {name!r}"))
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and (not self._is_cpu or slab_at(tensor.data_ptr()) is not None)
+        return tensor.device.type == "cpu" and (not self._is_cpu or _mapped.at(tensor.data_ptr()) is not None)
 
     def _access(self, actor: Actor, verb: str, tensor: torch.Tensor) -> None:
         if not has_memory(tensor):
@@ -150,7 +150,7 @@ class Checker:
         address, nbytes = tensor.data_ptr(), _extent_bytes(tensor)
         if not nbytes:
             return
-        slab = slab_at(address) if tensor.device.type == "cpu" else None
+        slab = _mapped.at(address) if tensor.device.type == "cpu" else None
         start = self._watched(tensor) if slab is None else slab[0]
         cell = self._cells.get(start if slab is None else slab)
         if cell is None:

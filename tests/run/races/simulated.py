@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.runtime.bucket import slab_at
+from elixir_compile.runtime.bucket import _mapped
 from elixir_compile.runtime.lanes import TimedEvent, Waitable
 
 POISON = 0xFF
@@ -154,7 +154,7 @@ class Bytes:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
-        self._slab = slab_at(self.address) if self.nbytes else None
+        self._slab = _mapped.at(self.address) if self.nbytes else None
         self._storage = weakref.ref(tensor.untyped_storage())
         self._held: object = None
 
@@ -163,14 +163,14 @@ class Bytes:
         self._held = self._storage() if self._slab is None else None
 
     def require(self, role: str) -> int:
-        is_alive = self._storage() is not None if self._slab is None else slab_at(self.address) == self._slab
+        is_alive = self._storage() is not None if self._slab is None else _mapped.at(self.address) == self._slab
         if not is_alive:
             raise AssertionError(f"the {role} of a copy was freed before the copy ran")
         return self.address
 
 
 def is_host(tensor: torch.Tensor) -> bool:
-    return slab_at(tensor.data_ptr()) is not None
+    return _mapped.at(tensor.data_ptr()) is not None
 
 
 def poison(tensor: torch.Tensor) -> None:

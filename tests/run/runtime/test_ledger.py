@@ -45,7 +45,7 @@ def test_spans_are_kept_only_while_recording() -> None:
     with ledger.span(Lane.H2D, "gather b0"):
         pass
     recording = ledger.start_recording()
-    assert ledger.is_recording
+    assert ledger._recordings
     with ledger.span(Lane.COMPUTE, "run fwd.0"), ledger.span(Lane.H2D, "gather b1"):
         time.sleep(0.01)
     spans = recording.stop()
@@ -53,7 +53,7 @@ def test_spans_are_kept_only_while_recording() -> None:
         pass
     assert [(span.lane, span.label) for span in spans] == [(Lane.COMPUTE, "run fwd.0"), (Lane.H2D, "gather b1")]
     assert all(span.end_s - span.start_s >= 0.01 and span.start_s >= 0 for span in spans)
-    assert not ledger.is_recording
+    assert not ledger._recordings
     assert recording.stop() == spans
 
 
@@ -69,7 +69,7 @@ def test_two_recordings_keep_their_own_spans() -> None:
     with ledger.span(Lane.H2D, "gather b2"):
         pass
     assert [span.label for span in outer.stop()] == ["gather b0", "gather b1", "gather b2"]
-    assert not ledger.is_recording
+    assert not ledger._recordings
 
 
 def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
@@ -95,7 +95,7 @@ def test_a_span_that_is_open_when_a_recording_stops_is_added_when_it_closes() ->
     is_open.wait()
     later = ledger.start_recording()
     assert recording.stop() == ()
-    assert (recording.num_open, later.num_open) == (1, 0)
+    assert (recording._num_open, later._num_open) == (1, 0)
     with ledger.span(Lane.HOST, "update b1"):
         pass
     may_close.set()

@@ -203,7 +203,7 @@ def test_an_exception_passes_and_everything_is_restored() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         measure_step(fail, device="cpu")
-    assert not ledger.is_recording
+    assert not ledger._recordings
     assert measured_beyond_base(lambda: ones(10)) == pytest.approx(10 * MB, rel=0.01)
 
 

@@ -187,7 +187,7 @@ def test_a_plan_that_moves_nothing_is_only_repriced() -> None:
     assert (record.forward, record.backward) == programs
     assert record.plan.placements == before.placements
     assert record.plan.prediction.step_s != before.prediction.step_s
-    assert not executor_of(run.model).ledger.is_recording
+    assert not executor_of(run.model).ledger._recordings
 
 
 class Turned(nn.Module):
@@ -285,7 +285,7 @@ def test_the_step_profiler_returns_stats_once_and_then_stops_recording(asked: As
             pass
     assert [answer is not None for answer in answers] == [False] * NUM_WATCHED + [True, False, False]
     assert len(answers[NUM_WATCHED].spans) == STEPS_TIMED
-    assert not executor.ledger.is_recording
+    assert not executor.ledger._recordings
 
 
 def test_a_step_profiler_gives_up_if_other_forwards_end_its_measurements(
@@ -298,7 +298,7 @@ def test_a_step_profiler_gives_up_if_other_forwards_end_its_measurements(
     with caplog.at_level("INFO", "elixir_compile"):
         for _ in range(STEPS_SKIPPED + 6):
             watch.forward_begins(asked.problem)
-            began.append(executor.ledger.is_recording)
+            began.append(bool(executor.ledger._recordings))
             watch.restart()
     assert began == [False] * STEPS_SKIPPED + [True] * 3 + [False] * 3
     assert [record.message for record in caplog.records] == [
@@ -311,9 +311,9 @@ def test_a_stopped_step_profiler_returns_no_stats(asked: Asked) -> None:
     watch = StepProfiler(executor, "m", Options(), records=True)
     for _ in range(STEPS_SKIPPED + 1):
         assert watch.forward_begins(asked.problem) is None
-    assert executor.ledger.is_recording
+    assert executor.ledger._recordings
     watch.stop()
-    assert not executor.ledger.is_recording
+    assert not executor.ledger._recordings
     assert all(watch.forward_begins(asked.problem) is None for _ in range(NUM_WATCHED))
 
 
