@@ -158,17 +158,10 @@ RANKS = _checked("distributed/test_ranks", "distributed/test_control")
 STAGES = {
     "awaited.py": (UNITS, ORDERS, AWAITED, BITS, DEVICE),
     "executor.py": (UNITS, SHARDS, ORDERS, DEVICE, _checked("runtime/test_backwards"), BITS, AWAITED, RANKS),
-    "gathers.py": (
-        UNITS,
-        ORDERS,
-        SHARDS,
-        AWAITED,
-        _checked("runtime/test_backwards", "habits/test_parameters"),
-        BITS,
-        DEVICE,
-    ),
+    "gathers.py": (UNITS, ORDERS, SHARDS, AWAITED, BITS, DEVICE),
     "gradients.py": (UNITS, DEVICE, SHARDS, ORDERS, BITS),
     "recording.py": (_checked("runtime/test_ledger"), DEVICE),
+    "placed.py": (UNITS, ORDERS, AWAITED, _checked("runtime/test_backwards", "habits/test_parameters"), BITS, DEVICE),
     "ranks.py": (SHARDS, RANKS),
     "saved.py": (
         UNITS,
@@ -211,8 +204,8 @@ CUDA_STAGES = {
 UNSEEN = {
     "awaited.py wait: self._let_compute_wait()": "for a thread that waits while another thread ends the wait",
     "gradients.py _add: self._lanes.host_waits(self._lanes.d2h.mark())": "for a device that is a CPU",
-    "gathers.py adopt: self._lanes.h2d.synchronize()": "the driver waits before pinned memory is no longer pinned",
-    "gathers.py adopt: self._lanes.d2h.synchronize()": "the same",
+    "placed.py adopt: self._lanes.h2d.synchronize()": "the driver waits before pinned memory is no longer pinned",
+    "placed.py adopt: self._lanes.d2h.synchronize()": "the same",
     "saved.py _drop: self._lanes.h2d.synchronize()": "the same",
     "saved.py _drop: self._lanes.d2h.synchronize()": "the same",
 }

@@ -23,9 +23,10 @@ from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
-from elixir_compile.runtime.gathers import Gathers, PlacedBuckets, StepCalls
+from elixir_compile.runtime.gathers import Gathers, StepCalls
 from elixir_compile.runtime.gradients import GradientAccumulator, Reducers
 from elixir_compile.runtime.lanes import Transfer, lanes_for
+from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.published import refuse_hooks
 from elixir_compile.runtime.recording import Phases, ledger_for
 from elixir_compile.runtime.saved import InParts, LeavingView, SavedActivations, Slicing, number_of

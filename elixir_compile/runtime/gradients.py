@@ -18,8 +18,9 @@ from elixir_compile.ir import BucketRef, GradientRef, InnerVerb, Kept, Lane, Upd
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
-from elixir_compile.runtime.gathers import PlacedBuckets, StepCalls
+from elixir_compile.runtime.gathers import StepCalls
 from elixir_compile.runtime.lanes import Lanes, LateTransfer, Transfer
+from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.published import BackwardPass, GradNormCache, fitted, publish, widen_sum
 from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.saved import SavedActivations

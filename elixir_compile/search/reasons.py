@@ -44,10 +44,9 @@ from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.layers import mode_text
 from elixir_compile.search.space.profiles import num_ahead
 from elixir_compile.search.transfers import update_decisions
-from elixir_compile.step.formula import peak_formula
 from elixir_compile.step.plan_rows import calls_by_program
 from elixir_compile.step.seconds import further_call, hidden_update_share, prediction_of, simulate
-from elixir_compile.step.timeline import plan_timeline, tensor_traffic
+from elixir_compile.step.timeline import peak_formula, plan_timeline, tensor_traffic
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Decisions of a plan whose user fixed fractions: the fractions that place each bucket, and how exactly they fit.

@@ -43,8 +43,8 @@ from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor, executor_of_slot
-from elixir_compile.runtime.gathers import take_replaced
 from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.runtime.placed import take_replaced
 from elixir_compile.search.problem import Question, question_of
 from elixir_compile.session.cast_and_shard import check_masters, check_reduces
 from elixir_compile.session.graph_planner import ActivePlan

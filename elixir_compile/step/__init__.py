@@ -1,8 +1,7 @@
 """Facts about graphs and plans: live bytes, windows of buckets, legality, and the record of a simulated step."""
 
 from elixir_compile.step.as_run import Repeat, as_run, fused, repeats
-from elixir_compile.step.formula import peak_formula, plan_at, resized
-from elixir_compile.step.legality import verify
+from elixir_compile.step.legality import plan_at, resized, verify
 from elixir_compile.step.liveness import (
     Depth,
     Group,
@@ -19,6 +18,7 @@ from elixir_compile.step.timeline import (
     Peak,
     host_bytes,
     keep_everything_timeline,
+    peak_formula,
     plan_timeline,
     with_peaks,
 )

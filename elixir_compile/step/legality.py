@@ -1,14 +1,15 @@
 """Check that a plan is legal for a graph: its parts, the moves and the order of its actions, and its claims of memory.
-If it is the plan of another model, say in which the two differ.
+If it is the plan of another model, say in which the two differ; at other sizes of its graph, count its bytes anew.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from elixir_compile.base.errors import PlanMismatch
 from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import (
     Action,
+    Activations,
     Bucket,
     BucketRef,
     GradientRef,
@@ -27,6 +28,7 @@ from elixir_compile.ir import (
     Tier,
     Verb,
     fingerprint,
+    kernels_digest,
 )
 from elixir_compile.step.as_run import as_run, repeated_op
 from elixir_compile.step.divide import laps_of
@@ -42,6 +44,7 @@ from elixir_compile.step.structure import (
     check_schedules,
     illegal_action,
 )
+from elixir_compile.step.timeline import peak_formula, with_peaks
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Check what the actions of a schedule say, one after another: each may only come in some states of what it acts on.
@@ -419,11 +422,6 @@ class _Moves:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Check that a plan is legal for a graph: its parts, the order of its actions, and its claims of memory. If it is the
-# plan of another model, say in which the two differ.
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Compare a plan with the graph of a model, and say in which the model of the plan differs.
 #
 # A plan has only the fingerprint of its graph, so the differences are told by the names and bytes that it has:
@@ -566,3 +564,37 @@ def _verify_calls(graph: StepGraph, plan: Plan) -> None:
         check_moves(step, plan, touches, rank_index)
     check_schedules(plan)
     check_order(plan, touches)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A plan at other sizes of its graph: what it says of bytes is counted anew.
+
+
+def plan_at(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with bytes at the sizes of `graph`, which has the same fingerprint, and as its kernels allocate.
+
+    The predicted seconds stay those at the planned sizes.
+    """
+    is_same = plan.symbols == graph.symbols and plan.kernels == kernels_digest(graph)
+    return plan if is_same else resized(graph, plan)
+
+
+def resized(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with its bytes, peaks and formula computed for `graph`; the predicted seconds stay.
+
+    Raises IllegalSchedule if regions or groups of activations do not fit the graph.
+    """
+    plan = replace(plan, activations=_resized_groups(graph, plan.activations))
+    if plan.lean is not None:
+        plan = replace(plan, lean=replace(plan.lean, activations=_resized_groups(graph, plan.lean.activations)))
+    for own in (plan,) if plan.lean is None else (plan, plan.of_lean_calls()):
+        check_activations(graph, own)
+        check_regions(as_run(graph, own.activations, laps_of(own)), own)
+    plan = with_peaks(graph, plan)
+    formula = peak_formula(graph, plan)
+    return replace(plan, formula=formula, symbols=graph.symbols, kernels=kernels_digest(graph))
+
+
+def _resized_groups(graph: StepGraph, groups: Iterable[Activations]) -> tuple[Activations, ...]:
+    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+    return tuple(replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in groups)

@@ -1,4 +1,4 @@
-"""Live bytes of every op of a plan, the peaks, and the traffic on the lanes."""
+"""Live bytes of every op of a plan, the peaks, also as a formula of dynamic sizes, and the traffic on the lanes."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier
+from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
 from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
@@ -211,6 +211,55 @@ class _Tally:
             host_bytes=host_bytes,
             positions=tuple(fullest.tolist()),
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The device peak of a plan as a formula of the graph's symbols: `Max(4*s0*s1 + 1024, 8*s0 + 2048)`.
+#
+#   op         1     s0    s0*s1      a row of coefficients per op, by running sums as in a timeline
+#   fwd.mm   1024     8      4
+#   bwd.mm   2048     8      0        rows never the largest, for symbols of 0 or more, are left out
+#
+# The constant of a row is the plan's bytes at the op less the bytes of live storages with symbolic sizes. There is a
+# row for each op that runs, recomputed ops included, and for each reduce with buffers. Offloaded activations are in no
+# row of the ops while they are away.
+
+
+def peak_formula(graph: StepGraph, plan: Plan) -> str:
+    """Return the device peak under `plan` as an expression in sympy's form, or `""` if no size is symbolic, or if the
+    step has several calls."""
+    if plan.calls.num > 1:
+        return ""
+    step = as_run(graph, plan.activations, laps_of(plan))
+    growing = [storage for storage in step.storages if storage.size]
+    if not growing:
+        return ""
+    products = list(dict.fromkeys(name for storage in growing for name, _ in sizes.terms(storage.size) if name))
+    column = {name: number for number, name in enumerate(products, start=1)}
+    plan_rows = PlanRows(graph, plan)
+    num = plan_rows.axis.ops.num
+    changes = np.zeros((num + 1, len(products) + 1), dtype=np.int64)
+    numbers = np.zeros(num + 1, dtype=np.int64)
+    for storage in growing:
+        for life in plan_rows.lives.get(storage.id, ()):
+            if life.last < life.first:
+                continue
+            for name, coefficient in sizes.terms(storage.size):
+                changes[life.first, column.get(name, 0)] += coefficient
+                changes[life.last + 1, column.get(name, 0)] -= coefficient
+            numbers[life.first] += storage.nbytes
+            numbers[life.last + 1] -= storage.nbytes
+    rows = np.cumsum(changes[:-1], axis=0)
+    # Bytes of constant sizes. The constants of symbolic sizes are in the first column already.
+    rows[:, 0] += plan_rows.nbytes - np.cumsum(numbers[:-1])
+    # The distinct rows that no other row equals or exceeds in every column, largest first. In falling order a row can
+    # only be dominated by an earlier row.
+    highest: list[NDArray[np.int64]] = []
+    for row in np.unique(rows, axis=0)[::-1]:
+        if not highest or not (np.array(highest) >= row).all(axis=1).any():
+            highest.append(row)
+    texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
+    return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

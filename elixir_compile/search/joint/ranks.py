@@ -40,11 +40,10 @@ from elixir_compile.search.schedule import Use, common_sequence, following, rele
 from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
 from elixir_compile.search.space.layers import activations_of, alike, layers_of
 from elixir_compile.step.divide import micro_batches_of
-from elixir_compile.step.formula import peak_formula
 from elixir_compile.step.legality import verify
 from elixir_compile.step.seconds import RankStep, busy_share, prediction_of, simulate, simulate_ranks
 from elixir_compile.step.structure import Collective
-from elixir_compile.step.timeline import host_bytes, plan_timeline
+from elixir_compile.step.timeline import host_bytes, peak_formula, plan_timeline
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans for ranks with different graphs: all ranks issue the same collectives in the same order.

@@ -17,8 +17,8 @@ from elixir_compile.ir import Update
 from elixir_compile.optim import hybrid as clipping
 from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.gathers import check_move
 from elixir_compile.runtime.measure import Resident
+from elixir_compile.runtime.placed import check_move
 from tests.run.models import Stack, seeded, vectors
 from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import (
