@@ -1,6 +1,7 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.base.codec import LEFT_OUT
@@ -205,6 +206,11 @@ class Bucket:
         if not self.is_sharded:
             return self.state_nbytes
         return self.state_nbytes * self.own_numel // max(self.numel, 1)
+
+
+def sharded_buckets(buckets: Iterable[Bucket]) -> frozenset[BucketId]:
+    """Return those of `buckets` that are sharded over ranks."""
+    return frozenset(bucket.id for bucket in buckets if bucket.is_sharded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

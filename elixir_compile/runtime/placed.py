@@ -1,8 +1,8 @@
 """Put the buckets of plans in force: their parameters move to the homes in the placements.
 
-    adopt             a plan begins: new buckets, parameters in their homes
-    take_replaced     the user replaced a parameter: the slot takes the new one, and its bucket moves home again
-    return_drifted    user code moved parameters: they go back home
+adopt             a plan begins: new buckets, parameters in their homes
+take_replaced     the user replaced a parameter: the slot takes the new one, and its bucket moves home again
+return_drifted    user code moved parameters: they go back home
 """
 
 import functools

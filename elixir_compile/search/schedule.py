@@ -26,11 +26,12 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
+from elixir_compile.ir.bucket import sharded_buckets
 from elixir_compile.ir.share import Share
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.profiles import Moves
-from elixir_compile.step.structure import Collective, collective_of, collectives_of, sharded_buckets
+from elixir_compile.step.structure import Collective, collective_of, collectives_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The skeleton: the equal part of the plans of ranks that differ, so that their collectives come in one order.
@@ -103,7 +104,7 @@ class _Walked:
 
     def __init__(self, plan: Plan) -> None:
         phases = {region.id: region.phase for region in plan.regions}
-        sharded = sharded_buckets(plan)
+        sharded = sharded_buckets(plan.buckets)
         self.gathers: list[_Issued] = []
         self.reduces: dict[BucketId, int] = {}
         """The place of the reduce of each bucket, in order."""
@@ -180,7 +181,7 @@ def following(plan: Plan, sequence: Sequence[Collective | Use], released: frozen
     Buckets in `released` count as released after each window, all others as resident. The prediction is that of `plan`.
     Nothing is yielded if the plan cannot follow.
     """
-    sharded = sharded_buckets(plan)
+    sharded = sharded_buckets(plan.buckets)
     placements = tuple(
         replace(placement, resident=placement.bucket not in released) if placement.bucket in sharded else placement
         for placement in plan.placements
@@ -207,7 +208,7 @@ class _Follower:
         self._gathers = {issued.gather: issued.use for issued in walk.gathers}
         self._waits = {issued.wait: issued.use for issued in walk.gathers}
         self._own = frozenset(self._gathers.values())
-        self._sharded = sharded_buckets(plan)
+        self._sharded = sharded_buckets(plan.buckets)
         self._written: list[Action] = []
         self._next = 0
         self._wanted: set[Use] = set()

@@ -45,7 +45,7 @@ from elixir_compile.step.works import (
     Walk,
     Work,
     last_forward,
-    on_lanes,
+    plan_on_lanes,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -378,14 +378,8 @@ def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index
     `touches` are the gradients and the offloaded activations that the regions touch.
     """
     actions = plan.schedules[rank_index].pairs
-    buckets, groups = on_lanes(
-        {placement.bucket: placement for placement in plan.placements},
-        [group.id for group in plan.activations if group.saving is Saving.OFFLOAD],
-        plan.update,
-        sharded={bucket.id for bucket in plan.buckets if bucket.is_sharded},
-        summed={bucket.id for bucket in plan.buckets if bucket.sum_nbytes},
-        closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
-    )
+    closing = closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {}
+    buckets, groups = plan_on_lanes(plan, plan.update, closing)
     regions = {region.id: _region_works(region, touches[region.id], buckets, groups) for region in plan.regions}
     walk = Walk(
         buckets,

@@ -19,7 +19,6 @@ from elixir_compile.ir import (
     Calls,
     Kind,
     Plan,
-    Saving,
     StepGraph,
     StorageId,
     Tier,
@@ -51,7 +50,7 @@ from elixir_compile.step.bucket_bytes import (
 )
 from elixir_compile.step.divide import arrived_name, laps_of, leaving_name
 from elixir_compile.step.liveness import Life, liveness
-from elixir_compile.step.works import Do, Memory, Walk, Work, on_lanes
+from elixir_compile.step.works import Do, Memory, Walk, Work, plan_on_lanes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The axis of rows of bytes: the ops of a step, and its reduces with buffers, which stand between two ops.
@@ -121,12 +120,7 @@ def _works(plan: Plan, rank: int) -> Sequence[Work]:
     """Return the works of `rank`, or of the first rank if all have the same, without what regions touch."""
     # When an update runs changes no bytes: streamed updates take turns in one row, and gradients stay until the end.
     mode = Update.AFTER_BACKWARD
-    buckets, groups = on_lanes(
-        {placement.bucket: placement for placement in plan.placements},
-        [group.id for group in plan.activations if group.saving is Saving.OFFLOAD],
-        mode,
-        sharded={bucket.id for bucket in plan.buckets if bucket.is_sharded},
-    )
+    buckets, groups = plan_on_lanes(plan, mode)
     for group in groups.values():
         group.leaves_whole = group.returns_whole = True
     walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)

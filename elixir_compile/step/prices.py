@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from elixir_compile.ir.bucket import Activations, Bucket
+from elixir_compile.ir.bucket import Activations, Bucket, sharded_buckets
 from elixir_compile.ir.cost import (
     Measured,
     StreamedCopies,
@@ -199,7 +199,7 @@ def prices(
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
-        sharded=frozenset(bucket.id for bucket in buckets if bucket.is_sharded),
+        sharded=sharded_buckets(buckets),
         summed=frozenset(bucket.id for bucket in buckets if bucket.sum_nbytes),
         memory=HostMemory() if lane_of[Lane.HOST] is Lane.COMPUTE else _host_memory(buckets, away, cluster),
         streams={

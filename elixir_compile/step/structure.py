@@ -33,6 +33,7 @@ from elixir_compile.ir import (
     Verb,
     sizes,
 )
+from elixir_compile.ir.bucket import sharded_buckets
 from elixir_compile.ir.plan import Plan, bucket_text
 from elixir_compile.step.as_run import is_drawn, makers, repeated_op, repeats, saved_storages
 from elixir_compile.step.timeline import host_bytes, plan_timeline
@@ -64,14 +65,9 @@ def collective_of(action: Action, sharded: frozenset[BucketId]) -> Collective | 
     return Collective(action.verb, action.target.bucket) if is_one else None
 
 
-def sharded_buckets(plan: Plan) -> frozenset[BucketId]:
-    """Return the buckets of `plan` that are sharded over ranks."""
-    return frozenset(bucket.id for bucket in plan.buckets if bucket.is_sharded)
-
-
 def collectives_of(plan: Plan) -> tuple[Collective, ...]:
     """Return the collectives of `plan` in the order of its schedule, if several ranks run it."""
-    sharded = sharded_buckets(plan)
+    sharded = sharded_buckets(plan.buckets)
     found = (collective_of(action, sharded) for action in plan.schedules[0].actions)
     return tuple(collective for collective in found if collective is not None)
 

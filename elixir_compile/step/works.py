@@ -37,8 +37,8 @@ from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from elixir_compile.ir.bucket import Placement
-from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, Phase, RegionId, Tier, Update, Verb
+from elixir_compile.ir.bucket import Placement, sharded_buckets
+from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, Phase, RegionId, Saving, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.schedule import (
     Action,
@@ -304,14 +304,17 @@ class GroupWorks:
         return (self.whole,) * self.leaves_whole + (Memory.LEAVING_SLICE,) * self.leaves_in_slices
 
 
+_NONE_CLOSES: Mapping[BucketId, Verb] = MappingProxyType({})
+
+
 def on_lanes(
     placements: Mapping[BucketId, Placement],
     groups: Iterable[GroupId],
     update: Update,
     *,
     sharded: Collection[str],
-    summed: Collection[str] = (),
-    closing: Mapping[BucketId, Verb] = MappingProxyType({}),
+    summed: Collection[str],
+    closing: Mapping[BucketId, Verb] = _NONE_CLOSES,
     have_gradients: bool = False,
     is_one_memory: bool = False,
 ) -> tuple[Mapping[BucketId, BucketWorks], Mapping[GroupId, GroupWorks]]:
@@ -337,6 +340,20 @@ def on_lanes(
         )
         place += NUM_OWN
     return buckets, {name: GroupWorks(own, name) for name, own in zip(groups, count(place, NUM_OWN), strict=False)}
+
+
+def plan_on_lanes(
+    plan: Plan, update: Update, closing: Mapping[BucketId, Verb] = _NONE_CLOSES
+) -> tuple[Mapping[BucketId, BucketWorks], Mapping[GroupId, GroupWorks]]:
+    """Return `on_lanes` of `plan` with updates at `update`, whose regions make gradients that are noted later."""
+    return on_lanes(
+        {placement.bucket: placement for placement in plan.placements},
+        [group.id for group in plan.activations if group.saving is Saving.OFFLOAD],
+        update,
+        sharded=sharded_buckets(plan.buckets),
+        summed=frozenset(bucket.id for bucket in plan.buckets if bucket.sum_nbytes),
+        closing=closing,
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
