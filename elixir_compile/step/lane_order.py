@@ -26,7 +26,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.step.divide import arrived_name, leaving_name, offloaded_names
 from elixir_compile.step.liveness import closing_verbs
-from elixir_compile.step.structure import illegal_actions
+from elixir_compile.step.structure import illegal_action
 from elixir_compile.step.works import (
     COMPUTE,
     D2H,
@@ -204,36 +204,35 @@ class Conflict:
     fault: Fault
 
 
-def check_order(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> None:
-    """Raise IllegalSchedule if schedule number `rank_index` leaves two accesses to the same memory unordered.
+def check_order(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> None:
+    """Raise IllegalSchedule if the schedule of all ranks leaves two accesses to the same memory unordered.
 
     `touches` are the gradients and the offloaded activations that the regions touch. A plan with sums of gradients is
     checked twice, because it also runs steps that find no earlier gradient, and their updates may come earlier: behind
     `zero_grad()`, or if a remembered accumulation does not come.
     """
-    conflict = _first_conflict_of(plan, touches, rank_index)
+    conflict = _first_conflict_of(plan, touches)
     if conflict is None and any(bucket.sum_nbytes for bucket in plan.buckets):
         without_sums = tuple(replace(bucket, sum_nbytes=0) for bucket in plan.buckets)
-        conflict = _first_conflict_of(replace(plan, buckets=without_sums), touches, rank_index)
+        conflict = _first_conflict_of(replace(plan, buckets=without_sums), touches)
     if conflict is None:
         return
     clauses: list[str] = []
     for work in (conflict.first, conflict.second):
-        action = plan.schedules[rank_index].actions[work.at]
+        action = plan.schedules[0].actions[work.at]
         verb = "frees" if conflict.cell in work.frees else "writes" if conflict.cell in work.writes else "reads"
         clauses.append(f"`{action.verb} {action.target}`, on {work.actor}, {verb}")
     one, other = clauses
     if conflict.second.step > conflict.first.step:
         other = f"in the next step {other}"
     sentence = f"{one} {conflict.cell}, and {other} it: {conflict.fault}."
-    places = (conflict.first.at, conflict.second.at)
-    raise illegal_actions(sentence, plan, rank_index, places)
+    raise illegal_action(sentence, plan, 0, conflict.first.at, conflict.second.at)
 
 
-def _first_conflict_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int) -> Conflict | None:
+def _first_conflict_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> Conflict | None:
     with collector_off():
         order = Order()
-        order.run_steps(works_of(plan, touches, rank_index))
+        order.run_steps(works_of(plan, touches))
         return first_conflict(order.found)
 
 
@@ -372,12 +371,12 @@ class Order:
         over[done] = over[landed] = 0
 
 
-def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]], rank_index: int = 0) -> list[Work]:
-    """Return the works of schedule number `rank_index`, with the memory that they touch.
+def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> list[Work]:
+    """Return the works of the schedule of all ranks, with the memory that they touch.
 
     `touches` are the gradients and the offloaded activations that the regions touch.
     """
-    actions = plan.schedules[rank_index].pairs
+    actions = plan.schedules[0].pairs
     closing = closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {}
     buckets, groups = plan_on_lanes(plan, plan.update, closing)
     regions = {region.id: _region_works(region, touches[region.id], buckets, groups) for region in plan.regions}

@@ -148,15 +148,15 @@ def one_in_each_phase(windows: Sequence[Window]) -> tuple[Window, ...]:
     return tuple(joined.values())
 
 
-def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
+def closing_verbs(plan: Plan) -> Mapping[BucketId, Verb]:
     """Return the verb of the last action on each bucket, after which it may be updated in the backward.
 
     It is REDUCE if the parameters are on the device, else OFFLOAD of the gradient or the RELEASE after it. Buckets that
     are read later are left out, and those with another last action in lean calls: either kind may be the last call.
     """
     reads = {region.id: region.buckets for region in plan.regions}
-    found = closing_of(plan.schedules[rank].pairs, reads, plan.placements)
-    lean = found if plan.lean is None else closing_verbs(plan.of_lean_calls(), rank)
+    found = closing_of(plan.schedules[0].pairs, reads, plan.placements)
+    lean = found if plan.lean is None else closing_verbs(plan.of_lean_calls())
     return {bucket: verb for bucket, verb in found.items() if lean.get(bucket) is verb}
 
 

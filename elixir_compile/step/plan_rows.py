@@ -66,8 +66,8 @@ from elixir_compile.step.works import Do, Memory, Walk, Work, plan_on_lanes
 class Axis:
     """The ops of a step and its reduces with buffers in one order, and where works allocate and free memory on it."""
 
-    def __init__(self, step: StepGraph, plan: Plan, rank: int) -> None:
-        """Read the works of the schedule of `rank` under `plan`; `step` has the ops that run."""
+    def __init__(self, step: StepGraph, plan: Plan) -> None:
+        """Read the works of the schedule of `plan`; `step` has the ops that run."""
         index = {op.id: number for number, op in enumerate(step.ops)}
         ends: dict[str, int] = {region.id: index[region.last] + 1 for region in plan.regions}
         with_position = {bucket.id for bucket in plan.buckets if Sizes.of(bucket, plan.num_copies).has_position}
@@ -80,7 +80,7 @@ class Axis:
         self.op_of: list[int] = []
         """By position: the index of its op, or of the op before a reduce."""
         op_of, num_done = self.op_of, 0
-        for work in _works(plan, rank):
+        for work in _works(plan):
             do, name = work.do, work.name
             if do is Do.RUN:
                 op_of += range(num_done, ends[name])
@@ -116,15 +116,15 @@ class Axis:
         return -1 if position < 0 else self.op_of[position]
 
 
-def _works(plan: Plan, rank: int) -> Sequence[Work]:
-    """Return the works of `rank`, or of the first rank if all have the same, without what regions touch."""
+def _works(plan: Plan) -> Sequence[Work]:
+    """Return the works of `plan`, of any rank, without what regions touch."""
     # When an update runs changes no bytes: streamed updates take turns in one row, and gradients stay until the end.
     mode = Update.AFTER_BACKWARD
     buckets, groups = plan_on_lanes(plan, mode)
     for group in groups.values():
         group.leaves_whole = group.returns_whole = True
     walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)
-    return walk.step(next((own for own in plan.schedules if own.rank == rank), plan.schedules[0]).pairs)
+    return walk.step(plan.schedules[0].pairs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,15 +143,15 @@ _NOTHING: Mapping[Kind, int] = MappingProxyType({})
 
 
 class PlanRows:
-    """The rows of `rank` in a step of one call under `plan`, which must be a plan of `graph`.
+    """The rows of a rank in a step of one call under `plan`, which must be a plan of `graph`.
 
     The ops include recomputed ops; fused storages have no rows.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan, rank: int = 0) -> None:
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.step = as_run(graph, plan.activations, laps_of(plan))
         """The ops as the plan runs them."""
-        self.axis = Axis(self.step, plan, rank)
+        self.axis = Axis(self.step, plan)
         """The positions of rows."""
         self.call, self._ops, self.plan = ONLY, self.axis.ops, plan
         self._others_bytes = _NOTHING
@@ -484,10 +484,10 @@ class TwoPrograms:
         )
 
     @classmethod
-    def of(cls, graph: StepGraph, plan: Plan, rank: int = 0) -> "TwoPrograms":
-        """Return the programs of `plan`, a plan of `graph`, on `rank`."""
-        full = CallBytes(PlanRows(graph, plan, rank))
-        return cls(full, full if plan.lean is None else CallBytes(PlanRows(graph, plan.of_lean_calls(), rank)))
+    def of(cls, graph: StepGraph, plan: Plan) -> "TwoPrograms":
+        """Return the programs of `plan`, a plan of `graph`."""
+        full = CallBytes(PlanRows(graph, plan))
+        return cls(full, full if plan.lean is None else CallBytes(PlanRows(graph, plan.of_lean_calls())))
 
     def fullest(self, beside: Halves) -> Iterator[tuple[Half, PlanRows]]:
         """Yield each half with the rows of a call that has the most bytes beside it. Only the ops of the half count."""

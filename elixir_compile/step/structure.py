@@ -3,7 +3,7 @@ lines of a printed plan around a fault.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -112,13 +112,7 @@ def illegal_region(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
     return illegal(sentence, "regions", _texts(plan.regions), at)
 
 
-def illegal_action(sentence: str, plan: Plan, rank_index: int, at: int) -> IllegalSchedule:
-    """Return an error about action number `at` of schedule number `rank_index`."""
-    schedule = plan.schedules[rank_index]
-    return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), at)
-
-
-def illegal_actions(sentence: str, plan: Plan, rank_index: int, places: Collection[int]) -> IllegalSchedule:
+def illegal_action(sentence: str, plan: Plan, rank_index: int, *places: int) -> IllegalSchedule:
     """Return an error about the actions number `places` of schedule number `rank_index`: each is marked."""
     schedule = plan.schedules[rank_index]
     return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), *places)
@@ -381,9 +375,8 @@ def check_claims(plan: Plan) -> None:
 
 def check_peak(graph: StepGraph, plan: Plan) -> None:
     """Raise IllegalSchedule if the peak is above the budget, or differs from the claim of the plan."""
-    timelines = [plan_timeline(graph, plan, schedule.rank) for schedule in plan.schedules]
-    worst = max(timelines, key=lambda timeline: timeline.peak.nbytes)
-    peak, claim = worst.peak, plan.prediction
+    timeline = plan_timeline(graph, plan)
+    peak, claim = timeline.peak, plan.prediction
     live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in peak.by_kind.items())
     if peak.nbytes > plan.budget_bytes:
         sentence = (
@@ -391,7 +384,7 @@ def check_peak(graph: StepGraph, plan: Plan) -> None:
             f"the budget of {plan.budget_bytes}; live: {live}."
         )
         raise illegal_claim(sentence, plan, 0)
-    claimed = dict(zip(worst.ops, worst.live_bytes, strict=True)).get(claim.device_peak_at)
+    claimed = dict(zip(timeline.ops, timeline.live_bytes, strict=True)).get(claim.device_peak_at)
     if claim.device_peak_bytes != peak.nbytes or claimed != peak.nbytes:
         sentence = (
             f"The plan claims a peak of {claim.device_peak_bytes} bytes at {claim.device_peak_at}; "

@@ -90,16 +90,16 @@ def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, 
     return tally.timeline(step, host_bytes=0)
 
 
-def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
-    """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
+def plan_timeline(graph: StepGraph, plan: Plan) -> MemoryTimeline:
+    """Return the timeline of a rank under `plan`, which must be a plan of `graph`.
 
     If the step has several calls, each op has the bytes of the call that holds the most there. The ops include
     recomputed ops, those of full calls if there are lean ones: an op that lean calls alone run counts at the next op
     that both run. Fused storages are left out.
     """
     if plan.calls.num == 1:
-        return timeline_of(PlanRows(graph, plan, rank))
-    programs = TwoPrograms.of(graph, plan, rank)
+        return timeline_of(PlanRows(graph, plan))
+    programs = TwoPrograms.of(graph, plan)
     step = programs.full.rows.step
     index = {op.id: at for at, op in enumerate(step.ops)}
     highest: list[tuple[MemoryTimeline, int] | None] = [None] * len(step.ops)
@@ -145,12 +145,12 @@ def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
     return replace(plan, prediction=prediction)
 
 
-def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:
-    """Return the stretches of ops in which each storage is on the device of `rank`, for the ops run by `plan`.
+def device_lives(graph: StepGraph, plan: Plan) -> Mapping[StorageId, tuple[Life, ...]]:
+    """Return the stretches of ops in which each storage is on the device, for the ops run by `plan`.
 
     Parameters of buckets are listed as if they never moved.
     """
-    rows = PlanRows(graph, plan, rank)
+    rows = PlanRows(graph, plan)
     axis = rows.axis
     return {
         name: tuple(Life(first=axis.op_from(life.first), last=axis.op_to(life.last)) for life in lives)
