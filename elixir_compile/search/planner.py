@@ -28,7 +28,7 @@ from elixir_compile.search.space.buckets import Level, with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.step.legality import verify
 from elixir_compile.step.prices import prices
-from elixir_compile.step.timeline import device_lives, host_bytes, plan_timeline
+from elixir_compile.step.timeline import host_bytes, live_storages, plan_timeline
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Fit the host memory: choose the optimizer state that goes to disk, or count the fewest host bytes that are enough.
@@ -460,14 +460,8 @@ def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:
     """Return the name and bytes of an output of the model that is among the three largest storages at `op` under the
     plan `made`, with at least a sixteenth of the peak; empty if none is."""
     graph = evaluator.facts.graph
-    at = next(i for i, own in enumerate(graph.ops) if own.id == op.id)
-    lives = device_lives(evaluator.facts.problem.graph, made)
-    live = [
-        storage
-        for storage in graph.storages
-        if storage.kind is not Kind.PARAM and any(life.first <= at <= life.last for life in lives.get(storage.id, ()))
-    ]
-    largest = sorted(live, key=lambda storage: -storage.nbytes)[:3]
+    live = live_storages(evaluator.facts.problem.graph, made, op.id)
+    largest = [storage for storage in live if storage.kind is not Kind.PARAM][:3]
     least_bytes = made.prediction.device_peak_bytes // 16
     returned = (storage for storage in largest if storage.id in graph.outputs and storage.nbytes >= least_bytes)
     found = next(returned, None)

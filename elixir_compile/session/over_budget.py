@@ -37,7 +37,7 @@ from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, Joint
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import state_bytes
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, foreign_bytes
-from elixir_compile.step.timeline import device_lives, plan_timeline
+from elixir_compile.step.timeline import live_storages, plan_timeline
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measure the bytes of a model's first steps, and find what took more than its plan says.
@@ -684,13 +684,5 @@ def _largest_tensors(active: ActivePlan) -> dict[str, int]:
     """Return the bytes of the largest tensors at the peak of the plan in use, by name; a name begins with its
     module."""
     graph, plan = active.graph, active.plan
-    peak = plan_timeline(graph, plan).peak.op
-    at = next((index for index, op in enumerate(graph.ops) if op.id == peak), 0)
-    lives = device_lives(graph, plan)
-    live = [
-        storage
-        for storage in graph.storages
-        if any(life.first <= at <= life.last for life in lives.get(storage.id, ()))
-    ]
-    largest = sorted(live, key=lambda storage: -storage.nbytes)[:_NUM_LARGEST]
+    largest = live_storages(graph, plan, plan_timeline(graph, plan).peak.op)[:_NUM_LARGEST]
     return {str(storage.id): storage.nbytes for storage in largest}

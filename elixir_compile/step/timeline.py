@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
 from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
-from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.graph import StepGraph, Storage
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import Kind, Saving
 from elixir_compile.ir.plan import Plan, TensorTraffic
@@ -156,6 +156,14 @@ def device_lives(graph: StepGraph, plan: Plan) -> Mapping[StorageId, tuple[Life,
         name: tuple(Life(first=axis.op_from(life.first), last=axis.op_to(life.last)) for life in lives)
         for name, lives in rows.lives.items()
     }
+
+
+def live_storages(graph: StepGraph, plan: Plan, at: OpId) -> Sequence[Storage]:
+    """Return the storages on the device while the op `at` of `plan` runs, the largest first."""
+    step, lives = as_run(graph, plan.activations, laps_of(plan)), device_lives(graph, plan)
+    number = next(number for number, op in enumerate(step.ops) if op.id == at)
+    live = (own for own in step.storages if any(o.first <= number <= o.last for o in lives.get(own.id, ())))
+    return sorted(live, key=lambda storage: -storage.nbytes)
 
 
 def host_bytes(plan: Plan) -> int:

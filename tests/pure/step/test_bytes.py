@@ -42,6 +42,7 @@ from elixir_compile.step.as_run import as_run, laps_at
 from elixir_compile.step.bucket_bytes import bucket_host_bytes, sum_host_bytes
 from elixir_compile.step.divide import crossings, divided, slices_of
 from elixir_compile.step.seconds import simulate
+from elixir_compile.step.timeline import live_storages
 from tests.pure.memory_walk import walk_memory
 from tests.pure.mixes import activations_of, group, mixed_graphs
 from tests.pure.plans import Trip, bucket_of, make_plan, mixed_plans, planned_graphs, plans_of, with_actions
@@ -128,10 +129,15 @@ def test_recomputed_activations_are_live_from_their_repeated_op() -> None:
     """`h` and `g` go after ops 1 and 2. `re_mm` and `re_gelu` are ops 3 and 4: h is there again at 3 to 7, g at 4 and
     5. Beside them the output has 4 bytes at op 2, the tangent 4 at 5 and 6, `d` 16 at 6 and 7, `e` 16 at 7 and 8."""
     again = (group(GELU, "acts", Saving.RECOMPUTE, "h", "g"),)
-    timeline = plan_timeline(GELU, make_plan(GELU, GELU_BUCKETS, ["device"], again))
+    made = make_plan(GELU, GELU_BUCKETS, ["device"], again)
+    timeline = plan_timeline(GELU, made)
     assert timeline.ops[3:5] == ("bwd.re_mm", "bwd.re_gelu")
     assert Kind.SAVED not in timeline.live_bytes_by_kind
     assert timeline.live_bytes_by_kind[Kind.TEMP] == (16, 32, 20, 16, 32, 36, 36, 48, 16, 0)
+    for op, nbytes in zip(timeline.ops, timeline.live_bytes_by_kind[Kind.TEMP], strict=True):
+        live = live_storages(GELU, made, op)
+        assert sum(storage.nbytes for storage in live if storage.kind is Kind.TEMP) == nbytes
+        assert [storage.nbytes for storage in live] == sorted((storage.nbytes for storage in live), reverse=True)
     assert timeline.host_bytes == 0
 
 
