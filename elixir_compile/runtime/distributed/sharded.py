@@ -358,7 +358,7 @@ class UnevenBucket(ShardedBucket):
         """By rank, the elements in the flat buffer, with padding."""
         self._own_index = self.ranks.mesh.get_local_rank(self.ranks.mesh.ndim - 1)
         itemsize = self.slots[0].param.element_size()
-        *offsets, end = accumulate((itemsize * numel for numel in self._parts[self._own_index]), initial=0)
+        *offsets, end = accumulate((itemsize * numel for numel in self._shards[self._own_index]), initial=0)
         return tuple(offsets), end
 
 
