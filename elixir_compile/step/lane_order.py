@@ -25,7 +25,7 @@ from elixir_compile.ir import (
     Update,
 )
 from elixir_compile.step.divide import arrived_name, leaving_name, offloaded_names
-from elixir_compile.step.liveness import closing_verbs
+from elixir_compile.step.liveness import closing_verbs, last_forward
 from elixir_compile.step.structure import illegal_action
 from elixir_compile.step.works import (
     COMPUTE,
@@ -44,7 +44,6 @@ from elixir_compile.step.works import (
     RegionWorks,
     Walk,
     Work,
-    last_forward,
     plan_on_lanes,
 )
 

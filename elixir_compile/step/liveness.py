@@ -9,18 +9,21 @@ from enum import IntEnum
 import numpy as np
 
 from elixir_compile.ir import (
+    Action,
     Batched,
     Bucket,
     BucketId,
     BucketRef,
     GradientRef,
     GroupId,
+    GroupRef,
     Kind,
     Op,
     OpId,
     Phase,
     Placement,
     Plan,
+    Region,
     RegionId,
     RegionRef,
     StepGraph,
@@ -93,7 +96,8 @@ def liveness(graph: StepGraph) -> Liveness:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Find the windows of ops for which a bucket is gathered, and the action after which it may be updated early.
+# Find the windows of ops for which a bucket is gathered, the action after which it may be updated early, and the action
+# with which the forward ends.
 
 
 SMALL_SHARE = 16
@@ -189,6 +193,28 @@ def closing_of(
             else:
                 banned.add(target.bucket)
     return {bucket: verb for bucket, verb in closing.items() if bucket not in reread | banned}
+
+
+def halves_of(plan: Plan) -> tuple[Sequence[Action], Sequence[Action]]:
+    """Return the actions of the program of the forward, and those behind it; all are behind it if it runs no region."""
+    actions, pairs = plan.schedules[0].actions, plan.schedules[0].pairs
+    last = last_forward(plan.regions, pairs)
+    end = max((at for at, (_, target) in enumerate(pairs, 1) if last and target == RegionRef(last)), default=0)
+    while 0 < end < len(pairs) and may_end_forward(*pairs[end]):
+        end += 1
+    return actions[:end], actions[end:]
+
+
+def last_forward(regions: Iterable[Region], actions: Sequence[tuple[Verb, Target]]) -> RegionId | None:
+    """Return the region of the forward that runs last; None if none does."""
+    forward = {region.id for region in regions if region.phase is Phase.FORWARD}
+    runs = (target.region for _, target in reversed(actions) if isinstance(target, RegionRef))
+    return next((region for region in runs if region in forward), None)
+
+
+def may_end_forward(verb: Verb, target: Target) -> bool:
+    """Return whether an action behind the last region of the forward belongs to the program of the forward."""
+    return verb is Verb.RELEASE or (verb in (Verb.OFFLOAD, Verb.WAIT) and isinstance(target, GroupRef))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.schedule import BucketRef, GroupRef, Origin, Record, RegionRef, Span, Target
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.divide import laps_of
-from elixir_compile.step.liveness import closing_verbs
+from elixir_compile.step.liveness import closing_verbs, last_forward
 from elixir_compile.step.prices import LapCopies, Prices, prices
 from elixir_compile.step.timeline import plan_timeline, traffic
 from elixir_compile.step.works import (
@@ -71,7 +71,6 @@ from elixir_compile.step.works import (
     RegionWorks,
     Walk,
     Work,
-    last_forward,
     on_lanes,
 )
 

@@ -36,8 +36,8 @@ from elixir_compile.ir import (
 from elixir_compile.ir.bucket import sharded_buckets
 from elixir_compile.ir.plan import Plan, bucket_text
 from elixir_compile.step.as_run import is_drawn, makers, repeated_op, repeats, saved_storages
+from elixir_compile.step.liveness import halves_of
 from elixir_compile.step.timeline import host_bytes, plan_timeline
-from elixir_compile.step.works import halves_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The collectives of a plan, in the order in which its schedule issues them: one order on all ranks, or they wait for

@@ -38,19 +38,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from elixir_compile.ir.bucket import Placement, sharded_buckets
-from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, Phase, RegionId, Saving, Tier, Update, Verb
+from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, RegionId, Saving, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.schedule import (
-    Action,
     BucketRef,
     GradientRef,
     GroupRef,
-    Region,
     RegionRef,
     StateRef,
     Target,
     label,
 )
+from elixir_compile.step.liveness import may_end_forward
 
 Instant = int
 """The number of an instant: of an actor, when its next work may begin; of a transfer, when it is over."""
@@ -202,26 +201,17 @@ class BucketWorks:
     step have done with it so far."""
 
     def __init__(
-        self,
-        place: Instant,
-        placement: Placement,
-        update: Update,
-        *,
-        is_sharded: bool,
-        is_summed: bool,
-        has_gradient: bool,
-        is_one_memory: bool,
-        closes: Verb | None,
+        self, place: Instant, placement: Placement, update: Update, *, is_sharded: bool, is_one_memory: bool
     ) -> None:
-        """See `on_lanes`. Let `place` and the instants behind it be those of the bucket."""
+        """Let `place` and the instants behind it be those of the bucket; see `on_lanes`."""
         self.name: str = placement.bucket
         self.placement = placement
         self.is_sharded = is_sharded
-        self.is_summed = is_summed
+        self.is_summed = False
         """Whether its gradient is added to the sum of those of earlier backward passes."""
-        self.closes = closes
-        """The verb of the action that closes it in the backward; None if none does."""
-        self.is_trained = self.is_made = has_gradient
+        self.closes: Verb | None = None
+        """The verb of the action that closes it in the backward."""
+        self.is_trained = self.is_made = False
         """Whether a region makes a gradient of it, and whether one has done so in this step."""
         self.is_on_host = is_on_host = placement.param is not Tier.DEVICE
         self.is_gathered = is_on_host or is_sharded
@@ -327,17 +317,11 @@ def on_lanes(
     """
     place = FIRST_OWN
     buckets: dict[BucketId, BucketWorks] = {}
-    for name, placement in placements.items():
-        buckets[name] = BucketWorks(
-            place,
-            placement,
-            update,
-            is_sharded=name in sharded,
-            is_summed=name in summed,
-            has_gradient=have_gradients,
-            is_one_memory=is_one_memory,
-            closes=closing.get(name),
-        )
+    for name, home in placements.items():
+        bucket = BucketWorks(place, home, update, is_sharded=name in sharded, is_one_memory=is_one_memory)
+        bucket.is_summed, bucket.closes = name in summed, closing.get(name)
+        bucket.is_trained = bucket.is_made = have_gradients
+        buckets[name] = bucket
         place += NUM_OWN
     return buckets, {name: GroupWorks(own, name) for name, own in zip(groups, count(place, NUM_OWN), strict=False)}
 
@@ -426,7 +410,7 @@ class Walk:
             self._at = at
             if self._dropped:
                 self._free_dropped()
-            if ends_forward and not _may_end_forward(verb, target):
+            if ends_forward and not may_end_forward(verb, target):
                 self._synchronize(self._h2d)
                 ends_forward = False
             if left and verb is not Verb.UPDATE:  # their `update` is not at the end of the schedule
@@ -810,25 +794,3 @@ _NOTHING = RegionWorks()
 
 def _slice(group: GroupWorks, number: int) -> Access:
     return (Memory.ARRIVING_SLICE, group.name, number)
-
-
-def halves_of(plan: Plan) -> tuple[Sequence[Action], Sequence[Action]]:
-    """Return the actions of the program of the forward, and those behind it; all are behind it if it runs no region."""
-    actions, pairs = plan.schedules[0].actions, plan.schedules[0].pairs
-    last = last_forward(plan.regions, pairs)
-    end = max((at for at, (_, target) in enumerate(pairs, 1) if last and target == RegionRef(last)), default=0)
-    while 0 < end < len(pairs) and _may_end_forward(*pairs[end]):
-        end += 1
-    return actions[:end], actions[end:]
-
-
-def last_forward(regions: Iterable[Region], actions: Sequence[tuple[Verb, Target]]) -> RegionId | None:
-    """Return the region of the forward that runs last; None if none does."""
-    forward = {region.id for region in regions if region.phase is Phase.FORWARD}
-    runs = (target.region for _, target in reversed(actions) if isinstance(target, RegionRef))
-    return next((region for region in runs if region in forward), None)
-
-
-def _may_end_forward(verb: Verb, target: Target) -> bool:
-    """Return whether an action behind the last region of the forward belongs to the program of the forward."""
-    return verb is Verb.RELEASE or (verb in (Verb.OFFLOAD, Verb.WAIT) and isinstance(target, GroupRef))

@@ -42,7 +42,7 @@ from elixir_compile.ir import (
 from elixir_compile.step import MemoryTimeline
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.divide import laps_of
-from elixir_compile.step.works import halves_of
+from elixir_compile.step.liveness import halves_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Format the programs of a step as text: one line for each node, with its lane and live bytes.
