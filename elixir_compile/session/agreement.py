@@ -5,7 +5,7 @@ each forward.
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -54,7 +54,8 @@ from elixir_compile.step.structure import collectives_of
 
 
 _FAULT = "!"
-"""First character of the text of a rank that failed; roll calls begin with a letter."""
+"""First character of the text of a rank that failed, or that cannot follow a plan; roll calls begin with a letter, and
+digests are hex digits."""
 _ROLL = "graphs to run"
 _DIGITS = 24
 """Digits of each digest in a roll call: a letter, two digests and a number fit into one short text of the control
@@ -220,7 +221,7 @@ def plan_of_class(
         plans = [_plan_or_error(said[first]) for first in firsts]
         errors = [plan for plan in plans if isinstance(plan, NoFeasiblePlan)]
         if errors:
-            worst = max(errors, key=lambda error: (error.memory == "device", error.needed_bytes - error.budget_bytes))
+            worst = _shortest(errors)
             raise made if isinstance(made, NoFeasiblePlan) and made.args == worst.args else worst
         return [plan for plan in plans if isinstance(plan, Plan)]
 
@@ -230,6 +231,11 @@ def plan_of_class(
         log.info("%s: one plan for all ranks, because %s", problem.name, error.sentence)
         return None
     return _own_plan(control, problem.graph, plans[own])
+
+
+def _shortest(errors: Iterable[NoFeasiblePlan]) -> NoFeasiblePlan:
+    """Return the error with the largest shortage of device memory, or if there is none, of host memory."""
+    return max(errors, key=lambda error: (error.memory == "device", error.needed_bytes - error.budget_bytes))
 
 
 def _attempt(work: Callable[[int], Plan], number: int) -> Plan | NoFeasiblePlan:
@@ -260,10 +266,7 @@ def _own_plan(control: ControlChannel, graph: StepGraph, planned: Plan) -> Plan:
         return found
 
     plan, digests = control.run_on_all_ranks("plans of classes taken over", own_plan, skeleton_digest, {})
-    divide = Divide.of(digests)
-    if divide.odd:
-        odd = tuple(control.ranks[place] for place in divide.odd)
-        raise RanksDiffer(odd, [f"{ranks_text(odd)} would gather and reduce in another order than the other ranks"])
+    _refuse_odd(control, digests, "would gather and reduce in another order than the other ranks")
     return plan
 
 
@@ -281,8 +284,6 @@ def _own_plan(control: ControlChannel, graph: StepGraph, planned: Plan) -> Plan:
 
 
 _Made = TypeVar("_Made")
-
-"""First character of the text of a rank that cannot follow a plan; digests are hex digits."""
 
 
 def agreed_plan(
@@ -373,10 +374,7 @@ def _taken_over(
     ]
     if faults:
         _require_same(control, ops, ops_digests, faults)
-    divide = Divide.of(said)
-    if divide.odd:
-        odd = ranks_at(control, divide.odd)
-        raise RanksDiffer(odd, [f"{ranks_text(odd)} took over other buckets, placements or actions than were planned"])
+    _refuse_odd(control, said, "took over other buckets, placements or actions than were planned")
     assert isinstance(plan, Plan)  # for a rank with a fault, `_require_same` has raised
     return plan
 
@@ -494,6 +492,14 @@ def _require_same(
         odd_name = ranks_text([control.ranks[place]])
         found |= dict.fromkeys(differences(said[divide.usual], said[place], usual_name, odd_name))
     raise RanksDiffer(ranks_at(control, divide.odd), list(found))
+
+
+def _refuse_odd(control: ControlChannel, digests: Sequence[str], what_they_do: str) -> None:
+    """Raise RanksDiffer on all ranks if `digests`, one of every rank, differ; `what_they_do` is a sentence without the
+    ranks that have another one than most."""
+    odd = ranks_at(control, Divide.of(digests).odd)
+    if odd:
+        raise RanksDiffer(odd, [f"{ranks_text(odd)} {what_they_do}"])
 
 
 def ranks_at(control: ControlChannel, places: Sequence[int]) -> tuple[int, ...]:
@@ -627,22 +633,16 @@ def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket
     if not fitting:
         raise _most_short(control, found[-1])
     _, digests = run_on_all_ranks(control, "plans in step", lambda: fitting[0], _digest)
-    divide = Divide.of(digests)
-    if divide.odd:
-        odd = ranks_at(control, divide.odd)
-        raise RanksDiffer(odd, [f"{ranks_text(odd)} would move other buckets than were planned"])
+    _refuse_odd(control, digests, "would move other buckets than were planned")
     return fitting[0]
 
 
 def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasiblePlan:
-    """Return the error of the rank with the largest shortage of device memory, or if there is none, of host memory.
-
-    `made` is the result of this rank for the last placements.
-    """
+    """Return the error of the rank that is the most short of memory; `made` is the result of this rank for the last
+    placements."""
     own = made.args if isinstance(made, NoFeasiblePlan) else None
     said = [json.loads(text) for text in control.exchange(json.dumps(own, default=int), "room of ranks")]
-    errors = [NoFeasiblePlan(*facts) for facts in said if facts is not None]
-    return max(errors, key=lambda error: (error.memory == "device", error.needed_bytes - error.budget_bytes))
+    return _shortest(NoFeasiblePlan(*facts) for facts in said if facts is not None)
 
 
 def _digest(plan: Plan) -> str:

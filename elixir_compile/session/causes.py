@@ -193,7 +193,8 @@ class NextPlans:
             sizes = self._planner.sizes.values
             joined, problem, plan = planned_in_step(executor, own, self._planner.options, sizes, answer)
             require_disk(plan, executor.buckets.disk)
-            return active_plan(executor, joined, problem, plan, beside_bytes, together.bytes_in_turn(graph)), None
+            external = ExternalUsage(outstanding_bytes=beside_bytes, neighbour_bytes=together.bytes_in_turn(graph))
+            return active_plan(executor, joined, problem, plan, external), None
         step = self._planner.graph(own)
 
         def beside(in_turn_bytes: int, reserved_bytes: int = 0) -> tuple[ActivePlan, JointGraph | None]:
@@ -268,7 +269,7 @@ class NextPlans:
         if plan is None:
             problem, plan = planner.staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
-        active = active_plan(executor, own, problem, plan, external.outstanding_bytes, external.neighbour_bytes)
+        active = active_plan(executor, own, problem, plan, external)
         # Models in turn may hold more than leaves room for a plan: its peak says so.
         active = active.beside_neighbours(max(external.neighbour_bytes, together.bytes_in_turn(graph)))
         if outdated is not None:

@@ -10,7 +10,7 @@ Each of these facts may change from one forward to the next: see `session.causes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -100,13 +100,12 @@ def active_plan(
     captured: Captured,
     problem: Problem,
     plan: Plan,
-    outstanding_bytes: int,
-    neighbour_bytes: int = 0,
+    external: ExternalUsage,
 ) -> ActivePlan:
     """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan.
 
-    It counts `outstanding_bytes` of other graphs, and, if a step calls its graph several times, the other outstanding
-    forwards of the graph itself.
+    It counts the outstanding forwards of other graphs and the models in turn of `external`, and, if a step calls its
+    graph several times, the other outstanding forwards of the graph itself.
     """
     most = plan.calls.outstanding - 1
     own_bytes = 0
@@ -122,8 +121,8 @@ def active_plan(
         captured=captured,
         problem=replace(problem, micro_batches=micro_batches_of(plan)),
         plan=plan,
-        beside_bytes=outstanding_bytes + own_bytes,
-        neighbour_bytes=neighbour_bytes,
+        beside_bytes=external.outstanding_bytes + own_bytes,
+        neighbour_bytes=external.neighbour_bytes,
         unplanned_bytes=unplanned_bytes(executor),
     )
 
@@ -515,15 +514,6 @@ class GraphRuns:
         return tuple(graphs.index(other) for other in self.beside if other in graphs)
 
 
-class Beside(NamedTuple):
-    """Device bytes that others may hold while a graph runs under its plan."""
-
-    outstanding_bytes: int
-    """Other outstanding forwards of its model."""
-    neighbour_bytes: int = 0
-    """Models that run in turn with its model."""
-
-
 class JointGraph(Protocol):
     """A captured graph beside others: a `PlannedGraph`."""
 
@@ -551,8 +541,8 @@ class JointGraph(Protocol):
         """The parameters read by the graph, and all others in their buckets."""
         ...
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: Beside) -> None:
-        """Run `programs` of `plan` from the next forward on."""
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, external: ExternalUsage) -> None:
+        """Run `programs` of `plan` from the next forward on, beside the `external` usage."""
         ...
 
     def keep_current(self, args: Sequence[Any]) -> None:

@@ -135,14 +135,12 @@ def note_overrun(
             outside.note(place, peak_bytes - held_bytes)
             where = f"after {place.site}" if place.site else "before the first graph"
             words = f"code that runs op by op {where}"
-        elif place.graph in graphs:
-            number = graphs.index(place.graph)
-            held_bytes = needed_bytes_of(requests, plans)[number]
-            graphs[number].planner.excess_bytes += max(0, peak_bytes - held_bytes)
-            words = f"{graphs[number].name} beyond its plan"
-        else:  # a graph without a backward
+        else:
             graph: Any = place.graph
-            held_bytes = graph.active.plan.prediction.device_peak_bytes
+            if graph in graphs:
+                held_bytes = needed_bytes_of(requests, plans)[graphs.index(graph)]
+            else:  # it has no backward
+                held_bytes = graph.active.plan.prediction.device_peak_bytes
             graph.planner.excess_bytes += max(0, peak_bytes - held_bytes)
             words = f"{graph.name} beyond its plan"
         if peak_bytes - held_bytes > TOLERATED_BYTES:

@@ -23,9 +23,9 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import LossAttempt
 from elixir_compile.session.agreement import Step, adopt_by_all
 from elixir_compile.session.causes import Cause, NextPlans, PlanOfGraphSet, PlansOfGraphSets
-from elixir_compile.session.graph_planner import ActivePlan, Beside, GraphPlanner, GraphRuns, active_plan
+from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, GraphRuns, active_plan
 from elixir_compile.session.over_budget import EarlyShortage
-from elixir_compile.session.planning import param_names_of
+from elixir_compile.session.planning import ExternalUsage, param_names_of
 from elixir_compile.session.programs import Programs, ProgramVersions, storages_of, ticket_position
 from elixir_compile.session.rank_facts import roll_key
 from elixir_compile.session.step_profiler import Progress, StepProfiler
@@ -195,16 +195,17 @@ class PlannedGraph:
                 self._active = replace(active, plan=outcome.plan)
                 return
             programs = self.programs.write_next(active.captured, active.graph, outcome.plan)
-            self.follow(active.problem, outcome.plan, programs, Beside(active.beside_bytes, active.neighbour_bytes))
+            external = ExternalUsage(outstanding_bytes=active.beside_bytes, neighbour_bytes=active.neighbour_bytes)
+            self.follow(active.problem, outcome.plan, programs, external)
             executor.buckets.move(outcome.plan.buckets, outcome.plan.placements)
             self.mark_in_force()
 
-    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside: Beside) -> None:
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, external: ExternalUsage) -> None:
         """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.
 
-        Others may hold the device bytes `beside` meanwhile.
+        Others may hold the `external` bytes meanwhile: outstanding forwards of its model, and models in turn.
         """
-        now = active_plan(self._executor, self.active.captured, problem, plan, *beside)
+        now = active_plan(self._executor, self.active.captured, problem, plan, external)
         self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
         self._together.first_steps.watch.rearm(is_given=self.planner.is_budget_given)

@@ -27,7 +27,7 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly, rebased
 from elixir_compile.search.outer import answer
 from elixir_compile.session.allocator_gaps import AllocatorGaps
-from elixir_compile.session.graph_planner import Beside, GraphRuns, JointGraph, fixed_bytes, ran_beside, searching
+from elixir_compile.session.graph_planner import GraphRuns, JointGraph, fixed_bytes, ran_beside, searching
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.neighbours import Neighbours
 from elixir_compile.session.over_budget import TOLERATED_BYTES
@@ -359,7 +359,8 @@ class JointPlans:
                 else:
                     held = model.neighbours.held()
                     neighbour_bytes += held.resident_bytes + max(left_bytes, held.grad_bytes)
-            graph.follow(problem, plan, written, Beside(own_bytes, neighbour_bytes))
+            external = ExternalUsage(outstanding_bytes=own_bytes, neighbour_bytes=neighbour_bytes)
+            graph.follow(problem, plan, written, external)
             graph.runs.offloads_first = False
         for graph in graphs:
             graph.mark_in_force()

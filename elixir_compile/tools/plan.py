@@ -59,7 +59,7 @@ from elixir_compile.session.machine import device_budget_bytes, host_budget_byte
 from elixir_compile.session.planning import savings_of
 from elixir_compile.session.saved import save_plan
 from elixir_compile.step.as_run import graph_of_rows
-from elixir_compile.tools.preview.capture import Capture, Inputs
+from elixir_compile.tools.preview.capture import Capture, Inputs, budgets_bytes
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import find_described
 
@@ -445,19 +445,9 @@ def search_of(capture: Capture, fleet: Fleet, budgets: Sequence[Budget], batch: 
 
 
 def budgets_of(fleet: Fleet, capture: Capture, options: Options) -> tuple[Budget, ...]:
-    """Return the memory of each rank of `fleet`: that of the profile less its reserve, or as `options` say.
-
-    The ranks of a host share its memory equally.
-    """
-    found: list[Budget] = []
-    for rank in range(fleet.num_ranks):
-        seen = fleet.seen_by(rank)
-        device_bytes = seen.device.memory_bytes - seen.device.reserve_bytes
-        host_bytes = (seen.host.memory_bytes - seen.host.reserve_bytes) // seen.num_local_ranks
-        device_bytes = device_bytes if options.device_memory is None else options.device_memory
-        host_bytes = host_bytes if options.host_memory is None else options.host_memory
-        found.append(Budget(device_bytes=device_bytes - capture.base_bytes, host_bytes=host_bytes))
-    return tuple(found)
+    """Return the memory of each rank of `fleet` for what it trains, by `budgets_bytes`."""
+    each = [budgets_bytes(fleet.seen_by(rank), options) for rank in range(fleet.num_ranks)]
+    return tuple(Budget(device_bytes=device - capture.base_bytes, host_bytes=host) for device, host in each)
 
 
 def _present(control: ControlChannel, capture: Capture, options: Options) -> tuple[Fleet, tuple[Budget, ...]]:

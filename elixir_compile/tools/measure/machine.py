@@ -467,14 +467,14 @@ def measure_rates(device: torch.device, seconds: float, progress: Progress) -> d
 # Measure the machine and combine its rates and sizes in a `Cluster`; add the rates of a disk to a `Cluster`.
 
 
-def measure_machine(device: torch.device, *, progress: Progress | None = None, seconds: float = 30.0) -> Cluster:
+def measure_machine(device: torch.device, *, seconds: float = 30.0) -> Cluster:
     """Return the machine with `device`, a CPU or a CUDA device, measured for about `seconds`.
 
     The number of threads stays as set in torch. If a process group is initialized, all ranks must call this together;
     they measure at the same time, and all ranks get the result of rank 0.
     """
     ranks = _Ranks.present()
-    cluster = _measured(device, ranks, progress or _no_report, seconds)
+    cluster = _measured(device, ranks, _no_report, seconds)
     if ranks.num_ranks == 1:
         return cluster
     of_first = [cluster]

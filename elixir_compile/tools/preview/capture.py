@@ -186,18 +186,9 @@ class Capture:
         return found
 
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
-        """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer.
-
-        A budget missing in `options` is the memory of the profile less its reserve. The ranks of a node share the host
-        memory equally.
-        """
-        device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
-        host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
-        memory = Memory(
-            budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
-            base_bytes=self.base_bytes,
-            host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
-        )
+        """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer, under `budgets_bytes`."""
+        device_bytes, host_bytes = budgets_bytes(cluster, options)
+        memory = Memory(budget_bytes=device_bytes, base_bytes=self.base_bytes, host_budget_bytes=host_bytes)
         disk = options.disk_path is not None
         return build_problem(
             self.graph,
@@ -210,6 +201,20 @@ class Capture:
             accumulates=bool(options.accumulate),
             moves_what_fits=True,
         )
+
+
+def budgets_bytes(cluster: Cluster, options: Options) -> tuple[int, int]:
+    """Return the device budget and the host budget of one rank of `cluster`.
+
+    A budget missing in `options` is the memory of the profile less its reserve. The ranks of a node share the host
+    memory equally.
+    """
+    device_bytes, host_bytes = options.device_memory, options.host_memory
+    if device_bytes is None:
+        device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
+    if host_bytes is None:
+        host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
+    return device_bytes, host_bytes
 
 
 def capture_step(

@@ -19,7 +19,7 @@ from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import SAID, Plan, lean_text, saving_answers
 from elixir_compile.ir.schedule import Record
-from elixir_compile.tools.report.tables import table_text
+from elixir_compile.tools.report.tables import actions_of, table_text
 
 TOLERANCE = 0.1
 """Seconds and bytes of a step are flagged if they differ from the plan by more than this share; counts, if they differ
@@ -207,8 +207,7 @@ _MOVED = ("gather", "release", "reduce", "offload", "prefetch")
 
 
 def _counts(plan: Plan) -> Mapping[str, int]:
-    actions = plan.schedules[0].actions if plan.schedules else ()
-    return Counter(action.verb.value for action in actions)
+    return Counter(action.verb.value for action in actions_of(plan))
 
 
 def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
