@@ -86,7 +86,7 @@ def by_inductor(case: Case) -> tuple[Callable[[], None], dict[str, float]]:
     """Return SGD's update compiled by Inductor, its compile seconds, and the share of weights with other bits."""
     compiled = torch.compile(sgd, options=INDUCTOR, dynamic=True)
     lr = torch.tensor(0.01)
-    rows = [(w, g, s["momentum_buffer"], lr) for w, g, s in zip(case.weights, case.grads, case.states, strict=True)]
+    rows = [(row.weight, row.grad, row.state["momentum_buffer"], lr) for row in case.rows]
     began_s = time.perf_counter()
     compiled(*(tensor[:4096].clone() if tensor.dim() else tensor for tensor in rows[0]))
     compile_s = time.perf_counter() - began_s

@@ -248,7 +248,7 @@ def counting() -> Iterator[Counts]:
         return solve
 
     Evaluator.played, best.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
-    Player.run = counted_run  # pyright: ignore[reportAttributeAccessIssue]
+    Player.run = counted_run
     for module, name, function in solvers:
         setattr(module, name, counted(function))
     try:

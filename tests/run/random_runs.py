@@ -4,6 +4,7 @@
     python -m tests.run.random_runs --runs 200 --others the same with convolutions, Fourier transforms, RNNs captured
                                                         whole, losses of all kinds, `torch.cond`, and graph breaks
     python -m tests.run.random_runs --device cuda       on an accelerator
+    python -m tests.run.random_runs --first 0 --runs 20 --save      keeps the figures of the runs, which tests compare
 
 A run is drawn from its seed alone: model, budget, micro-batches per step, clipping, update mode, treatments of
 activations. If the budget is below the smallest possible one, the run trains under the smallest, which the error names.
@@ -11,12 +12,14 @@ activations. If the budget is below the smallest possible one, the run trains un
 
 import argparse
 import gc
+import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -294,6 +297,11 @@ class Outcome:
     seconds: float
 
     @property
+    def figures(self) -> list[int]:
+        """The budget, the planned peak and the measured peak, in bytes."""
+        return [self.budget_bytes, self.planned_bytes, self.peak_bytes]
+
+    @property
     def faults(self) -> list[str]:
         """Return in words what is wrong with the run."""
         found = [] if self.is_same else ["other losses or weights than aot_eager"]
@@ -480,6 +488,35 @@ def outcomes(
     return [outcome_of(draw(seed), device) for seed in seeds]
 
 
+SAVED = Path(__file__).with_suffix(".json")
+"""The figures of runs by model and seed, and where they were measured: see `here`."""
+
+
+def here() -> dict[str, object]:
+    """Return on what the figures of a run depend beside this repository: another torch captures other ops, and its
+    kernels have workspaces for each thread."""
+    return {"torch": torch.__version__.partition("+")[0], "threads": torch.get_num_threads()}
+
+
+def apart_from_saved(found: Iterable[Outcome]) -> list[str]:
+    """Return the outcomes whose figures differ from the saved ones, in words; none where these were not measured."""
+    saved = json.loads(SAVED.read_text(encoding="utf-8"))
+    if saved["here"] != here():
+        return []
+    runs = saved["runs"]
+    names = {f"{outcome.draw.model} {outcome.draw.seed}": outcome.figures for outcome in found}
+    return [f"{name}: {own}, saved {runs.get(name)}" for name, own in names.items() if own != runs.get(name)]
+
+
+def save(found: Iterable[Outcome]) -> None:
+    """Keep the figures of the outcomes `found`, beside those of other runs that were measured here."""
+    saved = json.loads(SAVED.read_text(encoding="utf-8")) if SAVED.is_file() else {}
+    runs = saved["runs"] if saved.get("here") == here() else {}
+    runs |= {f"{outcome.draw.model} {outcome.draw.seed}": outcome.figures for outcome in found}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in sorted(runs.items()))
+    SAVED.write_text(f'{{"here": {json.dumps(here())}, "runs": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200, help="number of runs")
@@ -488,9 +525,11 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, default=None, help="first seed; drawn anew by default")
     parser.add_argument("--device", default="cpu", help="the device of the models")
+    parser.add_argument("--save", action="store_true", help="keep the figures of the runs, which tests compare")
     asked = parser.parse_args()
     first = random.SystemRandom().randrange(1 << 30) if asked.first is None else asked.first
     num_wrong = 0
+    found: list[Outcome] = []
     draw = Draw.of_others if asked.others else Draw.of
     for seed in range(first, first + asked.runs):
         try:
@@ -500,8 +539,11 @@ def main() -> int:
             num_wrong += 1
             continue
         print(outcome, flush=True)
+        found.append(outcome)
         num_wrong += bool(outcome.faults)
     print(f"{asked.runs} runs from seed {first}, {num_wrong} wrong")
+    if asked.save:
+        save(found)
     return int(num_wrong > 0)
 
 

@@ -4,7 +4,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from elixir_compile.session import together, trial
 from elixir_compile.session.planning import ExternalUsage
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import host_bytes
+from tests.run import random_runs
 from tests.run.models import CASES, blocks, broken, routed, seeded
 from tests.run.processes import apart, spawn
-from tests.run.random_runs import SLACK_BYTES, Draw, Outcome, Stack, outcomes
+from tests.run.random_runs import SLACK_BYTES, Draw, Outcome, Stack, apart_from_saved, outcomes
 from tests.run.runtime.test_activations import two_forwards
 from tests.run.training import Run, Step, assert_same, by_elixir, by_torch, hybrid_adamw, plain_step, planned_peak_bytes
 
@@ -69,8 +70,10 @@ def plan_of(compiled: Any) -> Plan:
 # Random runs.
 
 
-def wrong_of(seeds: Iterable[int]) -> list[str]:
-    return [str(outcome) for outcome in outcomes(seeds) if outcome.faults]
+def wrong_of(seeds: Iterable[int], draw: Callable[[int], Draw] = Draw.of) -> list[str]:
+    """Return the runs with faults, and those whose budget, plan or peak is another than when they were saved."""
+    found = outcomes(seeds, draw)
+    return [str(outcome) for outcome in found if outcome.faults] + apart_from_saved(found)
 
 
 QUICK_SEEDS = (0, 3, 5, 8)
@@ -83,12 +86,8 @@ QUICK_SEEDS = (0, 3, 5, 8)
     ids=["quick", "others"],
 )
 def test_random_runs_keep_their_budget_and_their_prediction(seeds: Sequence[int]) -> None:
-    """20 runs in all; `make fuzz` draws 200 others."""
+    """20 runs in all; `make fuzz` draws 200 others. `python -m tests.run.random_runs --save` keeps other figures."""
     assert apart(wrong_of, seeds) == []
-
-
-def wrong_of_others(seeds: Iterable[int]) -> list[str]:
-    return [str(outcome) for outcome in outcomes(seeds, Draw.of_others) if outcome.faults]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def wrong_of_others(seeds: Iterable[int]) -> list[str]:
 )
 def test_random_runs_of_kernels_that_take_more_keep_their_budget(seeds: Sequence[int]) -> None:
     """Convolutions, RNNs captured whole, branches, and graph breaks, with losses of all kinds."""
-    assert apart(wrong_of_others, seeds) == []
+    assert apart(wrong_of, seeds, Draw.of_others) == []
 
 
 def test_random_runs_find_faults() -> None:
@@ -105,6 +104,21 @@ def test_random_runs_find_faults() -> None:
     assert good.faults == []
     for wrong in ({"is_same": False}, {"peak_bytes": 10**6 + 2 * SLACK_BYTES}, {"planned_bytes": 10**6 - 30_000}):
         assert len(Outcome(**{**{name: getattr(good, name) for name in Outcome.__slots__}, **wrong}).faults) == 1
+
+
+def test_figures_other_than_the_saved_ones_are_found_where_those_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_runs, "SAVED", tmp_path / "saved.json")
+    figures = {"budget_bytes": 10**6, "planned_bytes": 10**6, "peak_bytes": 10**6, "is_same": True, "seconds": 1.0}
+    first, second = (Outcome(draw=Draw.of(seed), **figures) for seed in (0, 1))
+    random_runs.save([first])
+    random_runs.save([second])
+    other = Outcome(draw=Draw.of(1), **{**figures, "peak_bytes": 10**6 + 1})
+    assert apart_from_saved([first, second]) == []
+    assert len(apart_from_saved([first, other])) == len(apart_from_saved([Outcome(draw=Draw.of(2), **figures)])) == 1
+    monkeypatch.setattr(random_runs, "here", lambda: {"torch": "another"})
+    assert apart_from_saved([other]) == []
 
 
 # Noticed before the second forward.
