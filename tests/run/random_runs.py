@@ -494,17 +494,22 @@ SAVED = Path(__file__).with_suffix(".json")
 
 def here() -> dict[str, object]:
     """Return on what the figures of a run depend beside this repository: another torch captures other ops, and its
-    kernels have workspaces for each thread."""
-    return {"torch": torch.__version__.partition("+")[0], "threads": torch.get_num_threads()}
+    kernels have workspaces for each thread, of sizes that depend on the instructions of the processor."""
+    version, instructions = torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()
+    return {"torch": version, "threads": torch.get_num_threads(), "instructions": instructions}
 
 
 def apart_from_saved(found: Iterable[Outcome]) -> list[str]:
-    """Return the outcomes whose figures differ from the saved ones, in words; none where these were not measured."""
+    """Return the outcomes whose figures differ from the saved ones, in words; none where these were not measured.
+
+    Runs with code between graphs are left out."""
     saved = json.loads(SAVED.read_text(encoding="utf-8"))
     if saved["here"] != here():
         return []
     runs = saved["runs"]
-    names = {f"{outcome.draw.model} {outcome.draw.seed}": outcome.figures for outcome in found}
+    # What a step measures between graphs goes into its next plans, and a step is not measured while somebody profiles.
+    exact = [outcome for outcome in found if outcome.draw.model != "broken"]
+    names = {f"{outcome.draw.model} {outcome.draw.seed}": outcome.figures for outcome in exact}
     return [f"{name}: {own}, saved {runs.get(name)}" for name, own in names.items() if own != runs.get(name)]
 
 
