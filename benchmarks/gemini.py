@@ -30,12 +30,12 @@ from elixir_compile.base.options import Fractions, Options
 from elixir_compile.base.units import format_s
 from elixir_compile.ir import Bucket, Decision, Placement, Plan, Tier
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.reasons import write_out
 from elixir_compile.search.space.buckets import Level, form_buckets, level_text
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.profiles import moves_at_use
-from elixir_compile.search.transfers import best_moves
+from elixir_compile.search.transfers import best_draft
 from elixir_compile.step import verify
 
 MIN_NUMEL = SEARCH_SPAN = 32 << 20
@@ -143,21 +143,13 @@ def plan_by_gemini(problem: Problem) -> Plan | None:
     levels = place_by_gemini(evaluator)
     if not evaluator.fits(levels, ahead=0):
         return None
-    moves, step_s = best_moves(evaluator, levels)
     moved = (
         Decision(subject=bucket.id, choice=level_text(level), because="the rule of Gemini puts it there")
         for bucket, level in zip(evaluator.facts.buckets, levels, strict=True)
         if level is not Level.ON_DEVICE
     )
-    draft = DraftPlan(
-        levels=levels,
-        modes=evaluator.facts.modes,
-        moves=moves,
-        step_s=step_s,
-        decisions=(*gemini_decisions(evaluator, levels), *moved),
-        planner="gemini",
-    )
-    made = write_out(evaluator, draft)
+    decisions = (*gemini_decisions(evaluator, levels), *moved)
+    made = write_out(evaluator, replace(best_draft(evaluator, levels), decisions=decisions, planner="gemini"))
     verify(problem.graph, made)
     return made
 

@@ -269,16 +269,21 @@ def compared(kind: str, rounds: int) -> dict[str, Any]:
                 own["step_s"].append(step.step_s)
                 own["simulated_s"].append(played.step_s)
                 own["bubble"].append(step.bubble)
-                own["simulated_bubble"].append(played.mean_bubble)
+                own["simulated_bubble"].append(mean_bubble(played))
     for schedule, run in runs.items():
         own = found[str(schedule)]
         for what, expected in (("step_s", "simulated_s"), ("bubble", "simulated_bubble")):
             own[f"{what.removesuffix('_s')}_ratio"] = statistics.median(own[expected]) / statistics.median(own[what])
         fastest, second = sorted(steps[schedule], key=lambda step: step.step_s)[:2]
         own["fastest_step_ratio"] = simulated(run, second).step_s / fastest.step_s
-        own["fastest_bubble_ratio"] = simulated(run, second).mean_bubble / fastest.bubble
+        own["fastest_bubble_ratio"] = mean_bubble(simulated(run, second)) / fastest.bubble
         own["core_share"] = statistics.median(step.core_share for step in steps[schedule])
     return found
+
+
+def mean_bubble(played: PipelinePlayed) -> float:
+    """Return the share of the step in which a rank does nothing, on average over ranks."""
+    return statistics.mean(played.bubble(rank) for rank in range(len(played.ranks)))
 
 
 def simulated(run: Run, step: Step) -> PipelinePlayed:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elixir_compile.base.codec import Form, from_json, to_json
+from elixir_compile.base.codec import Form, to_json
 from elixir_compile.base.errors import InvalidOption, PlanFileError, UnknownSchedule
 from elixir_compile.ir.kinds import Phase, Verb
 
@@ -363,8 +363,3 @@ _PIPELINE = Form(what="pipeline", version=PIPELINE_FORMAT, error=PlanFileError)
 def pipeline_to_json(plan: PipelinePlan) -> str:
     """Return `plan` as JSON; equal plans have equal text."""
     return to_json(_PIPELINE, plan)
-
-
-def pipeline_from_json(text: str) -> PipelinePlan:
-    """Return the pipeline in `text`. Raises PlanFileError with the wrong field, as `stages[0].rank`."""
-    return from_json(_PIPELINE, PipelinePlan, text)

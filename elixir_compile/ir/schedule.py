@@ -273,15 +273,15 @@ ONCE = Calls()
 # ----------------------------------------------------------------------------------------------------------------------
 # The rows of each micro-batch of a batch whose number of rows is known only when a step runs.
 #
-# The number of micro-batches that a plan states is then an upper limit. torch compiles a dynamic size for two rows and
-# more, so a micro-batch has at least `LEAST_ROWS`.
+# The number of micro-batches that a plan states is then an upper limit, as a micro-batch has at least `LEAST_ROWS`.
 #
 #   rows       16         7        6        3       in at most 4 micro-batches
 #   each       4 4 4 4    3 2 2    2 2 2    3
 
 
 LEAST_ROWS = 2
-"""The fewest rows of a micro-batch of a dynamic number of rows. torch compiles another graph for a single row."""
+"""The fewest rows of a micro-batch of a dynamic number of rows, and of a rank: torch traces a single row in another
+way, so its graph would differ from that of more rows. A rank without rows runs as many, and they count 0."""
 
 
 def rows_of_micro_batches(rows: int, most: int) -> tuple[int, ...]:

@@ -237,7 +237,7 @@ class Hybrid(torch.optim.Optimizer):
             self._is_accumulating = before
 
     @torch.no_grad()
-    def landed(self, params: Sequence[torch.Tensor], arrived: Event | None) -> None:
+    def update_in_backward(self, params: Sequence[torch.Tensor], arrived: Event | None) -> None:
         """Update `params`, all of a bucket, in the backward; executors call this once the gradients are published.
 
         `arrived` is the event after which the gradients are in memory; None if they are there.

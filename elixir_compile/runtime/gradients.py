@@ -220,8 +220,8 @@ class GradientAccumulator:
         params, grads = self.sums.with_sums(bucket, params, grads)
         if isinstance(bucket, ShardedBucket):
             self._ledger.takes(Verb.REDUCE, grads)
-            land = functools.partial(self._add, backward)
-            reducing = ShardReduce(bucket, params, grads, land, self._lanes, self._ledger)
+            take = functools.partial(self._add, backward)
+            reducing = ShardReduce(bucket, params, grads, take, self._lanes, self._ledger)
             backward.reducing[bucket.spec.id] = reducing
             return reducing
         if self._ranks is not None and grads:
@@ -282,14 +282,14 @@ class GradientAccumulator:
 
     def _offload(self, backward: BackwardPass, bucket: RunningBucket) -> Transfer:
         name = label(Verb.OFFLOAD, GradientRef(bucket.spec.id))
-        landing: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         moved: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
         buffers = bucket.gradient_buffers()
         d2h = self._lanes.d2h
         reducing = backward.reducing.pop(bucket.spec.id, None)
         nbytes = sum(grad.nbytes for grad in backward.made_on(self._lanes.device, bucket.slots))
-        nbytes += 0 if reducing is None else reducing.landing_nbytes
+        nbytes += 0 if reducing is None else reducing.own_nbytes
         with d2h.behind_compute(), self._ledger.span(Lane.D2H, name, nbytes):
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
@@ -305,12 +305,12 @@ class GradientAccumulator:
                 backward.pending[slot.key] = (slot, target)
                 backward.offloaded.add(slot.key)
                 leaving.append(pending[1])
-                landing.append(target)
+                targets.append(target)
             if reducing is not None:  # only `d2h` waits for the collective
                 self._take_norms(moved)
         if reducing is None:
             self._take_norms(moved)
-        transfer = Transfer(name, d2h.mark(), tuple(landing), tuple(leaving))
+        transfer = Transfer(name, d2h.mark(), tuple(targets), tuple(leaving))
         backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer

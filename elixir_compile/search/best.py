@@ -37,12 +37,12 @@ from elixir_compile.search.evaluator import (
     leanest,
 )
 from elixir_compile.search.formulation.milp import Milp, Vector
-from elixir_compile.search.formulation.solver import CountedMilp, Priced, integral_candidates, priced, rounded
+from elixir_compile.search.formulation.solver import CountedMilp, Solution, integral_candidates, priced, rounded
 from elixir_compile.search.outer import lowest
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.layers import modes_by_depth
-from elixir_compile.search.transfers import best_moves, just_in_time, may_be_streamed
+from elixir_compile.search.transfers import best_draft, just_in_time, may_be_streamed
 
 log = logging.getLogger("elixir_compile")
 
@@ -88,19 +88,10 @@ class Tries:
                 return self.milp.lower_s(self.milp.vector(candidate, streamed)) * (1 + self.tolerance)
 
             near = self._num_streamed
-            moves, step_s = best_moves(evaluator, candidate.levels, self.best.step_s, good_s=good_s, near=near)
-            if step_s < self.best.step_s:
-                self._num_streamed = len(moves.streamed) or None
-            self._keep(
-                DraftPlan(
-                    levels=candidate.levels,
-                    modes=candidate.modes,
-                    moves=moves,
-                    step_s=step_s,
-                    decisions=(),
-                    planner="milp",
-                )
-            )
+            draft = best_draft(evaluator, candidate.levels, self.best.step_s, good_s=good_s, near=near)
+            if draft.step_s < self.best.step_s:
+                self._num_streamed = len(draft.moves.streamed) or None
+            self._keep(replace(draft, planner="milp"))
         return self.found[candidate]
 
     def try_streamed(self, candidate: Candidate, streamed: Collection[int]) -> None:
@@ -139,7 +130,7 @@ class Tries:
             lower_s = self.milp.lower_each_s([self.milp.vector(candidate, streamed) for streamed in sets])
             ranked = sorted(zip(lower_s.tolist(), sets, strict=True))
             for least_s, streamed in ranked[:_MAX_SWAPS_SIMULATED]:
-                if least_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.is_over():
+                if least_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.deadline.is_over:
                     break
                 seen.add(frozenset(streamed))
                 moves = self.best.moves._replace(streamed=frozenset(streamed))
@@ -166,10 +157,6 @@ class Tries:
         """
         enough = [share for number, share in _GOOD_ENOUGH if self.milp.is_large and len(self.found) >= number]
         return self.best.step_s <= bound_s * (1 + max([self.tolerance, *enough]))
-
-    def is_over(self) -> bool:
-        """Return whether the time is up."""
-        return self.deadline.is_over
 
     def with_fewest_host_bytes(self, limit_s: float) -> DraftPlan:
         """Return the draft plan with the fewest host bytes, of those with a step of at most `limit_s`.
@@ -206,12 +193,12 @@ def flip(tries: Tries, milp: Milp, bound_s: float) -> None:
         # The bytes of a changed candidate are those of the best plus the difference of two columns.
         live_bytes = milp.live_bytes(milp.vector(base))
         fitting: list[Candidate] = []
-        for i, options in enumerate(_options(tries)):
-            now = milp.bytes_of[:, milp.choices[i, _option(base, i)]]
+        for i, (chosen, options) in enumerate(zip(base.options, facts.options, strict=True)):
+            now = milp.bytes_of[:, milp.choices[i, chosen]]
             for option in options:
-                if option == _option(base, i):
+                if option == chosen:
                     continue
-                if tries.is_over():
+                if tries.deadline.is_over:
                     return
                 if (
                     float((live_bytes - now + milp.bytes_of[:, milp.choices[i, option]]).max())
@@ -225,7 +212,7 @@ def flip(tries: Tries, milp: Milp, bound_s: float) -> None:
         ranked = sorted(zip(lower_s, fitting, strict=True), key=lambda entry: entry[0])
         promising = [changed for own_s, changed in ranked if own_s <= before.step_s * (1 + _ROUNDING)]
         for candidate in [changed for changed in promising if changed not in seen][:max_flips]:
-            if tries.is_over() or tries.is_good(bound_s):
+            if tries.deadline.is_over or tries.is_good(bound_s):
                 return
             seen.add(candidate)
             tries.try_candidate(candidate)
@@ -243,17 +230,17 @@ def bring_back(tries: Tries, milp: Milp, draft: DraftPlan, limit_s: float) -> No
     limit_s = min(limit_s, tries.best.step_s * (1 + tries.tolerance))
     nearer = [
         (i, option)
-        for i, options in enumerate(_options(tries))
-        for option in options[: options.index(_option(draft.candidate, i))]
+        for i, (chosen, options) in enumerate(zip(draft.candidate.options, tries.evaluator.facts.options, strict=True))
+        for option in options[: options.index(chosen)]
     ]
     max_tried = _MAX_BROUGHT_BACK_LARGE if milp.is_large else _MAX_BROUGHT_BACK
     candidate, num_tried, moved = draft.candidate, 0, set[int]()
     x = milp.vector(candidate, tries.best.moves.streamed)
     live_bytes = milp.live_bytes(x)
     for i, option in nearer:
-        if i in moved or num_tried >= max_tried or tries.is_over():
+        if i in moved or num_tried >= max_tried or tries.deadline.is_over:
             continue
-        now = milp.choices[i, _option(candidate, i)]
+        now = milp.choices[i, candidate.options[i]]
         more_bytes = milp.bytes_of[:, milp.choices[i, option]] - milp.bytes_of[:, now]
         tried = _changed(candidate, i, option)
         if float((live_bytes + more_bytes).max()) > tries.evaluator.facts.problem.budget_bytes:
@@ -266,16 +253,6 @@ def bring_back(tries: Tries, milp: Milp, draft: DraftPlan, limit_s: float) -> No
             candidate = tried
             live_bytes = live_bytes + more_bytes
             moved.add(i)
-
-
-def _options(tries: Tries) -> list[Sequence[int]]:
-    """Return the levels of each bucket, then the modes of each layer, from the option that moves nothing on."""
-    facts = tries.evaluator.facts
-    return [*facts.choices, *(range(len(layer.modes)) for layer in facts.layers)]
-
-
-def _option(candidate: Candidate, i: int) -> int:
-    return (*candidate.levels, *candidate.modes)[i]
 
 
 def _changed(candidate: Candidate, i: int, option: int) -> Candidate:
@@ -384,8 +361,7 @@ def counted_draft(evaluator: Evaluator) -> DraftPlan | None:
             levels, modes = spread.candidate
             own = evaluator.at(modes)
             if own.fits(levels, ahead=0):
-                moves, step_s = best_moves(own, levels)
-                return DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=(), planner="milp")
+                return replace(best_draft(own, levels), planner="milp")
     return None
 
 
@@ -460,7 +436,7 @@ def _try_shortest(tries: Tries, milp: Milp, starts: Sequence[Candidate]) -> None
 def _search(
     tries: Tries,
     milp: Milp,
-    start: Priced,
+    start: Solution,
     seeds: Sequence[Vector],
     others: Iterable[Candidate],
     solver_end: Deadline,
@@ -507,7 +483,7 @@ def _try_counted(
     return found
 
 
-def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
+def _round(tries: Tries, milp: Milp, start: Solution, seeds: Sequence[Vector], bound_s: float) -> None:
     """Try integral candidates near relaxed optima, each with another amount of memory left free, until the best is good
     for `bound_s`; then candidates over the options of all of these optima."""
     problem = tries.evaluator.facts.problem
@@ -517,7 +493,7 @@ def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bou
     shares = _FREE_SHARES if problem.cluster.num_ranks == 1 else _FREE_SHARES_OF_RANKS
     for share in shares if problem.cluster.h2d.overlaps_compute else (0.0,):
         more_bytes = -int(share * widest_bytes)
-        found: Priced | None = start
+        found: Solution | None = start
         if share or milp is not tries.milp:
             found = priced(milp, [start.x, *seeds], tries.deadline, more_bytes, _MAX_STALE)
         if found is None or milp.seconds(found.bound) >= tries.best.step_s:
@@ -532,13 +508,13 @@ def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bou
         if nearest:
             tries.try_candidate(nearest[-1].candidate)
         free_bytes = more_bytes if tries.best.step_s < before_s else free_bytes
-        if tries.is_good(bound_s) or tries.is_over():
+        if tries.is_good(bound_s) or tries.deadline.is_over:
             return
     if milp.has_streams:
         tries.swap_streamed()
     # First with the free memory that gave the best candidate so far: copies are early enough with it.
     for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
-        if tries.is_good(bound_s) or tries.is_over():
+        if tries.is_good(bound_s) or tries.deadline.is_over:
             break
         _try_pool(tries, milp, pool, more_bytes, bound_s)
     if milp.has_streams and not tries.is_good(bound_s):
@@ -600,7 +576,7 @@ def _solve(tries: Tries, milp: Milp, deadline: Deadline) -> float:
     return bound_s
 
 
-def _certificate(milp: Milp, start: Priced) -> Certificate:
+def _certificate(milp: Milp, start: Solution) -> Certificate:
     """Return the certificate of the relaxed optimum `start`.
 
     It is made before the search adds constraints to the MILP: they would raise the bound with one more GiB, not

@@ -67,22 +67,33 @@ class Candidate(NamedTuple):
     modes: tuple[int, ...]
     """Indices into the `modes` of each layer."""
 
+    @property
+    def options(self) -> tuple[int, ...]:
+        """The option of each bucket, then of each layer, as `Facts.options` has them."""
+        return (*self.levels, *self.modes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
     """A candidate with the times of its transfers, its simulated seconds, and the reasons for its choices."""
 
     levels: tuple[Level, ...]
-    moves: Moves
-    step_s: float
     modes: tuple[int, ...]
-    decisions: tuple[Decision, ...]
+    moves: Moves
+    step_s: float = 0.0
+    """0 if it was not simulated."""
+    decisions: tuple[Decision, ...] = ()
     planner: str = "greedy"
     certificate: Certificate | None = None
 
     @property
     def candidate(self) -> Candidate:
         return Candidate(self.levels, self.modes)
+
+
+def draft_at_use(facts: Facts, levels: Sequence[Level]) -> DraftPlan:
+    """Return the draft plan of `levels` at the modes of `facts`, with every gather at its use: the fewest bytes."""
+    return DraftPlan(levels=tuple(levels), modes=facts.modes, moves=moves_at_use(facts, levels))
 
 
 class Evaluator:
@@ -293,6 +304,13 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
 def leanest(evaluator: Evaluator) -> Evaluator:
     """Return the evaluator of the uniform modes with the fewest device bytes if all buckets are at minimum memory."""
     return min(uniform_modes(evaluator), key=lambda at: at.floor_bytes)
+
+
+def too_large(evaluator: Evaluator) -> Evaluator | None:
+    """Return the `leanest` of the uniform modes if none of them fits the device budget at minimum memory, else None."""
+    budget_bytes = evaluator.facts.problem.budget_bytes
+    is_any = any(uniform.floor_bytes <= budget_bytes for uniform in uniform_modes(evaluator))
+    return None if is_any else leanest(evaluator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,11 @@ from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Decision
 from elixir_compile.ir.hardware.presets import PaperRates, paper_rates
 from elixir_compile.search.evaluator import MAX_AHEAD, DraftPlan, Evaluator
-from elixir_compile.search.space.buckets import Level, level_text
-from elixir_compile.search.space.layers import mode_text
+from elixir_compile.search.outer import decision
+from elixir_compile.search.space.buckets import Level
+from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.profiles import moves_at_use
-from elixir_compile.search.transfers import best_moves
+from elixir_compile.search.transfers import best_draft
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Planners for comparison: the rules of other systems, and the enumeration of all candidates of a small problem.
@@ -28,7 +29,7 @@ from elixir_compile.search.transfers import best_moves
 Levels = tuple[Level, ...]
 
 
-def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, master_bytes: int = 4) -> bool:
+def gathers_first(num_ranks: int, rates: PaperRates) -> bool:
     """Return the decision of the Elixir paper: whether free memory goes to gathered copies before optimizer state.
 
     A kept gathered copy (rCache) saves I seconds per element, its optimizer state on the device saves J seconds:
@@ -36,9 +37,10 @@ def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, mas
         I = e_p / c2g + e_p / g2c
         J = n / r_os * (e_o / c2g + I + e_p / g2c + 1 / v_cpu - 1 / v_gpu)
 
-    with e_p (`item_bytes`) and e_o (`master_bytes`) bytes of an element and of its master, and r_os = 7 bytes of
-    optimizer state per byte of the parameter, as for Adam in mixed precision. Source: arXiv 2212.05339.
+    with e_p = 2 and e_o = 4 bytes of an element and of its master, and r_os = 7 bytes of optimizer state per byte of
+    the parameter, as for Adam in mixed precision. Source: arXiv 2212.05339.
     """
+    item_bytes, master_bytes = 2, 4
     to_device, to_host = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
     gathered_s = item_bytes / to_device + item_bytes / to_host
     update_s = 1 / rates.host_update_elements_per_s - 1 / rates.device_update_elements_per_s
@@ -104,19 +106,15 @@ RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
 
 def drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> DraftPlan:
     """Return the draft plan of `levels`, which fit, with the best moves found for them."""
-    moves, step_s = best_moves(evaluator, levels)
-    moved = tuple(
-        Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
-        for bucket, level, start in zip(evaluator.facts.buckets, levels, evaluator.facts.start_levels, strict=True)
-        if level != start
-    )
-    return DraftPlan(
-        levels=tuple(levels),
-        modes=evaluator.facts.modes,
-        moves=moves,
-        step_s=step_s,
-        decisions=moved,
-        planner=planner,
+    decisions = moved(evaluator.facts, levels, f"the rule {planner} puts it there")
+    return replace(best_draft(evaluator, levels), decisions=decisions, planner=planner)
+
+
+def moved(facts: Facts, options: Sequence[int], because: str) -> tuple[Decision, ...]:
+    """Return a decision on each bucket, and layer if `options` has those of layers, that moves; all have one reason."""
+    return tuple(
+        decision(facts.subject_of(change.i), facts.text_of(change.i, change.now), because)
+        for change in facts.changes(options)
     )
 
 
@@ -126,7 +124,7 @@ MAX_PLACEMENTS = 4096
 
 def num_placements(evaluator: Evaluator) -> int:
     """Return the number of candidates: of combinations of levels and modes."""
-    return math.prod(len(options) for options in (*evaluator.facts.choices, *_modes(evaluator)))
+    return math.prod(map(len, evaluator.facts.options))
 
 
 def place_exhaustively(evaluator: Evaluator) -> DraftPlan | None:
@@ -139,36 +137,19 @@ def place_exhaustively(evaluator: Evaluator) -> DraftPlan | None:
     if count > MAX_PLACEMENTS:
         return None
     best: tuple[float, int, DraftPlan] | None = None
-    for modes in itertools.product(*_modes(evaluator)):
+    for modes in itertools.product(*(range(len(layer.modes)) for layer in evaluator.facts.layers)):
         here = evaluator.at(modes)
         for levels in itertools.product(*evaluator.facts.choices):
             if not here.fits(levels, ahead=0):
                 continue
-            moves, step_s = best_moves(here, levels, math.inf if best is None else best[0])
-            if best is None or (step_s, here.host_bytes(levels)) < best[:2]:
-                draft = DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=())
-                best = (step_s, here.host_bytes(levels), draft)
+            draft = best_draft(here, levels, math.inf if best is None else best[0])
+            if best is None or (draft.step_s, here.host_bytes(levels)) < best[:2]:
+                best = (draft.step_s, here.host_bytes(levels), draft)
     if best is None:
         return None
     _, _, draft = best
-    facts = evaluator.facts
-    moved = [
-        (str(bucket.id), level_text(level))
-        for bucket, level, start in zip(facts.buckets, draft.levels, facts.start_levels, strict=True)
-        if level != start
-    ]
-    moved += [
-        (layer.name or "step", mode_text(layer, layer.modes[mode]))
-        for layer, mode in zip(facts.layers, draft.modes, strict=True)
-        if mode
-    ]
     because = f"the fastest of {count} candidates, {format_s(draft.step_s)} per step"
-    decisions = (Decision(subject=subject, choice=choice, because=because) for subject, choice in moved)
-    return replace(draft, decisions=tuple(decisions))
-
-
-def _modes(evaluator: Evaluator) -> list[Sequence[int]]:
-    return [range(len(layer.modes)) for layer in evaluator.facts.layers]
+    return replace(draft, decisions=moved(evaluator.facts, draft.candidate.options, because))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -239,17 +220,19 @@ class _Walk:
             if move is None:
                 break
             self.moved.pop(move.bucket, None)
-            self.moved[move.bucket] = Decision(
-                subject=facts.buckets[move.bucket].id,
-                choice=level_text(move.level),
-                because=f"device short by {format_bytes(excess)} at {facts.graph.ops[memory.highest_op(segment)].id}",
+            self.moved[move.bucket] = decision(
+                *self._texts(move.bucket, move.level),
+                f"device short by {format_bytes(excess)} at {facts.graph.ops[memory.highest_op(segment)].id}",
+                others=[
+                    (
+                        f"{' '.join(self._texts(other.bucket, other.level))} "
+                        f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})",
+                        "",
+                    )
+                    for other in others
+                ],
                 cost_s=0.0 if move.cost_s <= _MIN_COST_S else move.cost_s,
                 saves_bytes=move.saves_bytes,
-                rejected=tuple(
-                    f"{facts.buckets[other.bucket].id} {level_text(other.level)} "
-                    f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
-                    for other in others
-                ),
             )
             self.levels[move.bucket] = move.level
             self.fresh.clear()
@@ -262,11 +245,8 @@ class _Walk:
         for bucket, level in enumerate(furthest):
             if level != self.levels[bucket]:
                 short = format_bytes(int(self._live_bytes(self.levels).max()) - self._budget_bytes)
-                self.moved[bucket] = Decision(
-                    subject=facts.buckets[bucket].id,
-                    choice=level_text(level),
-                    because=f"device still short by {short}, and no single move saves at the peak: all move together",
-                )
+                because = f"device still short by {short}, and no single move saves at the peak: all move together"
+                self.moved[bucket] = decision(*self._texts(bucket, level), because)
                 self.levels[bucket] = level
         return True
 
@@ -362,6 +342,9 @@ class _Walk:
         self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _MIN_COST_S)
         self.fresh.add((bucket, level))
 
+    def _texts(self, bucket: int, level: Level) -> tuple[str, str]:
+        return self.evaluator.facts.subject_of(bucket), self.evaluator.facts.text_of(bucket, level)
+
     def _price(self, move: _Move) -> str:
         if not self.spares_host:
             return f"costs {format_s(move.cost_s)}"
@@ -373,15 +356,13 @@ class _Walk:
         evaluator, levels = self.evaluator, tuple(self.levels)
         decisions: list[Decision] = []
         for bucket, said in self.moved.items():
-            choice = level_text(levels[bucket])
+            choice = evaluator.facts.text_of(bucket, levels[bucket])
             if levels[bucket] != evaluator.facts.start_levels[bucket]:
                 # `undo_needless` may have changed the level.
                 because = f"{said.because}; brought back from {said.choice}, which was more than needed"
-                changed = Decision(subject=said.subject, choice=choice, because=because, rejected=said.rejected)
+                changed = replace(said, choice=choice, because=because, cost_s=0.0, saves_bytes=0)
                 decisions.append(said if said.choice == choice else changed)
-        moves, step_s = best_moves(evaluator, levels)
-        modes = evaluator.facts.modes
-        return DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=tuple(decisions))
+        return replace(best_draft(evaluator, levels), decisions=tuple(decisions))
 
 
 def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, takewhile
+from itertools import chain, permutations, takewhile
 
 from elixir_compile.base.errors import IllegalSchedule
 from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Decision, LeanCalls, Plan, Saving
 from elixir_compile.ir.plan import MOST_CALLS_WITH_LEAN
 from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
-from elixir_compile.search.outer import shortfall
+from elixir_compile.search.outer import Lack, Over, decision, fitting, in_words, shortfall
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
@@ -56,8 +56,7 @@ def with_lean_calls(evaluator: Evaluator, draft: DraftPlan, made: Plan, deadline
     is_counted = problem.may_have_lean_calls and not (problem.between_bytes or problem.after_bytes)
     if not (is_counted and is_short and calls.outstanding > 1 and calls.num <= MOST_CALLS_WITH_LEAN):
         return made
-    plans = _plans(evaluator, draft, made)
-    programs = [_Program(problem, plan, step_s) for plan, step_s in takewhile(lambda _: not deadline.is_over, plans)]
+    programs = list(takewhile(lambda _: not deadline.is_over, _programs(evaluator, draft, made)))
     host_bytes = problem.host_budget_bytes - evaluator.at(draft.modes).host_bytes(draft.levels) + away_bytes(made)
     found = takewhile(lambda _: not deadline.is_over, _pairs(problem, host_bytes, programs))
     pairs = sorted(found, key=lambda pair: pair.step_s)
@@ -120,10 +119,10 @@ class _Pair:
     """The next larger number of full forwards that was tried, and its peak."""
 
 
-def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple[Plan, float]]:
-    """Yield plans with the levels of `draft` and other modes, each with the seconds of a step of one call."""
-    levels = draft.levels
-    yield made, evaluator.at(draft.modes).step_s(levels, draft.moves)
+def _programs(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[_Program]:
+    """Yield `made`, which is `draft` written out, and plans with the same levels and other modes."""
+    problem, levels = evaluator.facts.problem, draft.levels
+    yield _Program(problem, made, evaluator.at(draft.modes).step_s(levels, draft.moves))
     for modes in dict.fromkeys(modes_by_depth(evaluator.facts.layers)):
         if modes == draft.modes:
             continue
@@ -135,7 +134,8 @@ def _plans(evaluator: Evaluator, draft: DraftPlan, made: Plan) -> Iterator[tuple
             cuts = cut_regions(own.facts, levels, moves)
             actions = schedule(step_actions(own.facts, levels, moves, cuts))
             groups, laps = own.facts.activations, regions(own.facts, cuts)
-            yield replace(made, activations=groups, regions=laps, schedules=(actions,)), own.step_s(levels, moves)
+            plan = replace(made, activations=groups, regions=laps, schedules=(actions,))
+            yield _Program(problem, plan, own.step_s(levels, moves))
 
 
 def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> Iterator[_Pair]:
@@ -144,17 +144,15 @@ def _pairs(problem: Problem, host_bytes: int, programs: Sequence[_Program]) -> I
     `host_bytes` are left on the host for activations of all outstanding forwards.
     """
     calls, most = problem.calls, problem.calls.outstanding - 1
-    numbers = range(most, 0, -math.ceil(most / _MOST_NUMBERS))
-    beside = {num_full: Halves(calls, num_full) for num_full in numbers}
-    alike = Halves(calls, calls.outstanding)
-    for own in programs:
-        away_bytes = calls.outstanding * own.offloaded_bytes
-        if TwoPrograms(own.nbytes, own.nbytes).peak_bytes(alike) <= problem.budget_bytes and away_bytes <= host_bytes:
-            step_s = own.once_s + (calls.num - 1) * own.call.step_s
-            yield _Pair(full=own, lean=own, num_full=calls.outstanding, step_s=step_s)
-    for full, lean in product(programs, programs):
-        if full.call.step_s >= lean.call.step_s or full.nbytes.waiting_bytes <= lean.nbytes.waiting_bytes:
-            continue
+    some = range(most, 0, -math.ceil(most / _MOST_NUMBERS))
+    beside = {num_full: Halves(calls, num_full) for num_full in (calls.outstanding, *some)}
+    alone = ((own, own, (calls.outstanding,)) for own in programs)
+    pairs = (
+        (full, lean, some)
+        for full, lean in permutations(programs, 2)
+        if full.call.step_s < lean.call.step_s and full.nbytes.waiting_bytes > lean.nbytes.waiting_bytes
+    )
+    for full, lean, numbers in chain(alone, pairs):
         both, more = TwoPrograms(full.nbytes, lean.nbytes), (0, 0)
         for num_full in numbers:
             peak_bytes = both.peak_bytes(beside[num_full])
@@ -172,29 +170,29 @@ def _decisions(pair: _Pair, before: Plan, plan: Plan) -> Iterator[Decision]:
     calls follow them, or are left out if none do."""
     calls, full, lean = plan.calls, pair.full, pair.lean
     num_lean, num = calls.outstanding - pair.num_full, num_full_calls(calls, pair.num_full)
-    rejected = (f"all {_said(before)}: {shortfall(before, plan)}",)
-    because = f"the peak of {format_bytes(plan.prediction.device_peak_bytes)} fits {format_bytes(plan.budget_bytes)}"
+    others: list[tuple[str, Lack]] = [(f"all {_said(before)}", shortfall(before, plan))]
+    because = fitting(plan)
     more, more_bytes = pair.more
     if more_bytes > plan.budget_bytes:
-        over = format_bytes(more_bytes - plan.budget_bytes)
-        because += f", and with {more} it would be {over} over it"
-        rejected += (f"{more} of {calls.outstanding}: {over} over the budget",)
+        over_bytes = more_bytes - plan.budget_bytes
+        because += f", and with {more} it would be {in_words(Over(over_bytes, 'it'))}"
+        others.append((f"{more} of {calls.outstanding}", Over(over_bytes)))
     choice = f"{pair.num_full} of {calls.outstanding} {_said(full.plan)}; the others {_said(lean.plan)}"
-    yield Decision(
-        subject="outstanding forwards",
-        choice=choice if num_lean else f"all {_said(full.plan)}",
-        because=because,
+    yield decision(
+        "outstanding forwards",
+        choice if num_lean else f"all {_said(full.plan)}",
+        because,
+        others=others,
         cost_s=(calls.num - num) * (lean.call.step_s - full.call.step_s),
         saves_bytes=num_lean * (full.nbytes.waiting_bytes - lean.nbytes.waiting_bytes),
-        rejected=rejected,
     )
     layers = {group.id.rpartition(".")[0] or group.id for group in before.activations}
-    for decision in before.decisions:
-        if decision.subject not in layers:
-            yield decision
+    for own in before.decisions:
+        if own.subject not in layers:
+            yield own
         elif full is not lean and before in (full.plan, lean.plan):
             kind = "full" if before is full.plan else "lean"
-            yield replace(decision, choice=f"{decision.choice}, in {kind} calls")
+            yield replace(own, choice=f"{own.choice}, in {kind} calls")
 
 
 def _said(plan: Plan) -> str:

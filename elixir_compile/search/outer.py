@@ -17,14 +17,18 @@ Other loops around searches choose in another way: the fewest bytes for which a 
 (`planner.with_min_host_bytes`, `joint_budget.plan_in_least`), the classes of ranks search again until they agree on
 what is released (`ranks`), the settings of an optimizer step are searched in the order of their bounds (`tuning`), and
 state on disk is compared with state on the host by their steps alone (`planner.plan_with_disk`).
+
+Every decision of a plan is written by `decision`, whoever takes it: it says in the same words what the options that are
+not taken lack, be they answers to variants or other homes of a bucket.
 """
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import format_bytes, format_s
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Decision, Plan
 
 Asked = TypeVar("Asked")
 Made = TypeVar("Made")
@@ -100,14 +104,65 @@ def is_worth(step_s: float, before_s: float) -> bool:
     return step_s < before_s * (1 - GAIN)
 
 
-def shortfall(found: Plan | NoFeasiblePlan, taken: Plan) -> str:
-    """Return what a decision says of `found`, the answer to a variant in whose place `taken` is taken."""
-    if isinstance(found, NoFeasiblePlan):
-        return f"needs {format_bytes(found.needed_bytes)}"
-    return f"{format_s(found.prediction.step_s - taken.prediction.step_s)} longer"
-
-
 def lowest(bounds: Iterable[float | None]) -> float | None:
     """Return the bound that holds for every plan of several variants, given those of each; None if one is not known."""
     known = list(bounds)
     return None if None in known else min((bound for bound in known if bound is not None), default=None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Decisions: what is taken, why, and what each of the other options lacks.
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """So many bytes over a limit, of an option that does not fit."""
+
+    nbytes: int
+    limit: str = "the budget"
+
+
+Lack = NoFeasiblePlan | Over | float | str
+"""What an option lacks that is not taken: the bytes of the error or over a limit, the seconds by which its step is
+longer, or other words; empty if the name of the option says it already."""
+
+
+def shortfall(found: Plan | NoFeasiblePlan, taken: Plan) -> NoFeasiblePlan | float:
+    """Return what `found` lacks, the answer to a variant in whose place `taken` is taken."""
+    return found if isinstance(found, NoFeasiblePlan) else found.prediction.step_s - taken.prediction.step_s
+
+
+def in_words(lack: Lack) -> str:
+    """Return `lack` as a decision says it."""
+    if isinstance(lack, NoFeasiblePlan):
+        return f"needs {format_bytes(lack.needed_bytes)}"
+    if isinstance(lack, Over):
+        return f"{format_bytes(lack.nbytes)} over {lack.limit}"
+    return lack if isinstance(lack, str) else f"{format_s(lack)} longer"
+
+
+def decision(
+    subject: str,
+    choice: str,
+    *because: str,
+    others: Iterable[tuple[str, Lack]] = (),
+    cost_s: float = 0.0,
+    saves_bytes: int = 0,
+) -> Decision:
+    """Return the decision to take `choice`, with its reasons, and the names of the `others` with what each lacks.
+
+    `cost_s` counts as 0 if it is less: a choice that makes the step shorter costs nothing.
+    """
+    return Decision(
+        subject=subject,
+        choice=choice,
+        because="; ".join(because),
+        cost_s=max(0.0, cost_s),
+        saves_bytes=saves_bytes,
+        rejected=tuple(f"{name}: {text}" if (text := in_words(lack)) else name for name, lack in others),
+    )
+
+
+def fitting(made: Plan) -> str:
+    """Return the reason of a choice with which the plan `made` fits its budget."""
+    return f"the peak of {format_bytes(made.prediction.device_peak_bytes)} fits {format_bytes(made.budget_bytes)}"

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from elixir_compile.ir import Activations, Batched, Kind, Op, Phase, Saving, StepGraph, StorageId
 from elixir_compile.ir.cost import op_s
 from elixir_compile.ir.hardware import Cluster, DeviceProfile
-from elixir_compile.search.space.layers import activations_of, alike, layers_of
+from elixir_compile.search.space.layers import activations_of, layers_of, modes_at_depth
 from elixir_compile.step.as_run import as_run, counted_by_rows, laps_at, moved_shares, require_rows
 from elixir_compile.step.divide import arrived_name, laps, leaving_name
 from elixir_compile.step.liveness import liveness
@@ -38,9 +38,6 @@ from elixir_compile.step.liveness import liveness
 Numbers = npt.NDArray[np.float64]
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The numbers of micro-batches that are offered, if they divide the rows."""
-LEAST_ROWS = 2
-"""The fewest rows that a rank runs: torch traces a batch of one row in another way, so its graph would differ from the
-graphs of the other ranks. A rank without rows runs as many, and they count 0."""
 _IN_FLIGHT = 2
 """Gathered parameters and gradients of so many laps are on the device at a time."""
 
@@ -61,7 +58,7 @@ def treatments_of(graph: StepGraph, savings: frozenset[Saving] = frozenset(Savin
     layers = layers_of(graph, savings)
     names = {Saving.RECOMPUTE: "recomputed", Saving.OFFLOAD: "offloaded"}
     for leaves in (False, True):
-        activations = activations_of(layers, alike(layers, leaves=leaves))
+        activations = activations_of(layers, modes_at_depth(layers, leaves=leaves))
         used = {group.saving for group in activations}
         text = ", ".join(name for saving, name in names.items() if saving in used)
         if activations and all(activations != other.activations for other in found):

@@ -5,7 +5,7 @@ has no room for it.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,13 +18,22 @@ from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import BucketId, Decision, Kind, Op, Plan, Tier
 from elixir_compile.ir.cost import disk_staging_bytes
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
-from elixir_compile.search.evaluator import Candidate, Clock, DraftPlan, Evaluator, deadline_in, leanest, uniform_modes
+from elixir_compile.search.evaluator import (
+    Candidate,
+    Clock,
+    DraftPlan,
+    Evaluator,
+    deadline_in,
+    draft_at_use,
+    too_large,
+    uniform_modes,
+)
 from elixir_compile.search.greedy import RULES, drafted, place_exhaustively, place_greedily
 from elixir_compile.search.lean_calls import with_lean_calls
-from elixir_compile.search.outer import answer, leaner
+from elixir_compile.search.outer import answer, decision, leaner
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, write_out
-from elixir_compile.search.space.buckets import Level, with_larger_buckets
+from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.step.legality import verify
 from elixir_compile.step.prices import prices
@@ -141,10 +150,9 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
     for bucket in plan.buckets:
         if bucket.id in going:
             disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
-            because = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
-            because += f"; {format_bytes(bucket.shard_state_nbytes())} are read and written in {format_s(disk_s)}"
-            cost_s = max(0.0, disk_s - update_s)
-            found.append(Decision(subject=bucket.id, choice="optim disk", because=because, cost_s=cost_s))
+            why = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
+            copied = f"{format_bytes(bucket.shard_state_nbytes())} are read and written in {format_s(disk_s)}"
+            found.append(decision(bucket.id, "optim disk", why, copied, cost_s=disk_s - update_s))
     placements = tuple(
         replace(placement, optim=Tier.DISK, streamed=False) if placement.bucket in going else placement
         for placement in plan.placements
@@ -309,7 +317,7 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
             raise InvalidOption("planner", planner, '"milp" or "greedy", which keep fractions')
         levels = RULES[planner](evaluator)
         if not evaluator.fits(levels, ahead=0):
-            raise _no_plan(evaluator, _at_use(evaluator, levels))
+            raise _no_plan(evaluator, draft_at_use(evaluator.facts, levels))
         return drafted(evaluator, levels, planner)
     _require_minimum(evaluator)
     if planner == "greedy":
@@ -389,13 +397,6 @@ def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
     return draft
 
 
-def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:
-    """Return the draft plan of `levels` with every gather at its use, which needs the fewest device bytes."""
-    return DraftPlan(
-        levels=tuple(levels), modes=evaluator.facts.modes, moves=evaluator.at_use(levels), step_s=0.0, decisions=()
-    )
-
-
 def _fewest_host_bytes(evaluator: Evaluator) -> DraftPlan:
     """Return the draft plan with the fewest host bytes found within the device budget, whatever the host budget.
 
@@ -405,15 +406,15 @@ def _fewest_host_bytes(evaluator: Evaluator) -> DraftPlan:
     orders = (True, False) if is_small else (True,)
     found = [place_greedily(evaluator, limits_host=False, spares_host=spares_host) for spares_host in orders]
     drafts = [draft for draft in found if draft is not None]
-    smallest = _at_use(evaluator, evaluator.min_memory_levels)
+    smallest = draft_at_use(evaluator.facts, evaluator.min_memory_levels)
     return min(drafts, key=lambda draft: evaluator.host_bytes(draft.levels), default=smallest)
 
 
 def _require_minimum(evaluator: Evaluator) -> None:
     """Raise NoFeasiblePlan if the device budget is below the smallest peak of each of the uniform modes."""
-    if all(uniform.floor_bytes > evaluator.facts.problem.budget_bytes for uniform in uniform_modes(evaluator)):
-        smallest = leanest(evaluator)
-        raise _no_plan(smallest, _at_use(smallest, smallest.min_memory_levels))
+    smallest = too_large(evaluator)
+    if smallest is not None:
+        raise _no_plan(smallest, draft_at_use(smallest.facts, smallest.min_memory_levels))
 
 
 _BEYOND_DDP = (
@@ -472,21 +473,13 @@ MAX_BATCH = 1 << 30
 """The largest batch that is tried."""
 
 
-def floor_bytes(problem: Problem) -> int:
-    """Return the smallest peak in device bytes over the uniform modes, with buckets at the levels of minimum memory.
-
-    It is not proved that no plan for `problem` has a smaller peak.
-    """
-    return leanest(Evaluator(gather_facts(problem))).floor_bytes
-
-
 def is_feasible(problem: Problem) -> bool:
     """Return whether some plan fits both budgets of `problem`.
 
     The uniform modes decide it if the host can hold all buckets, else the greedy planner, by finding a plan or not.
     """
     evaluator = Evaluator(gather_facts(problem))
-    if all(uniform.floor_bytes > problem.budget_bytes for uniform in uniform_modes(evaluator)):
+    if too_large(evaluator) is not None:
         return False
     if any(uniform.fits(uniform.min_memory_levels, ahead=0) for uniform in uniform_modes(evaluator)):
         return True

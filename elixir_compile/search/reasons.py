@@ -1,7 +1,7 @@
 """Why a plan decides as it does: the decisions of a policy in words, and the writing of a plan with them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import HOST_MEMORY
 from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp, Vector
+from elixir_compile.search.outer import Lack, Over, decision, fitting
 from elixir_compile.search.problem import Problem, update_time
 from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.buckets import (
@@ -40,8 +41,7 @@ from elixir_compile.search.space.buckets import (
     meets,
     placement_of,
 )
-from elixir_compile.search.space.facts import Facts
-from elixir_compile.search.space.layers import mode_text
+from elixir_compile.search.space.facts import Change, Facts
 from elixir_compile.search.space.profiles import num_ahead
 from elixir_compile.search.transfers import update_decisions
 from elixir_compile.step.plan_rows import calls_by_program
@@ -65,21 +65,15 @@ def policy_decisions(facts: Facts, draft: DraftPlan) -> tuple[Decision, ...]:
     fractions = facts.problem.fractions
     if fractions is None:
         return draft.decisions
-    found = {decision.subject: decision for decision in draft.decisions}
+    found = {own.subject: own for own in draft.decisions}
     for i, bucket in enumerate(facts.buckets):
         name = str(bucket.id)
         before = None if facts.quotas else found.get(name)
         because = f"by {SUBJECT} static: {_reason(facts, draft.levels, i)}"
-        found[name] = Decision(
-            subject=name,
-            choice=level_text(draft.levels[i]),
-            because=because if before is None else f"{because}; {before.because}",
-            cost_s=0.0 if before is None else before.cost_s,
-            saves_bytes=0 if before is None else before.saves_bytes,
-            rejected=() if before is None else before.rejected,
-        )
+        own = decision(name, level_text(draft.levels[i]), because, *([] if before is None else [before.because]))
+        found[name] = own if before is None else replace(before, choice=own.choice, because=own.because)
     because = f"the options fix it; in whole buckets: {', '.join(_totals(facts, draft.levels))}"
-    return (Decision(subject=SUBJECT, choice=f"static, {fractions}", because=because), *found.values())
+    return (decision(SUBJECT, f"static, {fractions}", because), *found.values())
 
 
 def _totals(facts: Facts, levels: Sequence[Level]) -> Iterator[str]:
@@ -156,38 +150,29 @@ def decisions(milp: Milp, draft: DraftPlan, deadline: Deadline | None = None) ->
     Decisions made after the `deadline` have no cost and no rejected options.
     """
     facts = milp.evaluator.facts
-    changes: list[tuple[str, _Change]] = []
-    for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
-        if level is not start:
-            texts = {int(other): level_text(other) for other in facts.choices[i]}
-            changes.append((bucket.id, _Change(i, level, start, texts)))
-    for i, (layer, mode) in enumerate(zip(facts.layers, draft.modes, strict=True), start=len(facts.buckets)):
-        if mode:
-            texts = {other: mode_text(layer, layer.modes[other]) for other in range(len(layer.modes))}
-            changes.append((layer.name or "step", _Change(i, mode, 0, texts)))
+    changes = list(facts.changes(draft.candidate.options))
     if not changes:
         return ()
     x = milp.vector(draft.candidate, draft.moves.streamed)
     num_priced = max(1, min(_NUM_REJECTED, _MAX_PRICED // len(changes)))
     chosen = _Chosen(milp, x, milp.live_bytes(x), milp.host_bytes(x), milp.lower_s(x))
     found: list[Decision] = []
-    for subject, change in changes:
-        at_start, before = chosen.with_option(change, change.before), change.texts[change.before]
+    for change in changes:
+        at_start, before = chosen.with_option(change, change.before), facts.text_of(change.i, change.before)
         saves_bytes = at_start.peak_bytes - chosen.peak_bytes
         because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
         if saves_bytes <= 0:
             more = format_bytes(int(at_start.more_bytes.max()))
             because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
         is_over = deadline is not None and deadline.is_over
-        others = [] if is_over else sorted(_alternatives(chosen, change, num_priced), key=lambda other: other.rank)
         found.append(
-            Decision(
-                subject=subject,
-                choice=change.texts[change.now],
-                because=because,
-                cost_s=0.0 if is_over else max(0.0, chosen.step_s - at_start.step_s),
+            decision(
+                facts.subject_of(change.i),
+                facts.text_of(change.i, change.now),
+                because,
+                others=[] if is_over else _alternatives(chosen, change, num_priced)[:_NUM_REJECTED],
+                cost_s=0.0 if is_over else chosen.step_s - at_start.step_s,
                 saves_bytes=saves_bytes,
-                rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
             )
         )
     return tuple(found)
@@ -206,19 +191,10 @@ class _Chosen(NamedTuple):
     def peak_bytes(self) -> int:
         return int(self.live_bytes.max())
 
-    def with_option(self, change: "_Change", option: int) -> "_Other":
+    def with_option(self, change: Change, option: int) -> "_Other":
         """Return the candidate with another `option` for the bucket or layer of `change`."""
         choices = self.milp.choices
         return _Other(self, choices[change.i, change.now], choices[change.i, option])
-
-
-class _Change(NamedTuple):
-    """Bucket or layer number i has option `now` instead of option `before`; `texts` describe all its options."""
-
-    i: int
-    now: int
-    before: int
-    texts: Mapping[int, str]
 
 
 class _Other(NamedTuple):
@@ -250,38 +226,33 @@ class _Other(NamedTuple):
         return self.chosen.milp.lower_s(x)
 
 
-class _Alternative(NamedTuple):
-    rank: tuple[int, float]
-    """Fitting options first, by added seconds; then options over a budget, by bytes over it."""
-    text: str
-
-
-def _alternatives(chosen: _Chosen, change: _Change, num_priced: int) -> list[_Alternative]:
-    """Return every other option of `change` with its effect.
+def _alternatives(chosen: _Chosen, change: Change, num_priced: int) -> list[tuple[str, Lack]]:
+    """Return every other option of `change` with what it lacks: those that fit first, by the seconds that they add,
+    then those over a budget, by the bytes over it.
 
     Of the options that fit, only the `num_priced` with the highest peak get seconds; the rest are left out.
     """
-    problem, found = chosen.milp.evaluator.facts.problem, []
-    fitting: list[tuple[int, _Other, str]] = []
-    for option, text in change.texts.items():
+    facts = chosen.milp.evaluator.facts
+    within: list[tuple[int, _Other, str]] = []
+    ranked: list[tuple[tuple[int, float], tuple[str, Lack]]] = []
+    for option in facts.options[change.i]:
         if option == change.now:
             continue
-        other = chosen.with_option(change, option)
+        other, text = chosen.with_option(change, option), facts.text_of(change.i, option)
         peak_bytes = other.peak_bytes
-        over_bytes = peak_bytes - problem.budget_bytes
-        host_over_bytes = other.host_bytes - problem.host_budget_bytes
+        over_bytes = peak_bytes - facts.problem.budget_bytes
+        host_over_bytes = other.host_bytes - facts.problem.host_budget_bytes
         if over_bytes > 0:
-            found.append(_Alternative((1, over_bytes), f"{text}: {format_bytes(over_bytes)} over the budget"))
+            ranked.append(((1, over_bytes), (text, Over(over_bytes))))
         elif host_over_bytes > 0:
-            over = format_bytes(host_over_bytes)
-            found.append(_Alternative((2, host_over_bytes), f"{text}: {over} over the host's memory"))
+            ranked.append(((2, host_over_bytes), (text, Over(host_over_bytes, "the host's memory"))))
         else:
-            fitting.append((peak_bytes, other, text))
-    for _, other, text in sorted(fitting, key=lambda entry: -entry[0])[:num_priced]:
+            within.append((peak_bytes, other, text))
+    for _, other, text in sorted(within, key=lambda entry: -entry[0])[:num_priced]:
         added_s = max(0.0, other.step_s - chosen.step_s)
-        longer = f"{format_s(added_s)} longer" if added_s else "no shorter once the times of transfers are simulated"
-        found.append(_Alternative((0, added_s), f"{text}: {longer}"))
-    return found
+        lack = added_s or "no shorter once the times of transfers are simulated"
+        ranked.append(((0, added_s), (text, lack)))
+    return [own for _, own in sorted(ranked, key=lambda entry: entry[0])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -301,25 +272,16 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
             unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_bound_s=proved.gib_bound_s
         )
     prediction, record = predicted(problem, unpredicted)
-    said = list(draft.decisions)
-    if not said:
-        fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(unpredicted.budget_bytes)}"
-        said.append(Decision(subject="every bucket", choice="stays where it is", because=fit))
+    made = replace(unpredicted, prediction=prediction, formula=peak_formula(problem.graph, unpredicted))
+    said = list(draft.decisions) or [decision("every bucket", "stays where it is", fitting(made))]
     if draft.moves.residencies:
         distances, number = Counter(num_ahead(draft.moves.residencies)), len(draft.moves.residencies)
         ahead = sorted(distances.items(), reverse=True)
         choice = ", ".join(f"{count} of {number} copies {windows} windows early" for windows, count in ahead)
-        said.append(Decision(subject="prefetch", choice=choice, because="as far as memory allows"))
-    return replace(
-        unpredicted,
-        prediction=prediction,
-        decisions=(
-            *said,
-            *unused_memory(unpredicted, prediction),
-            *update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record)),
-        ),
-        formula=peak_formula(problem.graph, unpredicted),
-    )
+        said.append(decision("prefetch", choice, "as far as memory allows"))
+    said += unused_memory(made)
+    said += update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record))
+    return replace(made, decisions=tuple(said))
 
 
 def written(facts: Facts, draft: DraftPlan) -> Plan:
@@ -400,11 +362,12 @@ _MAX_GAP, _MAX_EXPOSED = 0.01, 0.01
 """If a search ends with a larger gap, and a larger share of the step exposed, the unused memory is reported."""
 
 
-def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
+def unused_memory(made: Plan) -> tuple[Decision, ...]:
     """Return a decision that reports unused memory, if transfers are exposed and the search ended with a gap.
 
     Return none if the gap is small, if few seconds are exposed, or if the largest bucket is larger than the free bytes.
     """
+    prediction = made.prediction
     if made.bound_s is None or not made.buckets:
         return ()
     free_bytes = made.budget_bytes - prediction.device_peak_bytes
@@ -413,10 +376,5 @@ def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
     if gap <= _MAX_GAP or not is_exposed or free_bytes < max(bucket.flat_nbytes for bucket in made.buckets):
         return ()
     exposed = f"{format_s(prediction.exposed_s)} of transfers are exposed"
-    return (
-        Decision(
-            subject="memory",
-            choice=f"{format_bytes(free_bytes)} of {format_bytes(made.budget_bytes)} are unused while {exposed}",
-            because=f"the search ended with a gap of {gap:.1%} before it found a use for them",
-        ),
-    )
+    choice = f"{format_bytes(free_bytes)} of {format_bytes(made.budget_bytes)} are unused while {exposed}"
+    return (decision("memory", choice, f"the search ended with a gap of {gap:.1%} before it found a use for them"),)

@@ -208,7 +208,6 @@ class _Follower:
         self._gathers = {issued.gather: issued.use for issued in walk.gathers}
         self._waits = {issued.wait: issued.use for issued in walk.gathers}
         self._own = frozenset(self._gathers.values())
-        self._sharded = sharded_buckets(plan.buckets)
         self._written: list[Action] = []
         self._next = 0
         self._wanted: set[Use] = set()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.base.units import format_s
 from elixir_compile.ir import Decision, Lane, Update
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
+from elixir_compile.search.outer import decision
 from elixir_compile.search.schedule import cut_regions
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.layers import leave_ends
@@ -230,15 +230,15 @@ Lower = Callable[[frozenset[int]], float]
 """The set of streamed buckets to a lower limit on the seconds of a step at the same levels."""
 
 
-def best_moves(
+def best_draft(
     evaluator: Evaluator,
     levels: Sequence[Level],
     limit_s: float = math.inf,
     *,
     good_s: Lower | None = None,
     near: int | None = None,
-) -> tuple[Moves, float]:
-    """Return the best moves found for `levels`, which must fit with transfers at their use, and the seconds of a step.
+) -> DraftPlan:
+    """Return the draft plan of `levels`, which must fit with transfers at their use, with the best moves found.
 
     Transfers are just in time, or as early as memory allows if this makes the step shorter. Early transfers are not
     tried if the step takes at most `good_s` of its streamed buckets. Streamed updates are not tried if they cannot make
@@ -246,15 +246,15 @@ def best_moves(
     """
     trial = _Trial(evaluator, levels)
     lanes = (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H)
-    if all(evaluator.prices.lane_of[lane] is Lane.COMPUTE for lane in lanes):
-        # No transfer runs beside compute, so their times change nothing.
-        return _with_streams(evaluator, levels, trial, raise_prefetch(evaluator, levels), limit_s, near)
-    moves, step_s = _with_streams(evaluator, levels, trial, just_in_time(evaluator, levels), limit_s, near)
-    if good_s is not None and step_s <= good_s(moves.streamed):
-        return moves, step_s
-    early = raise_prefetch(evaluator, levels)._replace(streamed=moves.streamed)
-    early_s = trial.step_s(early)
-    return (early, early_s) if early_s < step_s else (moves, step_s)
+    # If no transfer runs beside compute, their times change nothing.
+    is_beside = any(evaluator.prices.lane_of[lane] is not Lane.COMPUTE for lane in lanes)
+    first = just_in_time(evaluator, levels) if is_beside else raise_prefetch(evaluator, levels)
+    moves, step_s = _with_streams(evaluator, levels, trial, first, limit_s, near)
+    if is_beside and (good_s is None or step_s > good_s(moves.streamed)):
+        early = raise_prefetch(evaluator, levels)._replace(streamed=moves.streamed)
+        early_s = trial.step_s(early)
+        moves, step_s = (early, early_s) if early_s < step_s else (moves, step_s)
+    return DraftPlan(levels=tuple(levels), modes=evaluator.facts.modes, moves=moves, step_s=step_s)
 
 
 def _with_streams(
@@ -352,19 +352,13 @@ def update_decisions(
     numel = sum(facts.buckets[i].numel for i in on_host)
     share = sum(facts.buckets[i].numel for i in moves.streamed.intersection(on_host)) / numel
     step_s = evaluator.step_s(levels, moves)
-    rejected: list[str] = []
+    others: list[tuple[str, float]] = []
     if moves.streamed - facts.streamed:
-        other_s = evaluator.step_s(levels, moves._replace(streamed=facts.streamed))
-        rejected.append(f"x = 0: {format_s(other_s - step_s)} longer")
+        others.append(("x = 0", evaluator.step_s(levels, moves._replace(streamed=facts.streamed)) - step_s))
     more = [i for i in may_be_streamed(evaluator, levels, moves) if i not in moves.streamed]
     if more:
         other_s = evaluator.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
-        rejected.append(f"{facts.buckets[more[0]].id} streamed too: {format_s(max(other_s - step_s, 0.0))} longer")
-    return (
-        Decision(
-            subject="update",
-            choice=f"{evaluator.update}, a share x = {share:.2f} of the state on the host streamed to the device",
-            because=f"compute hides {hidden_share:.0%} of the seconds of the host's updates",
-            rejected=tuple(rejected),
-        ),
-    )
+        others.append((f"{facts.buckets[more[0]].id} streamed too", max(other_s - step_s, 0.0)))
+    choice = f"{evaluator.update}, a share x = {share:.2f} of the state on the host streamed to the device"
+    because = f"compute hides {hidden_share:.0%} of the seconds of the host's updates"
+    return (decision("update", choice, because, others=others),)

@@ -306,9 +306,9 @@ class Order:
         elif do is Do.AWAIT:
             self.await_update(*after)
         elif do is Do.WAIT_LATE:
-            copied, done, landed = after
+            copied, done, returned = after
             if copied in self._late:
-                self.await_update(done, landed)
+                self.await_update(done, returned)
                 over[H2D] |= over[copied]
                 self._late.remove(copied)
             over[COMPUTE] |= over[copied]
@@ -361,13 +361,13 @@ class Order:
                 found.append(cell)
         return found
 
-    def await_update(self, done: Instant, landed: Instant) -> None:
+    def await_update(self, done: Instant, returned: Instant) -> None:
         """Let the program wait for an update, and compute for its results on the device."""
         over = self._over
         over[PROGRAM] |= over[done]
-        over[COMPUTE] |= over[landed]
-        over[H2D] |= over[landed]  # works of the lane that the program issues from now on are behind it
-        over[done] = over[landed] = 0
+        over[COMPUTE] |= over[returned]
+        over[H2D] |= over[returned]  # works of the lane that the program issues from now on are behind it
+        over[done] = over[returned] = 0
 
 
 def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> list[Work]:

@@ -352,7 +352,7 @@ class Player:
         self._await(work.name, done, NEVER)
         self.run((work._replace(do=Do.GATHER, after=work.after[1:]),))
 
-    def _await(self, name: str, done: Instant, landed: Instant) -> None:
+    def _await(self, name: str, done: Instant, returned: Instant) -> None:
         """Let the program wait for the update of a bucket, and compute for its way back to the device."""
         over_s = self.over_s
         if name in self._late:
@@ -360,10 +360,10 @@ class Player:
         if over_s[done] > _LONG_AGO_S:
             self._stall(over_s[done], over_s[PROGRAM])
             over_s[done] = _LONG_AGO_S
-        if over_s[landed] > over_s[COMPUTE]:
-            self.stalled_s += over_s[landed] - over_s[COMPUTE]
-            over_s[COMPUTE] = over_s[landed]
-        over_s[landed] = _LONG_AGO_S
+        if over_s[returned] > over_s[COMPUTE]:
+            self.stalled_s += over_s[returned] - over_s[COMPUTE]
+            over_s[COMPUTE] = over_s[returned]
+        over_s[returned] = _LONG_AGO_S
 
     def _stall(self, until_s: float, since_s: float) -> None:
         """Let the program, and so all that it issues from now on, wait for an update from `since_s` until `until_s`."""

@@ -92,11 +92,6 @@ class LayeredStep:
     def nbytes(self) -> Mapping[StorageId, int]:
         return {storage.id: storage.nbytes for storage in self.graph.storages}
 
-    @cached_property
-    def crossing_bytes(self) -> tuple[int, ...]:
-        """The bytes that cross each cut in the forward; as many gradients come back."""
-        return tuple(sum(self.nbytes[name] for name in names) for names in self.crossings)
-
     def run_as(self, step: StepGraph) -> "LayeredStep":
         """Return the layers of `step`, which is this step with fused or repeated ops."""
         return LayeredStep(graph=step, layers=self.layers, numbers=_numbers(step, self.layers))
@@ -501,11 +496,6 @@ class PipelinePlayed:
     def bubble(self, rank: int) -> float:
         """Return the share of the step in which `rank` does nothing, 0 to 1."""
         return 1 - self.ranks[rank].busy_s / self.step_s if self.step_s else 0.0
-
-    @property
-    def mean_bubble(self) -> float:
-        """The share of the step in which a rank does nothing, on average over ranks."""
-        return sum(map(self.bubble, range(len(self.ranks)))) / len(self.ranks)
 
 
 def play_pipeline(

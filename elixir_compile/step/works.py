@@ -226,7 +226,7 @@ class BucketWorks:
         """Whether an update by the host copies the gradient to the host and the parameters back."""
         self.may_wait = self.is_queued or (self.is_landing and is_on_host)
         """Whether readers may have to wait for an update."""
-        self.gathered, self.sent, self.reduced, self.done, self.landed, self.home_read = range(place, place + 6)
+        self.gathered, self.sent, self.reduced, self.done, self.returned, self.home_read = range(place, place + 6)
         """When its last gather is over, its gradient on the host and reduced, its last update on the host done and its
         results on the device, and its home read."""
         if not is_sharded:
@@ -500,7 +500,7 @@ class Walk:
     def _await_update(self, bucket: BucketWorks) -> None:
         """Let the program wait until no update of the bucket is queued, and compute for its results on the device."""
         if bucket.may_wait:
-            self._do(PROGRAM, Do.AWAIT, bucket.name, (bucket.done, bucket.landed))
+            self._do(PROGRAM, Do.AWAIT, bucket.name, (bucket.done, bucket.returned))
 
     # The step.
 
@@ -603,7 +603,7 @@ class Walk:
     def _act_on_bucket(self, verb: Verb, bucket: BucketWorks) -> None:
         if verb is Verb.WAIT:
             if bucket.is_queued and not bucket.is_sharded:
-                self._do(COMPUTE, Do.WAIT_LATE, bucket.name, (bucket.gathered, bucket.done, bucket.landed))
+                self._do(COMPUTE, Do.WAIT_LATE, bucket.name, (bucket.gathered, bucket.done, bucket.returned))
             else:
                 self._wait(COMPUTE, bucket.gathered)
             if bucket.is_sharded:  # the full parameters are copied out of the rows of the ranks
@@ -755,10 +755,10 @@ class Walk:
         staged = (Memory.STAGED,)
         self._do(thread, do, name, (bucket.sent,), bucket.done, staged, (Memory.STAGED, Memory.STATE))
         if bucket.is_queued:  # issued between any two works that the program issues on the lane
-            self._do(self._h2d, Do.LATE_RETURN, name, (bucket.done,), bucket.landed, staged, (Memory.HOME,))
+            self._do(self._h2d, Do.LATE_RETURN, name, (bucket.done,), bucket.returned, staged, (Memory.HOME,))
         else:
-            self._do(self._h2d, Do.RETURN, name, (), bucket.landed, staged, (Memory.HOME,))
-            self._do(PROGRAM, Do.AWAIT, name, (NEVER, bucket.landed))
+            self._do(self._h2d, Do.RETURN, name, (), bucket.returned, staged, (Memory.HOME,))
+            self._do(PROGRAM, Do.AWAIT, name, (NEVER, bucket.returned))
 
     def _stream(self, buckets: Sequence[BucketWorks], arrived: tuple[Instant, ...]) -> None:
         """Pass the state of `buckets` through the device, and parameters and gradients too if their home is the host.

@@ -33,6 +33,7 @@ from elixir_compile.ir.hardware import (
     with_like_seats,
 )
 from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule, parse_schedule, pipeline_order
+from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.ir.share import Share, Shares, shares_from_json, shares_to_json
 from elixir_compile.runtime.distributed.control import Carried, ControlChannel, new_control_channel
 from elixir_compile.runtime.distributed.errors import RanksDiffer
@@ -40,7 +41,6 @@ from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.joint.ranks import plan_classes
 from elixir_compile.search.joint.variants import Chunks, LossAttempt, with_chosen_loss
-from elixir_compile.search.outline import LEAST_ROWS
 from elixir_compile.search.problem import Question, question_of
 from elixir_compile.search.shares.choose import (
     Ask,

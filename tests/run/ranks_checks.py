@@ -374,7 +374,7 @@ def averages_what_is_whole(rank: int, world_size: int) -> None:
         assert pair.apart() < CLOSE
 
 
-def clips_what_has_landed(rank: int, world_size: int) -> None:
+def clips_what_has_arrived(rank: int, world_size: int) -> None:
     """Clip parts on the host and on the device, and what each rank has whole, which the backward has read."""
     steps = batches(3)
     least = least_bytes("odd", steps[0], [world_size])

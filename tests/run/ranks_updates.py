@@ -153,16 +153,16 @@ def refuses_changed_gradients(rank: int, world_size: int) -> None:
 def landings(pair: Pair) -> Iterator[list[tuple[str, bool]]]:
     """Yield where parameters of cut buckets live, and whether their update begins before the end of the backward."""
     executor: Any = executor_of(pair.model)
-    usual, seen = Hybrid.landed, list[tuple[str, bool]]()
+    usual, seen = Hybrid.update_in_backward, list[tuple[str, bool]]()
 
-    def landed(optimizer: Hybrid, params: Any, arrived: Any) -> None:
+    def update_in_backward(optimizer: Hybrid, params: Any, arrived: Any) -> None:
         bucket = executor.buckets.of(executor.slot_for(params[0]))
         if bucket.spec.is_sharded:
             seen.append((bucket.placement.param.value, executor.gradients.is_in_backward))
         usual(optimizer, params, arrived)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hybrid, "landed", landed)
+        patch.setattr(Hybrid, "update_in_backward", update_in_backward)
         yield seen
 
 

@@ -104,8 +104,8 @@ class StateOwner(Protocol):
         """Move the state of `params` to the homes in the placements of their buckets."""
         ...
 
-    def landed(self, params: Sequence[torch.Tensor], arrived: Any) -> None:
-        """Note that this backward, which also updates the bucket of `params`, published their gradients.
+    def update_in_backward(self, params: Sequence[torch.Tensor], arrived: Any) -> None:
+        """Update the bucket of `params`, whose gradients this backward has published.
 
         The gradients are in memory after `arrived`, an event of `runtime.lanes`, or now if it is None.
         """
@@ -182,9 +182,9 @@ def let_state_follow(params: Sequence[torch.Tensor]) -> None:
 
 
 def let_update(params: Sequence[torch.Tensor], arrived: Any) -> None:
-    """Tell the hybrid optimizers that the gradients of `params` were published; see `StateOwner.landed`."""
+    """Tell the hybrid optimizers that the gradients of `params` were published; see `StateOwner.update_in_backward`."""
     for owner, own in _owned(params).items():
-        owner.landed(own, arrived)
+        owner.update_in_backward(own, arrived)
 
 
 def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor]]:

@@ -33,15 +33,15 @@ from elixir_compile.runtime.recording import Ledger
 # ----------------------------------------------------------------------------------------------------------------------
 # All-gather and reduce-scatter of rows over gloo's point-to-point messages, with one row for each rank.
 #
-# rank 0    gather   send own -> 1    receive row 1             reduce   send row 1 -> 1    receive into landing
-# rank 1             send own -> 0    receive row 0                      send row 0 -> 0    receive into landing
-#                                                                        own row + landing = own shard of the sum
+# rank 0    gather   send own -> 1    receive row 1             reduce   send row 1 -> 1    receive into shard
+# rank 1             send own -> 0    receive row 0                      send row 0 -> 0    receive into shard
+#                                                                        own row + those received = own shard of the sum
 #
 # Gloo's own collectives hold and move more bytes: its reduce-scatter all-reduces a clone of all rows, and its all-
 # gather receives into a second buffer. On 2 ranks of a CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives,
 # and 20 ms each by messages.
 #
-# Memory beside the rows: none for a gather. A reduce needs its landing, the size of a row, and with more than 2 ranks
+# Memory beside the rows: none for a gather. A reduce needs its shard, the size of a row, and with more than 2 ranks
 # another row during the wait. If ranks have different weights in the mean, the receiver of a row multiplies it by the
 # weight of its rank.
 
@@ -84,9 +84,9 @@ class Messenger:
         rows[self.rank].copy_(own)
         return Exchange([*receipts, *sends])
 
-    def reduce_scatter(self, landing: torch.Tensor, rows: Rows) -> "Reduction":
-        """Start filling `landing` with the mean over ranks of this rank's row of `rows`, by the current weights."""
-        return Reduction(self, landing, rows)
+    def reduce_scatter(self, shard: torch.Tensor, rows: Rows) -> "Reduction":
+        """Start filling `shard` with the mean over ranks of this rank's row of `rows`, by the current weights."""
+        return Reduction(self, shard, rows)
 
     def send(self, row: torch.Tensor, rank: int, tag: int) -> "distributed.Work":
         """Start sending `row` to `rank`."""
@@ -117,43 +117,43 @@ class Exchange:
 
 
 class Reduction(Exchange):
-    """A reduce-scatter in flight: receives the rows of the other ranks one after another into its landing."""
+    """A reduce-scatter in flight: receives the rows of the other ranks one after another into its shard."""
 
-    def __init__(self, messenger: Messenger, landing: torch.Tensor, rows: Rows) -> None:
-        self._messenger, self._landing, self._own = messenger, landing, rows[messenger.rank]
+    def __init__(self, messenger: Messenger, shard: torch.Tensor, rows: Rows) -> None:
+        self._messenger, self._shard, self._own = messenger, shard, rows[messenger.rank]
         self._weights = messenger.weights
         self._tag = messenger.new_tag()
         sent = [rank for rank in reversed(messenger.others) if rows[rank].numel()]
         super().__init__([messenger.send(rows[rank], rank, self._tag) for rank in sent])
-        self._receipt = messenger.receive(landing, messenger.others[0], self._tag) if landing.numel() else None
+        self._receipt = messenger.receive(shard, messenger.others[0], self._tag) if shard.numel() else None
 
     def wait(self) -> None:
-        """Wait until the landing is the mean. Raises RuntimeError if a rank is dead or silent."""
+        """Wait until the shard is the mean. Raises RuntimeError if a rank is dead or silent."""
         if self._receipt is None:  # this rank has no shard of the sum
             super().wait()
             return
         self._receipt.wait()
         first, *later = self._messenger.others
-        scale_by_weight(self._landing, self._weights[first])
+        scale_by_weight(self._shard, self._weights[first])
         total: torch.Tensor | None = None
         for rank in later:
             # Not in place, because other code may still read `rows` as a gradient.
-            total = self._own_added(torch.empty_like(self._landing)) if total is None else total.add_(self._landing)
-            self._messenger.receive(self._landing, rank, self._tag).wait()
-            scale_by_weight(self._landing, self._weights[rank])
+            total = self._own_added(torch.empty_like(self._shard)) if total is None else total.add_(self._shard)
+            self._messenger.receive(self._shard, rank, self._tag).wait()
+            scale_by_weight(self._shard, self._weights[rank])
         if total is None:
-            self._own_added(self._landing)
+            self._own_added(self._shard)
         else:
-            self._landing.add_(total)
-        self._landing.div_(len(self._weights))
+            self._shard.add_(total)
+        self._shard.div_(len(self._weights))
         super().wait()
 
     def _own_added(self, out: torch.Tensor) -> torch.Tensor:
-        """Write the landing plus this rank's weighted row to `out`, and return `out`."""
+        """Write the shard plus this rank's weighted row to `out`, and return `out`."""
         weight = self._weights[self._messenger.rank]
         if weight == 0.0:  # not multiplied, because the row may hold infinities or NaNs
-            return out if out is self._landing else out.copy_(self._landing)
-        return torch.add(self._landing, self._own, alpha=weight, out=out)
+            return out if out is self._shard else out.copy_(self._shard)
+        return torch.add(self._shard, self._own, alpha=weight, out=out)
 
 
 def scale_by_weight(grads: torch.Tensor, weight: float) -> None:

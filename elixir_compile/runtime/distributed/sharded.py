@@ -218,21 +218,21 @@ class ShardGather(Transfer):
 class ShardReduce(Transfer):
     """The reduce-scatter of the gradients of a sharded bucket.
 
-    It empties `grads`. After the collective, it calls `land` with each slot and this rank's shard of the mean gradient.
+    It empties `grads`. After the collective, it calls `take` with each slot and this rank's shard of the mean gradient.
     """
 
-    __slots__ = ("_bucket", "_land", "_own", "_positions", "_work")
+    __slots__ = ("_bucket", "_own", "_positions", "_take", "_work")
 
     def __init__(
         self,
         bucket: ShardedBucket,
         positions: Sequence[int],
         grads: list[torch.Tensor],
-        land: Callable[[Slot, torch.Tensor], None],
+        take: Callable[[Slot, torch.Tensor], None],
         lanes: Lanes,
         ledger: Ledger,
     ) -> None:
-        self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
+        self._bucket, self._positions, self._take = bucket, tuple(dict.fromkeys(positions)), take
         lanes.touches(grads)
         rows = bucket.to_rows(positions, grads)
         grads.clear()
@@ -260,8 +260,8 @@ class ShardReduce(Transfer):
         return self._bucket
 
     @property
-    def landing_nbytes(self) -> int:
-        """The bytes of the gradients that `land` will get, without padding; 0 after the wait."""
+    def own_nbytes(self) -> int:
+        """The bytes of the gradients that `take` will get, without padding; 0 after the wait."""
         shards = () if self._own is None else self._bucket.cut(self._own)
         return sum(shards[position].nbytes for position in self._positions if shards)
 
@@ -270,14 +270,14 @@ class ShardReduce(Transfer):
         return self.sources if self._own is None else (*self.sources, self._own)
 
     def ensure_issued(self) -> None:
-        """Make compute issued from now on wait for the collective, and pass each shard of the means to `land`."""
+        """Make compute issued from now on wait for the collective, and pass each shard of the means to `take`."""
         if self._work is None or self._own is None:
             return
         self._work.wait()
         self._work, self.sources = None, ()
         shards = self._bucket.cut(self._own)
         for position in self._positions:
-            self._land(self._bucket.slots[position], shards[position])
+            self._take(self._bucket.slots[position], shards[position])
         self._own = None
 
 

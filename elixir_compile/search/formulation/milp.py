@@ -178,13 +178,12 @@ class Milp:
         def largest(i: int, options: Sequence[int]) -> int:
             return max(options, key=lambda option: (x[self.choices[i, option]], -option))
 
-        levels = tuple(Level(largest(i, options)) for i, options in enumerate(facts.choices))
-        layers = enumerate(facts.layers, start=len(facts.buckets))
-        return Candidate(levels, tuple(largest(i, range(len(layer.modes))) for i, layer in layers))
+        chosen = [largest(i, options) for i, options in enumerate(facts.options)]
+        num_buckets = len(facts.buckets)
+        return Candidate(tuple(map(Level, chosen[:num_buckets])), tuple(chosen[num_buckets:]))
 
     def _columns(self, candidate: Candidate) -> list[int]:
-        options = (*candidate.levels, *candidate.modes)
-        return [self.choices[i, option] for i, option in enumerate(options)]
+        return [self.choices[i, option] for i, option in enumerate(candidate.options)]
 
     def peak_bytes(self, x: Vector) -> int:
         """Return the device bytes of the fullest segment at x, with each transfer right before its use."""

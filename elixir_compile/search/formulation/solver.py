@@ -119,9 +119,11 @@ _MAX_NODES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Solution:
+    """An optimum, integral or relaxed, and what it proves."""
+
     x: Vector
     bound: float
-    """A proved lower limit on the scaled objective."""
+    """A lower limit on the objective of every integral x, scaled; `Milp.seconds` turns it into seconds."""
 
 
 @without_notes()
@@ -211,7 +213,7 @@ def integral_candidates(milp: Milp, deadline: Deadline, gap: float) -> Iterator[
 USED = 1e-6
 """An option counts as used if its entry of x is larger."""
 _GAP = 2e-4
-_MAX_ROUNDS, _MAX_ROUNDING_NODES = 8, 10
+_MAX_ROUNDINGS, _MAX_ROUNDING_NODES = 8, 10
 """Solves of a rounding, and nodes of each solve; most roundings take fewer. GPT-2 20B on an A100 had its first
 candidate within 1 % of the bound from the third solve over all options, with 10 nodes after 4.4 s of solves and with
 150 nodes after 7 s."""
@@ -219,11 +221,14 @@ _MIN_S = 2.0
 """Seconds that each solve of a rounding may take even if the time is up: a solve cut short rounds badly."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rounded:
+class Rounded(NamedTuple):
+    """A candidate made of an optimum of the MILP."""
+
+    x: Vector
+    """The optimum: columns of the MILP. From counts, each member of a class has the same share of each option."""
     candidate: Candidate
     streamed: frozenset[int]
-    """Buckets whose updates the MILP streams; empty if streams were not asked to be integral."""
+    """Buckets whose updates the optimum streams; empty if streams were not asked to be integral."""
 
 
 def rounded(
@@ -234,13 +239,13 @@ def rounded(
     more_bytes: int = 0,
     also: Iterable[Vector] = (),
     integral_streams: bool = False,
-    max_rounds: int = _MAX_ROUNDS,
+    max_rounds: int = _MAX_ROUNDINGS,
 ) -> Iterator[Rounded]:
     """Yield candidates made of the options used by x and by the optima in `also`; yield none if none fits.
 
     The MILP gets the constraints that a candidate breaks before the next solve. The last candidate is the best by all
     constraints, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is left
-    free. If `integral_streams` is False, streams may be fractions; `transfers.best_moves` then finds a candidate's
+    free. If `integral_streams` is False, streams may be fractions; `transfers.best_draft` then finds a candidate's
     streams.
     """
     used = x > USED
@@ -263,7 +268,7 @@ def rounded(
         has_new = milp.add_memory(solution.x, more_bytes)
         has_new |= milp.is_short(solution.x, solution.bound) and milp.add_paths(solution.x)
         has_new |= milp.add_leaving(candidate)
-        yield Rounded(candidate, streamed)
+        yield Rounded(solution.x, candidate, streamed)
         if not has_new or deadline.is_over:
             return
 
@@ -286,17 +291,6 @@ _OVER = 1e3
 fits the budget if any mix of its columns does."""
 
 
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A relaxed optimum and what it proves."""
-
-    bound: float
-    """A lower limit on the objective of every integral x, scaled; `Milp.seconds` turns it into seconds."""
-    x: Vector
-    columns: NDArray[np.bool_]
-    """Whether each choice is a column of the master."""
-
-
 @dataclass(slots=True)
 class _Master:
     """The optimum over some of the columns, and the prices of all columns."""
@@ -312,7 +306,7 @@ class _Master:
 
 def priced(
     milp: Milp, seeds: Iterable[Vector], deadline: Deadline, more_bytes: int = 0, patience: int = _PATIENCE
-) -> Priced | None:
+) -> Solution | None:
     """Return the relaxed optimum, with `more_bytes` added to the device budget (below 0: left free).
 
     The master starts with the columns of `seeds`; at least one seed should fit the budget. `patience` is the number of
@@ -329,7 +323,7 @@ def priced(
         if master is None:
             break
         best = max(best, master.bound)
-        found = None if master.is_over else Priced(best, master.x, columns.copy())
+        found = None if master.is_over else Solution(x=master.x, bound=best)
         new_columns = _cheaper(milp, master.prices, columns)
         has_new = milp.add_memory(master.x, more_bytes)
         has_new |= milp.is_short(master.x, master.value) and milp.add_paths(master.x)
@@ -445,16 +439,6 @@ _MAX_REPAIRS = 3
 """How often less memory is tried for a candidate over the budget: the 2nd or the 3rd time it fits, if at all."""
 
 
-class Spread(NamedTuple):
-    """An optimum over counts, spread over the members of each class."""
-
-    x: Vector
-    """The columns of the MILP: each member of a class has the same share of each option."""
-    candidate: Candidate
-    streamed: frozenset[int]
-    """Buckets whose updates are streamed."""
-
-
 class _Count(NamedTuple):
     """A column: the number of members of a class that take an option, or whose update is streamed from a home."""
 
@@ -481,8 +465,7 @@ class CountedMilp:
             classes.setdefault((depths, trips), []).append(len(facts.buckets) + i)
         self.classes = list(classes.values())
         """Indices of buckets, and of layers behind the number of buckets, with equal options."""
-        # The levels of a bucket, or the modes of a layer.
-        options = [*facts.choices, *(range(len(layer.modes)) for layer in facts.layers)]
+        options = facts.options
         self._options = [
             _Count(number, option, tuple(milp.choices[i, option] for i in members))
             for number, members in enumerate(self.classes)
@@ -503,7 +486,7 @@ class CountedMilp:
         self._mean = sparse.csr_array((values, (np.concatenate(columns), counts)), shape=shape)
         """The MILP's columns as means of counts: choices x counts, with 1 / n for each of the n columns of a count."""
 
-    def optima(self, deadline: Deadline, more_bytes: int) -> Iterator[Spread]:
+    def optima(self, deadline: Deadline, more_bytes: int) -> Iterator[Rounded]:
         """Yield the optimum with `more_bytes` added to the device budget, then, as long as its candidate exceeds the
         budget, the optimum with less memory. The MILP gets the constraints broken by each."""
         milp = self._milp
@@ -558,7 +541,7 @@ class CountedMilp:
         )
         return None if result.x is None else np.asarray(result.x[:num_counts])
 
-    def _spread(self, counts: Vector) -> Spread:
+    def _spread(self, counts: Vector) -> Rounded:
         milp, chosen = self._milp, dict[int, int]()
         for number, members in enumerate(self.classes):
             wanted = {
@@ -578,7 +561,7 @@ class CountedMilp:
             members = [i for i in self.classes[number] if (i, home) in milp.streams]
             at_home = [i for i in members if levels[i] in milp.levels_at(i, Tier(home))]
             streamed.update(at_home[: round(amount)])
-        return Spread(self._mean @ counts, candidate, frozenset(streamed))
+        return Rounded(self._mean @ counts, candidate, frozenset(streamed))
 
 
 def evenly(wanted: Mapping[int, float], num_members: int) -> Iterator[int]:

@@ -32,16 +32,16 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
-from elixir_compile.search.joint.variants import is_pressed, plans_with_fewest_narrower
-from elixir_compile.search.outer import Refusal, Variants, first_of, leaner
+from elixir_compile.search.joint.variants import MICRO_BATCHES, is_pressed, plans_with_fewest_narrower
+from elixir_compile.search.outer import Refusal, Variants, decision, first_of, leaner
 from elixir_compile.search.problem import Problem
-from elixir_compile.search.reasons import unpredicted_plan
+from elixir_compile.search.reasons import predicted, unpredicted_plan
 from elixir_compile.search.schedule import Use, common_sequence, following, released_by
-from elixir_compile.search.space.buckets import form_buckets, with_larger_buckets
-from elixir_compile.search.space.layers import activations_of, alike, layers_of
+from elixir_compile.search.space.buckets import Level, form_buckets, placement_of, with_larger_buckets
+from elixir_compile.search.space.layers import activations_of, layers_of, modes_at_depth
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.step.legality import verify
-from elixir_compile.step.seconds import RankStep, busy_share, prediction_of, simulate, simulate_ranks
+from elixir_compile.step.seconds import RankStep, busy_share, prediction_of, simulate_ranks
 from elixir_compile.step.structure import Collective
 from elixir_compile.step.timeline import host_bytes, peak_formula, plan_timeline
 
@@ -73,7 +73,7 @@ def homes_in_step(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Homes, .
     4. All buckets go to the host.
     """
     in_force = {placement.bucket: placement for placement in problem.placements}
-    new = [Placement(bucket=own.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for own in buckets]
+    new = [placement_of(bucket, Level.ON_DEVICE) for bucket in buckets]
     first = tuple(in_force.get(placement.bucket, placement) for placement in new)
     # The gathered copy is released after each use, if the bucket is gathered at all.
     all_released = tuple(
@@ -100,34 +100,29 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     if problem.micro_batches > 1:
         # Regions are whole phases here, and a phase is more than one lap.
         problem = replace(problem, micro_batches=1)
-        undivided = (Decision(subject="micro_batches", choice="the whole batch at once", because=because),)
+        undivided = (decision(MICRO_BATCHES, "the whole batch at once", because),)
     said: tuple[Decision, ...] = ()
     layers = layers_of(graph, problem.savings & {Saving.KEEP, Saving.RECOMPUTE})
 
     def variants() -> Variants[tuple[Activations, ...], Refusal]:
         """Yield no activations, which keeps all, and if that does not fit the device, all recomputed that can be."""
         nonlocal said
-        kept, recomputed = (yield ()), activations_of(layers, alike(layers))
+        kept, recomputed = (yield ()), activations_of(layers, modes_at_depth(layers))
         if isinstance(kept, NoFeasiblePlan) and kept.memory == "device" and recomputed:
             reason = f"with all kept the step needs {format_bytes(kept.needed_bytes)}"
-            said = (Decision(subject="activations", choice="are recomputed where they can be", because=reason),)
+            said = (decision("activations", "are recomputed where they can be", reason),)
             found = yield recomputed
             if isinstance(found, NoFeasiblePlan) and found.memory == "device":
                 raise leaner(kept, found).renewed()
 
     unpredicted = first_of(variants(), lambda activations: _fitting(problem, buckets, homes, activations, because))
-    peak = plan_timeline(graph, unpredicted).peak
-    record = simulate(graph, unpredicted, problem.cluster, problem.measured)
-    prediction = prediction_of(record, peak.nbytes, peak.op)
-    decision = Decision(
-        subject="every bucket", choice="moves in step on all ranks", because=because, cost_s=prediction.exposed_s
-    )
+    prediction, _ = predicted(problem, unpredicted)
+    moves = decision("every bucket", "moves in step on all ranks", because, cost_s=prediction.exposed_s)
     made = replace(
         unpredicted,
         prediction=prediction,
-        decisions=(decision, *said, *undivided),
+        decisions=(moves, *said, *undivided),
         formula=peak_formula(graph, unpredicted),
-        symbols=graph.symbols,
     )
     verify(graph, made)
     return made
@@ -259,8 +254,7 @@ def with_buckets_formed(problem: Problem) -> Problem:
     own = problem.buckets
     formed = form_buckets(with_larger_buckets(problem) or problem)
     new = [bucket for bucket in formed if bucket not in own]
-    there = [Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for bucket in new]
-    placements = (*problem.placements, *there)
+    placements = (*problem.placements, *(placement_of(bucket, Level.ON_DEVICE) for bucket in new))
     return replace(problem, buckets=(*own, *new), placements=placements, may_have_lean_calls=False)
 
 

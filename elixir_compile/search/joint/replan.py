@@ -28,7 +28,6 @@ from elixir_compile.ir import (
     GradientRef,
     GroupRef,
     Lane,
-    Placement,
     Plan,
     Region,
     RegionRef,
@@ -42,6 +41,7 @@ from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.hardware import Cluster, Link, Node
 from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.buckets import Level, placement_of
 from elixir_compile.step.prices import Prices, prices
 from elixir_compile.step.seconds import prediction_of, simulate
 
@@ -281,7 +281,6 @@ def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
     buckets = {bucket.id: bucket for bucket in problem.buckets}
     buckets |= {bucket.id: bucket for bucket in plan.buckets if bucket.id not in buckets}
     placements = tuple(
-        Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else in_force[name]
-        for name in buckets
+        placement_of(bucket, Level.ON_DEVICE) if name in ours else in_force[name] for name, bucket in buckets.items()
     )
     return replace(problem, buckets=tuple(buckets.values()), placements=placements)

@@ -12,7 +12,7 @@ from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Lane, Plan, Record, Update, Verb
 from elixir_compile.ir.hardware import Node
 from elixir_compile.search.best import relaxed_bound_s
-from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, deadline_in, uniform_modes
+from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, deadline_in, too_large
 from elixir_compile.search.outer import answer, is_worth
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
@@ -443,14 +443,14 @@ class _Search:
         may leave the device."""
         key = setting.rows, setting.micro_batches
         if key not in self.floors:
-            least_bytes: int | None = None
+            found: list[int] = []
             for _, evaluator in forms:
-                over_bytes = _smallest_peak_if_over(evaluator)
-                if over_bytes is None:
-                    least_bytes = None
+                smallest = too_large(evaluator)
+                if smallest is None:
+                    found = []
                     break
-                least_bytes = over_bytes if least_bytes is None else min(least_bytes, over_bytes)
-            self.floors[key] = least_bytes
+                found.append(smallest.floor_bytes)
+            self.floors[key] = min(found, default=None)
         return self.floors[key]
 
     def _relaxed_s(self, setting: Setting, forms: "_Forms", best_s: float, deadline: Deadline) -> float:
@@ -461,7 +461,7 @@ class _Search:
         """
         found: list[float] = []
         for problem, evaluator in forms:
-            if _smallest_peak_if_over(evaluator) is not None:
+            if too_large(evaluator) is not None:
                 continue
             step_s = relaxed_bound_s(evaluator, max(self.compute_s[setting.rows], 1e-12), deadline)
             more_s = 0.0 if setting.forwards == 1 else again_bound_s(problem, deadline)
@@ -507,13 +507,3 @@ class _Forms:
         for problem in self._rest:
             self._made.append((problem, evaluator_of(problem)))
             yield self._made[-1]
-
-
-def _smallest_peak_if_over(evaluator: Evaluator) -> int | None:
-    """Return the smallest peak over the uniform modes if it is over the budget of the problem, else None."""
-    budget_bytes, floors = evaluator.facts.problem.budget_bytes, []
-    for uniform in uniform_modes(evaluator):
-        floors.append(uniform.floor_bytes)
-        if floors[-1] <= budget_bytes:
-            return None
-    return min(floors)

@@ -18,13 +18,16 @@ from elixir_compile.search.best import relaxed_bound_s, with_gib_bound_of
 from elixir_compile.search.evaluator import Clock, Deadline, Evaluator, leanest
 from elixir_compile.search.greedy import RULES
 from elixir_compile.search.outer import (
+    Lack,
     Made,
     NotTaken,
     Refusal,
     Variants,
     answer,
     answers,
+    decision,
     first_of,
+    in_words,
     is_worth,
     leaner,
     lowest,
@@ -175,8 +178,14 @@ def _forms(chunks: Chunks, *, is_training: bool = True, keeps_whole: bool = Fals
     """Yield the step with its loss whole, with its loss in `chunks`, and whole again if that is taken. Raises
     NoFeasiblePlan if nothing fits."""
     whole = replace(chunks, num_chunks=1)
+
+    def if_unpressed(plan: Plan) -> Plan:
+        if is_pressed(plan):
+            raise NotTaken(plan)
+        return plan
+
     # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
-    first = LossAttempt(chunks=whole, review=_if_unpressed if is_training else None, keeps_whole=keeps_whole)
+    first = LossAttempt(chunks=whole, review=if_unpressed if is_training else None, keeps_whole=keeps_whole)
     found = yield first
     if isinstance(found, NoFeasiblePlan) and found.because:  # other ranks run other graphs, and do not try chunks
         raise found.renewed()
@@ -192,13 +201,6 @@ def _forms(chunks: Chunks, *, is_training: bool = True, keeps_whole: bool = Fals
     if isinstance(unchunked, NoFeasiblePlan):
         raise (leaner(unchunked, chunked) if isinstance(chunked, NoFeasiblePlan) else unchunked).renewed()
     yield LossAttempt(chunks=whole, is_last=not keeps_whole, keeps_whole=keeps_whole)
-
-
-def _if_unpressed(plan: Plan) -> Plan:
-    """Return `plan` if it keeps all activations and optimizer state on the device; else raise NotTaken."""
-    if is_pressed(plan):
-        raise NotTaken(plan)
-    return plan
 
 
 def is_pressed(plan: Plan) -> bool:
@@ -217,20 +219,17 @@ def if_better(chunks: Chunks, chunked: Plan, unchunked: Unchunked) -> Plan | Non
     if isinstance(unchunked, Plan) and not is_worth(chunked.prediction.step_s, unchunked.prediction.step_s):
         return None
     at = f" at {chunks.region.source}" if chunks.region.source else ""
-    decision = Decision(
-        subject=LOSS,
-        choice=f"{chunks.num_chunks} chunks over tokens",
-        because=f"the {format_bytes(chunks.region.logits_bytes)} of logits{at} never exist whole",
-        rejected=(f"whole: {shortfall(unchunked, chunked)}",),
-    )
-    return replace(chunked, decisions=(*chunked.decisions, decision), loss_chunks=chunks.num_chunks)
+    because = f"the {format_bytes(chunks.region.logits_bytes)} of logits{at} never exist whole"
+    whole = [("whole", shortfall(unchunked, chunked))]
+    cut = decision(LOSS, f"{chunks.num_chunks} chunks over tokens", because, others=whole)
+    return replace(chunked, decisions=(*chunked.decisions, cut), loss_chunks=chunks.num_chunks)
 
 
 def as_decided(plan: Plan, before: Plan) -> Plan:
     """Return `plan`, a later plan of the graph of `before`, with the decision of `before` about the loss."""
     if before.loss_chunks == 1 or plan.loss_chunks > 1:
         return plan
-    decided = tuple(decision for decision in before.decisions if decision.subject == LOSS)
+    decided = tuple(own for own in before.decisions if own.subject == LOSS)
     return replace(plan, decisions=(*plan.decisions, *decided), loss_chunks=before.loss_chunks)
 
 
@@ -314,15 +313,9 @@ def _with_decisions(problem: Problem, made: Plan, exact: NoFeasiblePlan) -> Plan
         if bucket.state_dtype is None or any(bucket.id == old.id for old in problem.buckets):
             continue
         exact_bytes = sum(problem.params[name].state_nbytes for name in bucket.params)
-        decisions.append(
-            Decision(
-                subject=bucket.id,
-                choice=f"moments {bucket.state_dtype}",
-                because=f"{why}; its state takes {format_bytes(bucket.state_nbytes)} instead of "
-                f"{format_bytes(exact_bytes)}",
-                saves_bytes=exact_bytes - bucket.state_nbytes,
-            )
-        )
+        takes = f"its state takes {format_bytes(bucket.state_nbytes)} instead of {format_bytes(exact_bytes)}"
+        saves_bytes = exact_bytes - bucket.state_nbytes
+        decisions.append(decision(bucket.id, f"moments {bucket.state_dtype}", why, takes, saves_bytes=saves_bytes))
     # With more memory fewer moments are narrower, and the bound was proved for the narrower ones.
     return replace(made, decisions=(*made.decisions, *decisions), gib_bound_s=None)
 
@@ -370,29 +363,28 @@ def plan_as_asked(problem: Problem, options: Options) -> Plan:
         if problem.micro_batches == 1:
             return made
         is_asked = options.micro_batches == problem.micro_batches
-        return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many", ())
+        return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many")
 
     [made] = plans_with_fewest_narrower([problem], lambda variants: [plan_exact(each) for each in variants])
     return made
 
 
-def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[str, ...]) -> Plan:
+def _with_decision(made: Plan, problem: Problem, because: str, others: Iterable[tuple[str, Lack]] = ()) -> Plan:
     """Return `made`, a plan in micro-batches, with the decision for their number."""
     number = micro_batches_of(made)
     graph = problem.graph
     choice = f"{number} of {graph.batch // number} rows"
     if graph.batch_size:
         choice = f"at most {number} for {graph.batch} rows"
-    decision = Decision(subject=MICRO_BATCHES, choice=choice, because=because, rejected=rejected)
-    return replace(made, decisions=(*made.decisions, decision))
+    return replace(made, decisions=(*made.decisions, decision(MICRO_BATCHES, choice, because, others=others)))
 
 
 def chosen_number(plan: Plan) -> Decision | None:
     """Return the decision about the number of micro-batches of `plan`; None if it is 1, or the number of the option."""
     if micro_batches_of(plan) == 1:
         return None
-    found = (decision for decision in plan.decisions if decision.subject == MICRO_BATCHES)
-    return next((decision for decision in found if decision.because != _ASKED), None)
+    found = (own for own in plan.decisions if own.subject == MICRO_BATCHES)
+    return next((own for own in found if own.because != _ASKED), None)
 
 
 def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_resort: bool = False) -> Plan:
@@ -404,6 +396,8 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
     """
     clock = Clock()
     evaluators: dict[int, Evaluator] = {}
+    floors: dict[int, int] = {}
+    """By number: the smallest peak."""
 
     def divided(number: int) -> Problem:
         return replace(problem, micro_batches=number)
@@ -415,9 +409,10 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
         if isinstance(whole, NoFeasiblePlan) and whole.memory != "device":
             return
         evaluators.update({number: Evaluator(gather_facts(divided(number))) for number in candidates(problem)})
+        floors.update({number: leanest(own).floor_bytes for number, own in evaluators.items()})
         steps_s: list[float] = []
-        for number, own in evaluators.items():
-            if leanest(own).floor_bytes > problem.budget_bytes:
+        for number in evaluators:
+            if floors[number] > problem.budget_bytes:
                 continue
             is_shorter = len(steps_s) < _NUM_FIRST or steps_s[-1] == min(steps_s)
             if not is_shorter or (steps_s and clock.spent_s > timeout_s):
@@ -432,11 +427,10 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
     whole = found.pop(1)
     plans = {number: own for number, own in found.items() if isinstance(own, Plan)}
     if plans:
-        return _best_number(problem, whole, plans, evaluators, lambda more_s: clock.until(timeout_s + more_s))
+        return _best_number(problem, whole, plans, evaluators, floors, lambda more_s: clock.until(timeout_s + more_s))
     if isinstance(whole, Plan):
         return whole
     # The number that needs the fewest bytes says so, if they are fewer than those of the whole batch.
-    floors = {number: leanest(own).floor_bytes for number, own in evaluators.items()}
     number = min(floors, key=lambda key: floors[key], default=1)
     if floors.get(number, whole.needed_bytes) >= whole.needed_bytes:
         raise whole.renewed()
@@ -450,12 +444,13 @@ def _best_number(
     whole: Plan | NoFeasiblePlan,
     plans: Mapping[int, Plan],
     evaluators: Mapping[int, Evaluator],
+    floors: Mapping[int, int],
     within: Callable[[float], Deadline],
 ) -> Plan:
     """Return the best of `plans`, by their numbers of micro-batches, or `whole` if none is worth it, with the decision
-    and with bounds over all numbers that fit. `within` returns the deadline so many seconds after that of the search.
+    and with bounds over all numbers that fit: `floors` are the smallest peaks of all numbers. `within` returns the
+    deadline so many seconds after that of the search.
     """
-    floors = {number: leanest(own).floor_bytes for number, own in evaluators.items()}
     chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
     best = plans[chosen]
     searched = [*plans.values(), *([whole] if isinstance(whole, Plan) else [])]
@@ -471,16 +466,17 @@ def _best_number(
         made = whole
     else:
 
-        def rejected(number: int) -> str:
+        def lack(number: int) -> str:
             if floors[number] > problem.budget_bytes:
-                return f"{number}: needs {format_bytes(floors[number])}"
+                return f"needs {format_bytes(floors[number])}"
             if number not in plans:
-                return f"{number}: not searched, as smaller numbers were faster"
-            return f"{number}: {plans[number].prediction.step_s / best.prediction.step_s - 1:.1%} longer"
+                return "not searched, as smaller numbers were faster"
+            return f"{plans[number].prediction.step_s / best.prediction.step_s - 1:.1%} longer"
 
         takes = "" if isinstance(whole, NoFeasiblePlan) else "takes "
-        because = f"the whole batch at once {takes}{shortfall(whole, best)}"
-        made = _with_decision(best, problem, because, tuple(rejected(own) for own in floors if own != chosen))
+        because = f"the whole batch at once {takes}{in_words(shortfall(whole, best))}"
+        others = [(str(number), lack(number)) for number in floors if number != chosen]
+        made = _with_decision(best, problem, because, others)
     made = replace(made, bound_s=None if made.bound_s is None else bound_s, gib_bound_s=gib_bound_s)
     # With more memory other numbers fit, and the whole batch at once.
     others = [evaluator for number, evaluator in evaluators.items() if number not in plans]

@@ -12,6 +12,7 @@ from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import format_s
 from elixir_compile.ir import StepGraph
 from elixir_compile.ir.hardware import DeviceProfile
+from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.outline import seconds_of_ops
 from elixir_compile.step.as_run import graph_of_rows
@@ -305,8 +306,6 @@ def cephalo(
 # Some seconds of a step do not depend on rows, as launches and reads of weights: prices tell their share.
 
 
-_FEWEST_ROWS = 2
-"""The fewest rows that a rank is given: torch traces a batch of a single row differently."""
 _UNEVEN = 1.1
 """Rows are suggested if the slowest rank computes for more than this times the mean."""
 
@@ -329,7 +328,7 @@ def balanced_rows(rows: Sequence[int], busy_s: Sequence[float], fixed: Sequence[
     on rows, by default 0; all rows are taken to need the same seconds of the rest. A rank without rows gets none, any
     other at least 2, or its own if they are fewer.
     """
-    found = [min(own, _FEWEST_ROWS) for own in rows]
+    found = [min(own, LEAST_ROWS) for own in rows]
     lines = _lines(rows, busy_s, fixed)
     # The rank that is done first with one more row gets it: no other choice ends earlier.
     heap = [(_seconds(lines[rank], own + 1), rank) for rank, own in enumerate(found) if rows[rank]]

@@ -13,10 +13,11 @@ from elixir_compile.base.units import format_bytes
 from elixir_compile.ir import Saving, StepGraph
 from elixir_compile.ir.cost import collective_s
 from elixir_compile.ir.hardware import Cluster, Fleet
+from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.ir.share import Outcome, Share, Shares
 from elixir_compile.search.evaluator import Deadline
 from elixir_compile.search.outer import GAIN
-from elixir_compile.search.outline import LEAST_ROWS, MixedWay, Numbers, Way, mixed_ways, treatments_of, ways_of
+from elixir_compile.search.outline import MixedWay, Numbers, Way, mixed_ways, treatments_of, ways_of
 from elixir_compile.search.shares import assign as rules
 from elixir_compile.search.shares.assign import (
     Assignment,

@@ -2,8 +2,9 @@
 intervals.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from elixir_compile.search.space.buckets import (
     gathered_as,
     level_of,
     level_sets,
+    level_text,
     levels_from,
     limited,
     quotas_of,
@@ -40,14 +42,15 @@ from elixir_compile.search.space.layers import (
     Mode,
     OffloadInterval,
     activations_of,
-    alike,
     begin_of,
     depths_of,
     end_of,
+    equal_layers,
     lap_spans,
     layer_spans,
-    layers_alike,
     layers_of,
+    mode_text,
+    modes_at_depth,
     offload_intervals,
     saving_of,
     windows_by_layer,
@@ -191,6 +194,15 @@ class Targets:
     groups: tuple[GroupRef, ...]
 
 
+class Change(NamedTuple):
+    """A bucket or layer, by its place in `Facts.options`, with option `now` in place of the option `before`, with which
+    nothing moves."""
+
+    i: int
+    now: int
+    before: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`.
@@ -227,10 +239,10 @@ class Facts:
     """The forward ops are those with a lower index."""
     num_run: int
     """Ops with a lower index run in regions; the others are the update."""
-    alike: frozenset[str]
+    equal_layers: frozenset[str]
     """Layers with equal ops, if there are enough of them that regions begin with each."""
     spans: tuple[LayerSpan, ...]
-    """The ops of the layers `alike`, or of the divided `laps` if there are any. Windows, gradients and offload
+    """The ops of the `equal_layers`, or of the divided `laps` if there are any. Windows, gradients and offload
     intervals are extended to the edges of these layers or laps."""
     laps: tuple[Lap, ...]
     """The laps that run in micro-batches."""
@@ -254,6 +266,30 @@ class Facts:
         """The level furthest from the device of each bucket. Quotas are met by as many elements as they allow."""
         return tuple(levels[-1] for levels in level_sets(self.choices, self.quotas, takes_most=True))
 
+    @property
+    def options(self) -> tuple[Sequence[int], ...]:
+        """The levels of each bucket, then the modes of each layer, from the option that moves nothing on."""
+        return (*self.choices, *(range(len(layer.modes)) for layer in self.layers))
+
+    def changes(self, options: Sequence[int]) -> Iterator[Change]:
+        """Yield the buckets, and layers if `options` has theirs too, for which an option is chosen that moves them."""
+        before = (*self.start_levels, *(0,) * len(self.layers))
+        for i, (option, first) in enumerate(zip(options, before, strict=False)):
+            if option != first:
+                yield Change(i, option, first)
+
+    def subject_of(self, i: int) -> str:
+        """Return the name of bucket i, or of the layer whose number is the rest, in a decision."""
+        number = i - len(self.buckets)
+        return self.buckets[i].id if number < 0 else self.layers[number].name or "step"
+
+    def text_of(self, i: int, option: int) -> str:
+        """Return an option of bucket i, or of the layer whose number is the rest, in the words of a decision."""
+        number = i - len(self.buckets)
+        if number < 0:
+            return level_text(Level(option))
+        return mode_text(self.layers[number], self.layers[number].modes[option])
+
     def has_position(self, bucket: int) -> bool:
         """Whether the reduce of a bucket has buffers, so that it is a moment of its own between two ops."""
         return self.sizes[bucket].has_position
@@ -273,11 +309,11 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     modes = tuple(modes) or (0,) * len(layers)
     activations = activations_of(layers, modes)
     graph = problem.as_run(activations)
-    alike = base.alike if base else layers_alike(problem.graph, problem.least_alike)
+    equal = base.equal_layers if base else equal_layers(problem.graph, problem.least_alike)
     lives = liveness(graph)
     found = use_windows(graph, buckets)
     divided = problem.laps(activations)
-    spans = lap_spans(graph.ops, divided) if divided else layer_spans(graph.ops, alike)
+    spans = lap_spans(graph.ops, divided) if divided else layer_spans(graph.ops, equal)
     windows = tuple(
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
@@ -319,7 +355,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         quotas=base.quotas if base else quotas_of(problem, buckets, choices),
         num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
         num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
-        alike=alike,
+        equal_layers=equal,
         spans=spans,
         laps=divided,
     )
@@ -338,7 +374,7 @@ def _choices(
     """
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     # Buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth.
-    treatments = (activations_of(layers, alike(layers, depth)) for depth in depths_of(layers))
+    treatments = (activations_of(layers, modes_at_depth(layers, depth)) for depth in depths_of(layers))
     repeated = {repeat.op for own in treatments for repeat in repeats(problem.graph, own)}
     read = {name for op in problem.graph.ops if op.id in repeated for name in op.reads}
     read_again = {bucket.id for bucket in buckets if not read.isdisjoint(bucket.params)}

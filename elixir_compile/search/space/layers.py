@@ -51,7 +51,7 @@ class LayerSpan(NamedTuple):
     """`first - 1` in the empty span behind the last layer of a phase."""
 
 
-def layers_alike(graph: StepGraph, least: int | None) -> frozenset[str]:
+def equal_layers(graph: StepGraph, least: int | None) -> frozenset[str]:
     """Return the layers that are among at least `least` layers with equal forward ops; no layer if `least` is None.
 
     Ops are equal if their target, flops and moved bytes are.
@@ -72,19 +72,19 @@ def layers_alike(graph: StepGraph, least: int | None) -> frozenset[str]:
     return frozenset(layer for layer, form in forms.items() if count[form] >= least)
 
 
-def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ...]:
-    """Return the spans of the layers `alike`, as `layers_alike` returns them, in each phase, in order.
+def layer_spans(ops: Sequence[Op], equal: frozenset[str]) -> tuple[LayerSpan, ...]:
+    """Return the spans of the layers `equal`, as `equal_layers` returns them, in each phase, in order.
 
     A layer without a matrix product in a phase has no span in the phase. If a matrix product of the same phase comes
     after the last such layer, an empty span (`last` is `first - 1`) marks where that layer ends.
     """
-    if not alike:
+    if not equal:
         return ()
     layers = [layer_of(op.module) for op in ops]
     products: dict[tuple[Phase, str], list[int]] = {}
     last: dict[Phase, int] = {}
     for i, op in enumerate(ops):
-        if op.phase is not Phase.UPDATE and layers[i] in alike:
+        if op.phase is not Phase.UPDATE and layers[i] in equal:
             last[op.phase] = i
             if op.flops:
                 products.setdefault((op.phase, layers[i]), []).append(i)
@@ -245,18 +245,18 @@ def depths_of(layers: Iterable[Layer]) -> list[Depth]:
     return sorted({mode.depth for layer in layers for mode in layer.modes})
 
 
-def alike(layers: Sequence[Layer], depth: Depth = Depth.FIXED, *, leaves: bool = False) -> tuple[int, ...]:
-    """Return the modes that recompute each of `layers` up to the same `depth`, with the rest on the device, or if it
+def modes_at_depth(layers: Sequence[Layer], depth: Depth = Depth.FIXED, *, leaves: bool = False) -> tuple[int, ...]:
+    """Return the uniform modes that recompute each of `layers` up to `depth`, with the rest on the device, or if it
     `leaves`, on the host."""
     return tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
 
 
 def modes_by_depth(layers: Sequence[Layer]) -> Iterator[tuple[int, ...]]:
-    """Yield the modes that treat `layers` alike, by depth: first with the rest on the device, then with the rest
+    """Yield the uniform modes of `layers`, by depth: first with the rest on the device, then with the rest
     offloaded. The same modes may come twice."""
     for leaves in (False, True):
         for depth in depths_of(layers):
-            yield alike(layers, depth, leaves=leaves)
+            yield modes_at_depth(layers, depth, leaves=leaves)
 
 
 def _modes(groups: Sequence[Group], savings: AbstractSet[Saving]) -> Iterator[Mode]:

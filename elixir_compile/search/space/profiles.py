@@ -15,7 +15,7 @@ from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts, Trip, trips_of
-from elixir_compile.search.space.layers import Layer, Mode, activations_of, alike, depths_of, leave_ends
+from elixir_compile.search.space.layers import Layer, Mode, activations_of, depths_of, leave_ends, modes_at_depth
 from elixir_compile.step.as_run import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.step.bucket_bytes import Ops, crosses
 from elixir_compile.step.liveness import Depth, liveness
@@ -261,7 +261,7 @@ class _RecomputedStep:
     ) -> None:
         graph, base = problem.graph, problem.as_run()
         self._ops = ops
-        activations = activations_of(layers, alike(layers, depth))
+        activations = activations_of(layers, modes_at_depth(layers, depth))
         self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
         self._point_of = _points(self._step, index)
@@ -269,7 +269,7 @@ class _RecomputedStep:
         self.num_outstanding = problem.calls.outstanding
         makes = {op.id: op.writes for op in graph.ops}
         found = repeats(graph, activations)
-        alone = repeats_each(graph, [activations_of([layer], alike([layer], depth)) for layer in layers])
+        alone = repeats_each(graph, [activations_of([layer], modes_at_depth([layer], depth)) for layer in layers])
         self._alone = [frozenset(repeated_op(repeat.op) for repeat in own) for own in alone]
         """For each layer, the ops that run again if it alone is recomputed to the depth."""
         self._repeated_by = _repeated_by(layers, found, makes)
@@ -368,7 +368,7 @@ class _RecomputedStep:
 
         The layers, by number, are so far from each other in the model that each op belongs to the nearest of them.
         """
-        activations = activations_of(list(apart.values()), alike(list(apart.values()), depth))
+        activations = activations_of(list(apart.values()), modes_at_depth(list(apart.values()), depth))
         step = problem.as_run(activations)
         seconds = self._ops.of(activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}

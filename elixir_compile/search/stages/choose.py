@@ -31,6 +31,7 @@ from elixir_compile.search.shares.choose import Budget
 from elixir_compile.search.space.buckets import Level, level_text
 from elixir_compile.search.space.layers import activations_of, layers_of
 from elixir_compile.search.stages.costs import (
+    ENDLESS_BYTES,
     LEVELS,
     StageCosts,
     StageQuestion,
@@ -84,14 +85,6 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The memory of a rank."""
-
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """A stage: its layers from `first` up to, not including, `end`, and how it runs."""
 
@@ -127,7 +120,7 @@ class _State:
         return all(map(operator.ge, itertools.chain(*self.used), itertools.chain(*other.used)))
 
 
-def best_split(num_layers: int, num_stages: int, rooms: Sequence[Room], options: Options) -> tuple[Cut, ...] | None:
+def best_split(num_layers: int, num_stages: int, rooms: Sequence[Budget], options: Options) -> tuple[Cut, ...] | None:
     """Return the cuts of the fastest stages that fit `rooms`, one per rank; None if nothing fits.
 
     There must be as many layers as stages.
@@ -163,7 +156,7 @@ def slowest_s(cuts: Iterable[Cut]) -> float:
 class _Splitter:
     """The layers, stages and ranks of one question."""
 
-    def __init__(self, num_layers: int, num_stages: int, rooms: Sequence[Room], options: Options) -> None:
+    def __init__(self, num_layers: int, num_stages: int, rooms: Sequence[Budget], options: Options) -> None:
         self._num_layers, self._num_stages, self._rooms = num_layers, num_stages, rooms
         self._options = options
 
@@ -261,8 +254,6 @@ def _first_undominated(states: Iterable[_State], most: int) -> list[_State]:
 
 
 _MOST_TRIES = 4
-_ENDLESS = 1 << 60
-"""More bytes than any memory has."""
 _SAVINGS = frozenset({Saving.KEEP, Saving.RECOMPUTE})
 _SHARES = tuple(Fraction(quarters, 4) for quarters in range(5))
 """The shares of the layers of a stage whose activations are computed again that are offered."""
@@ -367,9 +358,7 @@ class _Chosen:
         self._ways = [_Way(share, level) for share in shares for level in LEVELS]
         self._found: dict[tuple[int, int, int, int], tuple[Option, ...]] = {}
         """Options by what they depend on: the class of the rank, outstanding forwards, and layers."""
-        self._rooms = [
-            Room(device_bytes=each.device_bytes - ask.base_bytes, host_bytes=each.host_bytes) for each in ask.budgets
-        ]
+        self._rooms = [replace(each, device_bytes=each.device_bytes - ask.base_bytes) for each in ask.budgets]
 
     def _cluster(self, stage: int) -> Cluster:
         return self._costs.clusters[self._class_of[stage % self._order.num_ranks]]
@@ -497,7 +486,7 @@ class _Chosen:
     def _no_room(self) -> NoFeasibleStages:
         """Return the error with the rank that is short of the most bytes, if each stage is as lean as it can be."""
         order, num_layers = self._order, len(self._costs.step.layers)
-        rooms = [replace(room, host_bytes=_ENDLESS) for room in self._rooms]
+        rooms = [replace(room, host_bytes=ENDLESS_BYTES) for room in self._rooms]
         is_short_of_host = best_split(num_layers, order.num_stages, rooms, self._options) is not None
 
         def by_bytes(stage: int, first: int, end: int) -> list[Option]:
@@ -509,7 +498,7 @@ class _Chosen:
             return [Option(seconds=1.0 + least_bytes, added_bytes=0, passing_bytes=0, host_bytes=0)]
 
         if not is_short_of_host:
-            rooms = [Room(device_bytes=_ENDLESS, host_bytes=_ENDLESS)] * order.num_ranks
+            rooms = [Budget(device_bytes=ENDLESS_BYTES, host_bytes=ENDLESS_BYTES)] * order.num_ranks
         cuts = best_split(num_layers, order.num_stages, rooms, by_bytes)
         assert cuts is not None, "these options fit any room, or were found to fit just before"
         ranks = range(order.num_ranks)

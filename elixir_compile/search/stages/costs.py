@@ -11,14 +11,13 @@ from elixir_compile.ir import Calls, Kind, Op, OpId, Param, Phase, Saving, StepG
 from elixir_compile.ir.cost import copy_s
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.pipeline import PipelineOrder, TorchSchedule, outstanding_forwards
-from elixir_compile.search.evaluator import DraftPlan
+from elixir_compile.search.evaluator import draft_at_use
 from elixir_compile.search.outline import Treatment, seconds_of_ops
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import written
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.layers import Layer, alike, saving_of
-from elixir_compile.search.space.profiles import moves_at_use
+from elixir_compile.search.space.layers import Layer, modes_at_depth, saving_of
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.stages import LayeredStep, Run, StageBytes, stage_memory, stage_peaks
 
@@ -203,7 +202,7 @@ class StageCosts:
 #   layers of the stage --tangents, update--> step --one level, one mode per layer--> plan --> bytes in the schedule
 
 
-_ENDLESS = 1 << 60
+ENDLESS_BYTES = 1 << 60
 """More bytes than any memory has."""
 
 
@@ -235,8 +234,8 @@ def stage_bytes(
         name=graph.name,
         graph=graph,
         cluster=cluster.alone(),
-        budget_bytes=_ENDLESS,
-        host_budget_bytes=_ENDLESS,
+        budget_bytes=ENDLESS_BYTES,
+        host_budget_bytes=ENDLESS_BYTES,
         params={
             storage.id: Param(is_trained=True, state_nbytes=trained[storage.id].state_nbytes)
             for storage in graph.storages
@@ -257,9 +256,7 @@ def stage_bytes(
         return same[-1] if same else choices[-1] if away else choices[0]
 
     levels = tuple(asked.level if asked.level in choices else nearest(choices) for choices in facts.choices)
-    moves = moves_at_use(facts, levels)
-    draft = DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=facts.modes, decisions=())
-    return StageBytes(graph, written(facts, draft))
+    return StageBytes(graph, written(facts, draft_at_use(facts, levels)))
 
 
 def _with_ends(graph: StepGraph, trained: Mapping[StorageId, Param]) -> StepGraph:
@@ -292,7 +289,7 @@ def calls_of_stage(order: PipelineOrder, stage: int) -> Calls:
 def recomputed_modes(layers: Sequence[Layer], share: Fraction) -> tuple[int, ...]:
     """Return the mode of each of `layers` if so many of them, from the first on, are computed again that at least a
     `share` of the bytes is free that all of them would free."""
-    deepest_modes = alike(layers)
+    deepest_modes = modes_at_depth(layers)
     freed = [
         sum(group.nbytes for group in layer.groups if saving_of(group, layer.modes[mode]) is Saving.RECOMPUTE)
         for layer, mode in zip(layers, deepest_modes, strict=True)

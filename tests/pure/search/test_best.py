@@ -32,7 +32,7 @@ from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.profiles import Moves, moves_at_use
-from elixir_compile.search.transfers import best_moves, raise_prefetch
+from elixir_compile.search.transfers import best_draft, raise_prefetch
 from elixir_compile.step import verify
 from tests.pure.problems import between, chain_of, problem_of, tight_problem
 from tests.pure.strategies import Layer, chain
@@ -142,7 +142,7 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
     best_s = tried_s(problem)
     assert best.step_s <= best_s * (1 + 1e-9), what
     if best.step_s < best_s * (1 - 1e-9):
-        assert best.moves.streamed != best_moves(evaluator.at(best.modes), best.levels)[0].streamed, what
+        assert best.moves.streamed != best_draft(evaluator.at(best.modes), best.levels).moves.streamed, what
     assert best.certificate is not None
     assert best.certificate.bound_s <= best.step_s, what
     return best_s

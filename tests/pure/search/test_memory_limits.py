@@ -15,10 +15,10 @@ from elixir_compile.ir.cost import host_memory_s, update_bytes
 from elixir_compile.ir.hardware import Cluster, preset, profile_for
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Evaluator, leanest
 from elixir_compile.search.formulation.flow_shop import longest_s
 from elixir_compile.search.formulation.milp import Milp
-from elixir_compile.search.planner import floor_bytes, host_floor_bytes, is_feasible, largest_feasible
+from elixir_compile.search.planner import host_floor_bytes, is_feasible, largest_feasible
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import verify
@@ -334,7 +334,7 @@ def test_each_value_is_asked_for_once_and_the_limit_holds() -> None:
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_the_floor_is_the_smallest_budget_with_a_plan(batch: int) -> None:
     graph = graph_at(GRAPH, {"s0": batch})
-    needed_bytes = floor_bytes(chain_problem(graph, 1))
+    needed_bytes = leanest(Evaluator(gather_facts(chain_problem(graph, 1)))).floor_bytes
     assert is_feasible(chain_problem(graph, needed_bytes))
     assert not is_feasible(chain_problem(graph, needed_bytes - 1))
     found = plan(chain_problem(graph, needed_bytes), planner="greedy")

@@ -37,7 +37,6 @@ from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.greedy import place_exhaustively, place_greedily
 from elixir_compile.search.joint.ranks import Homes, homes_in_step, plan_classes, plan_in_step, with_buckets_formed
 from elixir_compile.search.joint.variants import is_pressed
-from elixir_compile.search.planner import floor_bytes
 from elixir_compile.search.reasons import write_out
 from elixir_compile.search.schedule import Use, common_sequence, following, released_by, skeleton_of
 from elixir_compile.search.space.buckets import Level, form_buckets
@@ -555,7 +554,8 @@ def planned(problems: Sequence[Problem], search: Callable[[Problem], Plan] = gre
 
 def with_share(problem: Problem, share: float) -> Problem:
     """The budget at `share` of the way from the least to what keeps everything on the device."""
-    least, most = floor_bytes(problem), plan(problem, "keep_all").prediction.device_peak_bytes
+    least = leanest(Evaluator(gather_facts(problem))).floor_bytes
+    most = plan(problem, "keep_all").prediction.device_peak_bytes
     return replace(problem, budget_bytes=int(least + share * max(0, most - least)))
 
 

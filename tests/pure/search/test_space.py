@@ -37,7 +37,7 @@ from elixir_compile.search.greedy import RULES
 from elixir_compile.search.space import profiles as profiles_module
 from elixir_compile.search.space.buckets import Level, form_buckets
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.layers import LayerSpan, layer_spans, layers_alike
+from elixir_compile.search.space.layers import LayerSpan, equal_layers, layer_spans
 from elixir_compile.search.space.profiles import _far_apart, _places, moves_at_use, profiles
 from elixir_compile.step import verify
 from tests.pure.problems import between, needed_bytes, problem_of
@@ -251,7 +251,7 @@ def asked(num_layers: int = 5, least: int | None = 4, **more: object) -> Problem
 
 def test_spans_go_from_the_first_op_of_a_layer_to_its_last() -> None:
     ops = blocks(4).ops
-    spans = layer_spans(ops, layers_alike(blocks(4), 4))
+    spans = layer_spans(ops, equal_layers(blocks(4), 4))
     assert spans[:2] == (LayerSpan(0, 1, 3, 4), LayerSpan(5, 6, 8, 9))
     # What follows the last layer, then the backward, whose sums of gradients are of no module.
     assert spans[4:6] == (LayerSpan(20, 20, 20, 19), LayerSpan(21, 21, 25, 27))

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.search.stages.choose import Cut, Option, Options, Room, best_split, slowest_s
+from elixir_compile.search.shares.choose import Budget
+from elixir_compile.search.stages.choose import Cut, Option, Options, best_split, slowest_s
 
 Layers = list[tuple[int, int, int]]
 """Seconds, bytes that stay and passing bytes of each layer."""
@@ -40,7 +41,7 @@ def every_split(num_layers: int, num_stages: int, options: Options) -> Iterator[
             )
 
 
-def fits(cuts: Sequence[Cut], rooms: Sequence[Room]) -> bool:
+def fits(cuts: Sequence[Cut], rooms: Sequence[Budget]) -> bool:
     for rank, room in enumerate(rooms):
         own = [cut.option for cut in cuts[rank :: len(rooms)]]
         device = sum(option.added_bytes for option in own) + max(option.passing_bytes for option in own)
@@ -57,7 +58,7 @@ def squares(cuts: Sequence[Cut]) -> float:
 def test_no_cut_that_fits_is_better(layers: Layers, sizes: tuple[int, int], data: st.DataObject) -> None:
     num_ranks, loops = sizes
     rooms = [
-        Room(device_bytes=data.draw(st.integers(0, 40)), host_bytes=data.draw(st.integers(0, 20)))
+        Budget(device_bytes=data.draw(st.integers(0, 40)), host_bytes=data.draw(st.integers(0, 20)))
         for _ in range(num_ranks)
     ]
     options = options_of(layers)
@@ -74,7 +75,7 @@ def test_no_cut_that_fits_is_better(layers: Layers, sizes: tuple[int, int], data
 
 
 def test_equal_layers_with_room_make_equal_stages() -> None:
-    found = best_split(12, 4, [Room(device_bytes=100, host_bytes=0)] * 2, options_of([(2, 1, 1)] * 12))
+    found = best_split(12, 4, [Budget(device_bytes=100, host_bytes=0)] * 2, options_of([(2, 1, 1)] * 12))
     assert found is not None
     assert [(cut.first, cut.end) for cut in found] == [(0, 3), (3, 6), (6, 9), (9, 12)]
     assert {cut.option.way for cut in found} == {0}
@@ -83,7 +84,7 @@ def test_equal_layers_with_room_make_equal_stages() -> None:
 def test_many_layers_and_stages_with_little_room_are_cut_too() -> None:
     """Half of the bytes do not fit on all ranks, so that some stages must be lean."""
     layers: Layers = [(3, 8, 2), *[(2, 4, 2)] * 30, (5, 9, 4)]
-    rooms = [Room(device_bytes=sum(each for _, each, _ in layers) * 5 // 32, host_bytes=0)] * 4
+    rooms = [Budget(device_bytes=sum(each for _, each, _ in layers) * 5 // 32, host_bytes=0)] * 4
     found = best_split(len(layers), 8, rooms, options_of(layers))
     assert found is not None
     assert fits(found, rooms)

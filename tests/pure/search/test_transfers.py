@@ -23,7 +23,7 @@ from elixir_compile.search.reasons import write_out
 from elixir_compile.search.space.buckets import Level, placement_of
 from elixir_compile.search.space.facts import Facts, gather_facts
 from elixir_compile.search.space.profiles import Moves, Residency, moves_at_use
-from elixir_compile.search.transfers import best_moves, just_in_time, raise_prefetch
+from elixir_compile.search.transfers import best_draft, just_in_time, raise_prefetch
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.step.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
 from elixir_compile.step.seconds import hidden_update_share, simulate
@@ -308,7 +308,7 @@ def test_the_gradients_that_a_backward_leaves_are_those_of_the_timeline(level: L
 # Copies as late as their link allows: within the budget, and no step longer for it.
 
 
-def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> None:
+def test_it_keeps_the_budget_and_best_drafts_are_no_longer_than_early_ones() -> None:
     num_played = num_late = 0
     for seed, problem in instances(40, num_layers=8):
         evaluator, draw = Evaluator(gather_facts(problem)), random.Random(seed)
@@ -319,7 +319,7 @@ def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> N
                 continue
             moves, early = just_in_time(here, levels), raise_prefetch(here, levels)
             assert int(here.memory.live_bytes(levels, moves).max()) <= problem.budget_bytes, f"seed {seed}"
-            _, step_s = best_moves(here, levels)
+            step_s = best_draft(here, levels).step_s
             assert step_s <= here.step_s(levels, early) * (1 + 1e-9), f"seed {seed}"
             num_played += 1
             num_late += sum(a.gather for a in moves.residencies) > sum(b.gather for b in early.residencies)

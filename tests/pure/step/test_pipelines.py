@@ -95,7 +95,6 @@ def test_an_op_without_a_layer_of_its_own_belongs_to_the_layer_of_the_op_before(
 def test_only_what_depends_on_parameters_crosses_a_cut(step: LayeredStep) -> None:
     """Between the layers of numbers, `h0` crosses, and the mask does not."""
     assert step.crossings == ((), ("e",), ("h0",), ("h1",))
-    assert step.crossing_bytes == (0, 16, 16, 16)
 
 
 def test_a_module_without_parameters_joins_the_layer_before_it() -> None:

@@ -52,7 +52,7 @@ def test_two_ranks_hold_the_planned_bytes_and_recover(tmp_path: Path) -> None:
 
 def test_two_ranks_with_state_hooks_and_replicated_parameters(tmp_path: Path) -> None:
     checks = ["has_states"], ["keeps_habits"], ["prepares"], ["averages_what_is_whole"], ["hands_out_new_means"]
-    found = all_of(2, tmp_path, *checks, ["read_and_reduce_apart"], ["clips_what_has_landed"])[2]
+    found = all_of(2, tmp_path, *checks, ["read_and_reduce_apart"], ["clips_what_has_arrived"])[2]
     assert found["most_slabs"] <= 2 * found["module"]  # the next one may be there before the last one is gone
     assert found["slabs"] == 0
     assert found["held"] < found["whole"] / 2 + found["module"]

@@ -41,7 +41,7 @@ def test_checkpoints_of_unequal_parts_load_on_one_rank_and_on_other_parts(tmp_pa
 
 @pytest.mark.slow  # 40 s of CPU time
 def test_unequal_parts_train_as_one_process(tmp_path: Path) -> None:
-    checks = ["has_states"], ["keeps_habits"], ["clips_what_has_landed"], ["weighs_uneven_batches"], ["recovers", 1.1]
+    checks = ["has_states"], ["keeps_habits"], ["clips_what_has_arrived"], ["weighs_uneven_batches"], ["recovers", 1.1]
     all_of([0.6, 0.3, 0.1], tmp_path, *checks)
 
 

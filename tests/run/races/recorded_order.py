@@ -298,21 +298,21 @@ def _in_one_memory(update: Callable[..., None]) -> Callable[..., None]:
             return
         name, of = bucket.name, ((bucket.updated_by,), (Memory.HOME,))
         if not bucket.is_queued:
-            walk._do(COMPUTE, Do.UPDATE, name, (), bucket.landed, *of)
+            walk._do(COMPUTE, Do.UPDATE, name, (), bucket.returned, *of)
             walk._do(PROGRAM, Do.UPDATE_ON_HOST, name, (D2H,), bucket.done, (), (Memory.STATE,))
             return
-        walk._do(COMPUTE, Do.LATE_RETURN, name, (PROGRAM, D2H, THREAD_OF_UPDATES), bucket.landed, *of)
+        walk._do(COMPUTE, Do.LATE_RETURN, name, (PROGRAM, D2H, THREAD_OF_UPDATES), bucket.returned, *of)
         walk._do(THREAD_OF_UPDATES, Do.UPDATE_ON_HOST, name, (D2H,), bucket.done, (), (Memory.STATE,))
 
     return updated
 
 
-def _await_in_one_memory(order: Order, done: int, landed: int) -> None:
+def _await_in_one_memory(order: Order, done: int, returned: int) -> None:
     """Wait for an update as on a CPU: its results are work of compute, so further copies to the device need not be
     behind them."""
     order._over[PROGRAM] |= order._over[done]
-    order._over[COMPUTE] |= order._over[landed]
-    order._over[done] = order._over[landed] = 0
+    order._over[COMPUTE] |= order._over[returned]
+    order._over[done] = order._over[returned] = 0
 
 
 def _label(name: str, work: Ordered) -> str:

@@ -236,18 +236,18 @@ class LateCollective:
     def __init__(
         self, begin: Callable[[torch.Tensor, torch.Tensor], Waitable], target: torch.Tensor, source: torch.Tensor
     ) -> None:
-        self._landing, self._given = torch.empty_like(target), source.clone()
-        self._work = begin(self._landing, self._given)
+        self._result, self._given = torch.empty_like(target), source.clone()
+        self._work = begin(self._result, self._given)
         self.target, self.source = Bytes(target), Bytes(source)
         poison(target)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Finish. Fails if the source was freed or written since, because a real collective may read it until now."""
         self._work.wait()
         given = ctypes.string_at(self._given.data_ptr(), self.source.nbytes)
         if given != ctypes.string_at(self.source.require("source"), self.source.nbytes):
             raise AssertionError("the source of a collective was written before the collective was done")
-        ctypes.memmove(self.target.require("target"), self._landing.data_ptr(), self.target.nbytes)
+        ctypes.memmove(self.target.require("target"), self._result.data_ptr(), self.target.nbytes)
 
 
 class _Arrival:
@@ -319,10 +319,10 @@ class Simulated:
         if not isinstance(work, LateCollective):
             return work
         self._exchanges.wait(self.world.current.issue(lambda: None))
-        return _Arrival(self, self._exchanges.issue(work.land, work.target, work.source))
+        return _Arrival(self, self._exchanges.issue(work.finish, work.target, work.source))
 
     @property
-    def num_landed(self) -> int:
+    def num_late(self) -> int:
         """How many collectives were late and are done."""
         return self._exchanges.num_done
 

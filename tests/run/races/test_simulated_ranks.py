@@ -35,7 +35,7 @@ def late_collectives(patch: pytest.MonkeyPatch) -> list[Simulated]:
     def late(usual: Callable[..., Any]) -> Callable[..., Any]:
         def collective(ranks: Ranks, target: torch.Tensor, source: torch.Tensor, what: str) -> LateCollective:
             made[-1].world.current.settle()
-            return LateCollective(lambda landing, given: usual(ranks, landing, given, what), target, source)
+            return LateCollective(lambda result, given: usual(ranks, result, given, what), target, source)
 
         return collective
 
@@ -68,7 +68,7 @@ def bits_under(rank: int, world_size: int, options: dict[str, Any], policies: li
         assert isinstance(lanes, Simulated)
         assert made == [lanes]
         assert bits_of(pair, lanes.world.follow) == expected
-        assert lanes.num_landed
+        assert lanes.num_late
         return lanes.num_hidden
 
 

@@ -204,7 +204,7 @@ def test_parameters_outside_of_the_model_count(reads: Counter[str]) -> None:
 
 
 def test_norms_that_fp32_cannot_hold_are_computed_again_in_double() -> None:
-    """A device says infinity of 1e25 and nothing of 1e-25; what landed on the host says more."""
+    """A device says infinity of 1e25 and nothing of 1e-25; what is on the host says more."""
     for value in (1e25, 1e-25):
         param = nn.Parameter(torch.zeros(4))
         param.grad = torch.full((4,), value)

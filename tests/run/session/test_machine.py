@@ -193,12 +193,12 @@ def test_load_beside_a_block_has_a_thread_and_raises_its_errors() -> None:
 @pytest.mark.usefixtures("empty_cache")
 def test_copies_carry_every_byte_between_a_slab_and_memory_of_the_device() -> None:
     copies = copies_of(CPU, 3 * MIB)
-    arrived, landed = copies.h2d(), copies.d2h()
-    assert arrived.numel() == landed.numel() == 3 * MIB
+    arrived, left = copies.h2d(), copies.d2h()
+    assert arrived.numel() == left.numel() == 3 * MIB
     assert bool((arrived == 1).all())
-    assert bool((landed == 2).all())
+    assert bool((left == 2).all())
     assert not is_slab_memory(arrived.data_ptr())
-    assert is_slab_memory(landed.data_ptr())
+    assert is_slab_memory(left.data_ptr())
     assert copies.h2d().data_ptr() != arrived.data_ptr()
 
 

@@ -19,7 +19,7 @@ from elixir_compile.base.errors import InvalidOption, NoFeasibleStages, UnknownS
 from elixir_compile.base.options import parse_options
 from elixir_compile.base.units import MIB
 from elixir_compile.ir.hardware import Fleet, parse_fleet
-from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule, pipeline_from_json, pipeline_to_json
+from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule
 from elixir_compile.ir.share import shares_from_json
 from elixir_compile.session.saved import load_answered
 from elixir_compile.step import verify
@@ -223,7 +223,6 @@ def test_looped_stages_go_round_the_ranks_and_the_bubble_is_smaller() -> None:
     assert outlook.keys() == {"gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"}
     assert outlook["looped-bfs"].step_s == made.step_s
     assert outlook["1f1b"].peak_bytes < outlook["gpipe"].peak_bytes
-    assert pipeline_from_json(pipeline_to_json(made)) == made
 
 
 def test_less_memory_recomputes_then_moves_state_to_the_host_and_is_never_faster() -> None:
@@ -308,8 +307,8 @@ def test_the_command_prints_stages_ranks_and_every_schedule(eight_layers: str, t
     assert done.exit_code == 0, done.output
     for text in ("layers.0 .. layers.1", "split points", "layers.2, layers.4, layers.6", "interleaved-1f1b  4 stages"):
         assert text in done.output
-    saved = pipeline_from_json(file.read_text(encoding="utf-8"))
-    assert (saved.rows, saved.micro_batches, len(saved.stages)) == (16, 4, 4)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert (saved["rows"], saved["micro_batches"], len(saved["stages"])) == (16, 4, 4)
 
 
 @pytest.mark.parametrize(
