@@ -15,13 +15,6 @@ def loaded_compilers() -> None:
     importlib.import_module("scipy.optimize")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def rare_collections() -> None:
-    """Let the collector look at young objects every 20,000, not every 700: a capture makes a million that stay, and
-    collections took 7 % of the time of these tests."""
-    gc.set_threshold(20_000, 20, 20)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def frozen_survivors(loaded_compilers: None) -> None:
     """Let no collection look again at what outlives the file of tests before: modules, caches and reports, some 500,000

@@ -105,7 +105,7 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
 
 def _begin(device: str) -> None:
     """Begin a process of `apart`."""
-    gc.freeze()
+    _collect_rarely()
     if device != "cpu":
         import torch
 
@@ -151,13 +151,20 @@ def start_program(text: str, *arguments: object, output: Path, environment: Mapp
 
 
 def _program(text: str, argv: list[str], environment: Mapping[str, str], name: str) -> None:
-    gc.freeze()
+    _collect_rarely()
     output = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
     sys.argv = argv
     exec(compile(text, "program", "exec"), {"__name__": "__main__"})
+
+
+def _collect_rarely() -> None:
+    """Let no collection look at the 500,000 objects of loaded modules, and at others as rarely as `tests/conftest.py`:
+    collections took 7 % of the time of a capture."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def let_forks_use_cuda() -> None:
@@ -208,7 +215,7 @@ def filter_warnings() -> None:
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, texts: str, place: str, timeout_s: float) -> None:
     """One process: everything it prints goes to a file, and so does its result once it is whole."""
-    gc.freeze()  # 500,000 objects of loaded modules, which no collection need look at
+    _collect_rarely()
     output = os.open(f"{place}/{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -63,14 +63,14 @@ def test_nothing_goes_to_disk_if_the_host_holds_all() -> None:
 
 @pytest.mark.parametrize("planner", ["greedy", "milp", "zero_offload"])
 def test_the_state_needed_last_goes_to_disk_if_the_host_is_a_byte_short(planner: Planner) -> None:
-    all_in_memory = plan(PROBLEM, planner, timeout_s=1.0) if planner != "zero_offload" else None
+    all_in_memory = plan(PROBLEM, planner, timeout_s=0.3) if planner != "zero_offload" else None
     if all_in_memory is None:
         problem = replace(PROBLEM, budget_bytes=2 * PROBLEM.budget_bytes)
         all_in_memory = plan(problem, planner)
     else:
         problem = PROBLEM
     short = replace(problem, host_budget_bytes=host_bytes(all_in_memory) - 1, disk=True)
-    found = plan(short, planner, timeout_s=1.0)
+    found = plan(short, planner, timeout_s=0.3)
     assert host_bytes(found) <= short.host_budget_bytes
     assert found.prediction.host_peak_bytes == host_bytes(found)
     off = [placement.bucket for placement in found.placements if placement.optim is not Tier.DEVICE]
@@ -112,7 +112,7 @@ def test_the_host_holds_the_rest_and_no_bucket_goes_in_vain(over_bytes: int) -> 
 @pytest.mark.parametrize("num_eighths", [1, 4])
 def test_the_bound_holds(num_eighths: int) -> None:
     problem = short_of(num_eighths * STATE_BYTES // 8, cluster=with_disk_rates(1e6))
-    found = plan(problem, "milp", timeout_s=1.0)
+    found = plan(problem, "milp", timeout_s=0.3)
     assert found.bound_s is not None
     assert 0 < found.bound_s <= found.prediction.step_s * (1 + 1e-9)
     assert simulate(problem.graph, found, problem.cluster).step_s == found.prediction.step_s
@@ -190,7 +190,7 @@ def test_staging_buffers_of_the_disk_take_host_memory(share: float) -> None:
         assert on_disk(plan(again, "greedy")) == on_disk(found)
         # With all state on disk, and not a byte more.
         least = replace(PROBLEM, host_budget_bytes=least_without_state() + staging_bytes, disk=True)
-        found = plan(least, "milp", timeout_s=1.0)
+        found = plan(least, "milp", timeout_s=0.3)
         assert host_bytes(found) <= least.host_budget_bytes
         assert found.bound_s is not None
         assert found.bound_s <= found.prediction.step_s * (1 + 1e-9)

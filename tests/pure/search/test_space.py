@@ -280,7 +280,7 @@ def test_a_plan_that_moves_nothing_cuts_layers_at_their_first_product() -> None:
 def test_a_plan_that_moves_parameters_cuts_layers_at_their_first_op(planner: Planner) -> None:
     problem = asked()
     tight = replace(problem, budget_bytes=needed_bytes(problem, planner) + 600)
-    made = plan(tight, planner)
+    made = plan(tight, planner, timeout_s=1.0)
     verify(problem.graph, made)
     # Each layer is a bucket, which is there from its norm on, and goes with its last op. A plan of `milp` may also let
     # activations leave in the middle of a layer.

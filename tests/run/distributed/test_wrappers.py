@@ -177,8 +177,7 @@ def assert_trained_as_one(found: list[dict[str, Any]]) -> None:
         assert max(own["loss"], own["norm"], own["weights"]) < 1e-12
         assert own["moved"] > 1e-4
         assert sum(own["executed"].values()) == own["collectives"] > 0
-        assert own["measured"] <= own["budget"] + 2048  # the loop keeps a few numbers for clipping, 1.3 KB
-        assert own["planned"] == pytest.approx(own["measured"], rel=0.01)
+        assert own["holds"], [own[what] for what in ("measured", "planned", "budget")]
 
 
 def test_two_ranks_of_a_tensor_axis(tmp_path: Path) -> None:

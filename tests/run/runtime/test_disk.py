@@ -24,6 +24,7 @@ from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
 from elixir_compile.runtime import disk_file, disk_store
 from elixir_compile.runtime.bucket import Slab, live_slab_bytes
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore
+from tests.run.processes import program, start_program
 
 PAGE = 4096
 BLOCK = 2 * PAGE
@@ -75,15 +76,19 @@ def fail_calls(
     monkeypatch.setattr(os, name, call)
 
 
+START = """
+import os, signal, sys, threading, time
+from elixir_compile.base.errors import DiskFailed, DiskFull
+from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
+folder = sys.argv[1]
+buffer = staging_buffers(1, 1 << 20)[0].fill_(7)
+"""
+"""The beginning of each program below, whose argument is the folder of its store."""
+
+
 def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    start = """
-        import os, signal, sys, threading, time
-        from elixir_compile.base.errors import DiskFailed, DiskFull
-        from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
-        folder = sys.argv[1]
-        buffer = staging_buffers(1, 1 << 20)[0].fill_(7)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(start) + textwrap.dedent(script), str(folder)]
+    """Run `script` in an interpreter of its own, which ends with its exit handlers, as no fork does."""
+    command = [sys.executable, "-c", START + textwrap.dedent(script), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -212,8 +217,7 @@ def test_too_large_a_region_is_refused_before_allocation(store: DiskStore, monke
 
 
 def test_a_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> None:
-    done = run_script(
-        """
+    script = """
         import resource
         store = DiskStore(folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
@@ -222,10 +226,9 @@ def test_a_limit_of_the_process_is_a_full_disk(tmp_path: Path) -> None:
             store.allocate("large", 65537)
         except DiskFull as error:
             print(error.because, len(os.listdir(store.path)))
-        """,
-        tmp_path,
-    )
-    assert done.stdout == f"{os.strerror(errno.EFBIG)} 1\n", done.stderr
+        """
+    said = program(START + textwrap.dedent(script), tmp_path, folder=tmp_path)
+    assert said == f"{os.strerror(errno.EFBIG)} 1\n"
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -514,15 +517,16 @@ def test_files_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> No
     for name in ("elixir-disk-notes", "elixir-disk-1-0123abcd"):
         (tmp_path / name).mkdir()  # no lock beside it: not made by a store
     (tmp_path / "elixir-disk-notes.lock").touch()
+    said = tmp_path / "said.txt"
+    said.touch()
     kept = set(os.listdir(tmp_path))
-    done = run_script(
-        """
+    script = """
         DiskStore(folder).allocate("b0", 1 << 20).write_from(buffer).wait()
         os.kill(os.getpid(), signal.SIGKILL)
-        """,
-        tmp_path,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+        """
+    process = start_program(START + textwrap.dedent(script), tmp_path, output=said)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
     assert len(set(os.listdir(tmp_path)) - kept) == 2
     DiskStore(tmp_path).close()
     assert set(os.listdir(tmp_path)) == kept

@@ -346,7 +346,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
     "llama-untied": (lambda: small_llama(tied=False), hf_batches),
     "stack": (lambda: seeded(Stack), vectors),
 }
-NAMES = ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "llama-untied")), "stack"]
+NAMES = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama-tied", "llama-untied")), "stack"]
 SHARES = {"gpt2": [0.7], "llama-tied": [0.5], "llama-untied": [0.7, 0.5], "stack": [0.7, 0.5]}
 """Of what a step takes without a budget: between that and the least. With layers enough, a model goes through both."""
 

@@ -182,7 +182,7 @@ def test_generation_between_steps_equals_torch() -> None:
 
 
 def test_save_pretrained_and_from_pretrained_keep_the_weights(tmp_path: Path) -> None:
-    model, batches = small_gpt2(), hf_batches(4)
+    model, batches = small_gpt2(num_layers=2), hf_batches(4)
     expected = by_torch(model).train(batches[:3])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:3])
     assert_offloads(got)

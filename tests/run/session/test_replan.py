@@ -125,7 +125,7 @@ def tight() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The one problem that a first step on a mistaken machine asked the planner, and the default planner's answer."""
+    """The one problem that a first step on a mistaken machine asked the planner, and its answer."""
 
     machine: Machine
     problem: Problem
@@ -139,7 +139,12 @@ def asked(tight: int) -> Asked:
         machine = mistake(patch)
         by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
     (problem,) = machine.problems
-    return Asked(machine=machine, problem=problem, plan=search.plan(problem))
+    return Asked(machine=machine, problem=problem, plan=by_rules(problem))
+
+
+def by_rules(problem: Problem) -> Plan:
+    """Return the plan that the first step and the next follow; a proof that none is better takes 6 s more."""
+    return search.plan(problem, "greedy")
 
 
 def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
@@ -252,7 +257,7 @@ def test_a_peak_above_the_plan_becomes_base_bytes(asked: Asked) -> None:
     assert correction.excess_bytes == peak_bytes - plan.prediction.device_peak_bytes
     foreign = replace(seen_on(problem.cluster, problem, plan, device_peak_bytes=peak_bytes), foreign_bytes=1000)
     assert correct(problem, plan, foreign).excess_bytes == 0
-    outcome = replan(problem, plan, correction, search.plan)
+    outcome = replan(problem, plan, correction, by_rules)
     assert outcome.is_new
     assert outcome.plan.base_bytes == plan.base_bytes + correction.excess_bytes
     assert outcome.plan.prediction.device_peak_bytes <= plan.budget_bytes
