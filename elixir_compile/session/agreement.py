@@ -27,6 +27,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.saved import number_of
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.ranks import Homes, homes_in_step, plan_classes, plan_in_step
+from elixir_compile.search.outer import answer
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.session.planning import ExternalUsage, graph_of, problem_of
 from elixir_compile.session.rank_facts import (
@@ -216,7 +217,7 @@ def plan_of_class(
 
     def each(work: Callable[[int], Plan]) -> Sequence[Plan]:
         made, said = control.run_on_all_ranks(
-            "plans of classes", lambda: _attempt(work, own) if is_first else None, _text_of, {}
+            "plans of classes", lambda: answer(work, own) if is_first else None, _text_of, {}
         )
         plans = [_plan_or_error(said[first]) for first in firsts]
         errors = [plan for plan in plans if isinstance(plan, NoFeasiblePlan)]
@@ -236,13 +237,6 @@ def plan_of_class(
 def _shortest(errors: Iterable[NoFeasiblePlan]) -> NoFeasiblePlan:
     """Return the error with the largest shortage of device memory, or if there is none, of host memory."""
     return max(errors, key=lambda error: (error.memory == "device", error.needed_bytes - error.budget_bytes))
-
-
-def _attempt(work: Callable[[int], Plan], number: int) -> Plan | NoFeasiblePlan:
-    try:
-        return work(number)
-    except NoFeasiblePlan as error:
-        return error.renewed()
 
 
 def _text_of(made: Plan | NoFeasiblePlan | None) -> str:
@@ -615,14 +609,11 @@ def _buckets_of_all(control: ControlChannel, problem: Problem, leader: int) -> t
 def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket], because: str) -> Plan:
     """Return the plan of this rank under the first placements at which the steps of all ranks fit."""
 
-    def attempt(homes: Homes) -> Plan | NoFeasiblePlan:
-        try:
-            return plan_in_step(problem, buckets, homes, because)
-        except NoFeasiblePlan as error:
-            return error.renewed()
-
     def attempts() -> list[Plan | NoFeasiblePlan]:
-        return [attempt(homes) for homes in homes_in_step(problem, buckets)]
+        def within(homes: Homes) -> Plan:
+            return plan_in_step(problem, buckets, homes, because)
+
+        return [answer(within, homes) for homes in homes_in_step(problem, buckets)]
 
     def fits(found: Sequence[Plan | NoFeasiblePlan]) -> str:
         return "".join("-" if isinstance(made, NoFeasiblePlan) else "+" for made in found)

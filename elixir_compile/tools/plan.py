@@ -41,6 +41,7 @@ from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.joint.ranks import plan_classes
 from elixir_compile.search.joint.variants import Chunks, LossAttempt, with_chosen_loss
+from elixir_compile.search.outer import answer
 from elixir_compile.search.problem import Question, question_of
 from elixir_compile.search.shares.choose import (
     Ask,
@@ -287,10 +288,7 @@ class SharePlans:
         dtypes = tuple(sorted((name, param.state_dtype or "") for name, param in problem.params.items()))
         key = (problem.rank, problem.graph.batch, problem.state, problem.released, dtypes)
         if key not in self._by_class:
-            try:
-                self._by_class[key] = plan_for(problem, options)
-            except NoFeasiblePlan as error:
-                self._by_class[key] = error.renewed()
+            self._by_class[key] = answer(lambda asked: plan_for(asked, options), problem)
         found = self._by_class[key]
         if isinstance(found, NoFeasiblePlan):
             raise found.renewed()
