@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import (
     Bucket,
+    Calls,
     Kind,
     Lane,
     Param,
@@ -46,7 +47,7 @@ from elixir_compile.search.transfers import raise_prefetch
 from elixir_compile.step import liveness, plan_timeline, verify
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.step.prices import prices
-from elixir_compile.step.seconds import simulate
+from elixir_compile.step.seconds import further_call, simulate
 from elixir_compile.step.structure import collectives_of
 from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import walk_memory
@@ -501,6 +502,16 @@ def test_activations_are_made_again_where_they_do_not_fit() -> None:
     assert walk_memory(problem.graph, made).live_bytes == plan_timeline(problem.graph, made).live_bytes
     assert (made.buckets, made.placements, made.schedules) == (kept.buckets, kept.placements, kept.schedules)
     assert made.decisions[1].choice == "are recomputed where they can be"
+
+
+def test_the_prediction_counts_every_call_of_a_step() -> None:
+    problem = question("a", "b", "c")
+    buckets, homes = all_homes(problem)[0]
+    several = plan_in_step(replace(problem, calls=Calls(num=3)), buckets, homes, "")
+    more = further_call(problem.graph, several, problem.cluster, problem.measured)
+    once = plan_in_step(problem, buckets, homes, "").prediction
+    assert several.prediction.step_s == pytest.approx(once.step_s + 2 * more.step_s, rel=1e-12)
+    assert more.step_s > 0
 
 
 def test_an_error_names_the_least_and_says_why_nothing_was_searched() -> None:
