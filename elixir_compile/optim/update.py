@@ -31,7 +31,7 @@ from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lanes import Event
-from elixir_compile.runtime.updates import LandingUpdate, UpdateLine, Work
+from elixir_compile.runtime.updates import Job, LandingUpdate, UpdateLine
 
 
 class Updater:
@@ -210,7 +210,7 @@ class BucketUpdate:
         """Return the update as one that passes through the device."""
         return Streamed(bucket=self.bucket.spec.id, rule=self.rule, parts=self.parts, is_away=self.bucket.is_on_host)
 
-    def work(self, arrived: Event | None) -> Work:
+    def work(self, arrived: Event | None) -> Job:
         """Return a function that updates the bucket on the host after the event `arrived`.
 
         Copies of tensors from the device to the host start before this returns.

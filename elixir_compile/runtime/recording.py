@@ -101,8 +101,8 @@ class StepClock:
         return self._events[lanes.device].elapsed_time(event) / 1e3
 
 
-class Work(NamedTuple):
-    """What a span says beside its times."""
+class Untimed(NamedTuple):
+    """A span without its times."""
 
     lane: Lane
     label: str
@@ -111,7 +111,7 @@ class Work(NamedTuple):
     piece: int
 
     def span(self, start_s: float, end_s: float, issued_s: float | None = None) -> Span:
-        """Return the span of the work from `start_s` to `end_s`."""
+        """Return the span from `start_s` to `end_s`."""
         return Span(
             lane=self.lane,
             label=self.label,
@@ -145,8 +145,8 @@ class Recording:
         self._all_ended = threading.Condition(self._lock)
         self._num_waiting = 0
         """Threads that wait until no span is open."""
-        self._on_host: list[tuple[Work, float, float]] = []
-        self._on_device: list[tuple[Work, float, TimedEvent, TimedEvent]] = []
+        self._on_host: list[tuple[Untimed, float, float]] = []
+        self._on_device: list[tuple[Untimed, float, TimedEvent, TimedEvent]] = []
         self._num_open = 0
         """Spans that began and have not ended."""
         self.taken: list[Taken] = []
@@ -173,7 +173,7 @@ class Recording:
         with self._lock:
             self._num_open += 1
 
-    def add_on_host(self, work: Work, start_s: float, end_s: float) -> None:
+    def add_on_host(self, work: Untimed, start_s: float, end_s: float) -> None:
         """Add a span that ends, from `start_s` to `end_s` of `time.perf_counter`."""
         with self._lock:
             self._on_host.append((work, start_s, end_s))
@@ -181,7 +181,7 @@ class Recording:
             if self._num_waiting:
                 self._all_ended.notify_all()
 
-    def add_on_device(self, work: Work, issued_s: float, first: TimedEvent, last: TimedEvent) -> None:
+    def add_on_device(self, work: Untimed, issued_s: float, first: TimedEvent, last: TimedEvent) -> None:
         """Add a span between two events of the device, which Python issued at `issued_s` of `time.perf_counter`."""
         with self._lock:
             self._on_device.append((work, issued_s, first, last))
@@ -213,7 +213,7 @@ class ThreadSeconds:
     def begin_span(self) -> None:
         """Do nothing: only ends are counted."""
 
-    def add_on_host(self, work: Work, start_s: float, end_s: float) -> None:
+    def add_on_host(self, work: Untimed, start_s: float, end_s: float) -> None:
         """Add the seconds of a span that ends."""
         with self._lock:
             self._seconds_s[work.lane] = self._seconds_s.get(work.lane, 0.0) + end_s - start_s
@@ -229,7 +229,7 @@ class HostSpan:
 
     __slots__ = ("_recordings", "_start_s", "_work")
 
-    def __init__(self, recordings: Sequence[Recording | ThreadSeconds], work: Work) -> None:
+    def __init__(self, recordings: Sequence[Recording | ThreadSeconds], work: Untimed) -> None:
         self._recordings, self._work = recordings, work
 
     def __enter__(self) -> Self:
@@ -251,7 +251,7 @@ class DeviceSpan:
 
     __slots__ = ("_first", "_issued_s", "_lanes", "_recordings", "_work", "collective")
 
-    def __init__(self, recordings: Sequence[Recording], lanes: Lanes, work: Work) -> None:
+    def __init__(self, recordings: Sequence[Recording], lanes: Lanes, work: Untimed) -> None:
         self._recordings, self._lanes, self._work = recordings, lanes, work
         self.collective: OnStream | None = None
         """The collective that the block has started, with which the span ends; None if it ends with the block."""
@@ -388,7 +388,7 @@ class Ledger:
         recordings = self._recordings_on(lane)
         if not recordings:
             return _NOTHING
-        work = Work(lane, label, self.graph if graph is None else graph, nbytes, piece)
+        work = Untimed(lane, label, self.graph if graph is None else graph, nbytes, piece)
         if self.lanes.has_clock and lane not in ON_THREADS:
             return DeviceSpan(self._recordings, self.lanes, work)
         return HostSpan(recordings, work)
@@ -408,7 +408,7 @@ class Ledger:
     def waits(self, label: str) -> AbstractContextManager[object]:
         """While recording, time the block, in which the calling thread waits for `label`."""
         recordings = self._recordings_on(Lane.CALLER)
-        return HostSpan(recordings, Work(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
+        return HostSpan(recordings, Untimed(Lane.CALLER, label, self.graph, 0, 0)) if recordings else _NOTHING
 
     def takes(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
         """While recording, note that the device memory of `tensors` is there for the action `label` now."""

@@ -146,7 +146,7 @@ _SWITCH_INTERVAL_S = 5e-4
 """The interpreter's switch interval while updates run. Each return from a kernel to Python waits at most this long for
 the interpreter. With Python's 5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
 
-Work = Callable[[], Event | None]
+Job = Callable[[], Event | None]
 """Updates one bucket. Returns an event that is past when the results are on the device, or None if no device has to
 wait."""
 
@@ -178,11 +178,11 @@ class PendingUpdate(Protocol):
 class QueuedUpdate:
     """An update of a bucket, queued, running or done; made by `UpdateLine.queue`."""
 
-    def __init__(self, work: Work, line: "UpdateLine", label: str, lanes: Lanes | None) -> None:
+    def __init__(self, work: Job, line: "UpdateLine", label: str, lanes: Lanes | None) -> None:
         self.label = label
         self._lanes = lanes
         self._go_on = None if lanes is None else lanes.hand_over()
-        self._work: Work | None = work
+        self._work: Job | None = work
         self._line = line
         self._num_failures = line.num_failures
         self._num_threads = torch.get_num_threads()
@@ -273,7 +273,7 @@ class UpdateLine:
         """
         return self._failure is not None or self.num_failures != num_failures
 
-    def queue(self, work: Work, label: str, lanes: Lanes | None = None) -> QueuedUpdate:
+    def queue(self, work: Job, label: str, lanes: Lanes | None = None) -> QueuedUpdate:
         """Queue `work`, which uses `lanes`, after all queued updates; it runs with the caller's number of torch
         threads."""
         update = QueuedUpdate(work, self, label, lanes)

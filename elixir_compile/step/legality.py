@@ -79,7 +79,7 @@ REDUCE, OFFLOAD, PREFETCH, UPDATE = Verb.REDUCE, Verb.OFFLOAD, Verb.PREFETCH, Ve
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Rules:
     """The legal states and moves of a bucket's parameters, of its gradient, or of a group of activations."""
 
     start: str
@@ -132,14 +132,14 @@ _GATHERED_ENDS = {
     "gathering": "The gather of {bucket} is never waited for.",
     "gathered": "{bucket} is gathered and never released.",
 }
-_RESIDENT_PARAMS = Life("sharded", _GATHERED_MOVES, _GATHERED_FAULTS, _GATHERED_ENDS)
-_GATHERED_PARAMS = Life(
+_RESIDENT_PARAMS = Rules("sharded", _GATHERED_MOVES, _GATHERED_FAULTS, _GATHERED_ENDS)
+_GATHERED_PARAMS = Rules(
     "sharded",
     {**_GATHERED_MOVES, GATHER: {"sharded": "gathering", "released": "gathering"}},
     _GATHERED_FAULTS,
     _GATHERED_ENDS,
 )
-_DEVICE_PARAMS = Life(
+_DEVICE_PARAMS = Rules(
     "on device",
     {RUN: {"on device": "on device"}},
     {
@@ -177,13 +177,13 @@ _GRADIENT_ENDS = {
     "reduced": "{bucket} is never updated.",
 }
 _GRADIENT_RUNS = {**_FILL, "full": "full"}
-_DEVICE_GRADIENT = Life(
+_DEVICE_GRADIENT = Rules(
     "empty",
     {RUN: _GRADIENT_RUNS, REDUCE: {"full": "reduced"}, UPDATE: {"reduced": "updated"}},
     _GRADIENT_FAULTS,
     _GRADIENT_ENDS,
 )
-_SHARDED_GRADIENT = Life(
+_SHARDED_GRADIENT = Rules(
     "empty",
     {
         RUN: _GRADIENT_RUNS,
@@ -200,7 +200,7 @@ _SHARDED_GRADIENT = Life(
     },
     {**_GRADIENT_ENDS, "reducing": "The reduce of the gradient of {bucket} is never waited for."},
 )
-_HOST_GRADIENT = Life(
+_HOST_GRADIENT = Rules(
     "empty",
     {
         RUN: _GRADIENT_RUNS,
@@ -224,7 +224,7 @@ _HOST_GRADIENT = Life(
         "on host": "{bucket} is never updated.",
     },
 )
-_ABSENT_GRADIENT = Life(
+_ABSENT_GRADIENT = Rules(
     "absent",
     {RUN: {"absent": "absent"}, UPDATE: {"absent": "updated"}},
     {
@@ -235,13 +235,13 @@ _ABSENT_GRADIENT = Life(
     },
     {"absent": "{bucket} is never updated."},
 )
-_FROZEN_GRADIENT = Life(
+_FROZEN_GRADIENT = Rules(
     "frozen",
     {RUN: {"frozen": "frozen"}},
     _never("{bucket} has no gradient: it is frozen, or the graph has no update.", REDUCE, OFFLOAD, WAIT, UPDATE),
 )
 
-_OFFLOADED_ACTIVATIONS = Life(
+_OFFLOADED_ACTIVATIONS = Rules(
     "empty",
     {
         RUN: {**_FILL, "on device": "on device"},
@@ -282,10 +282,10 @@ _OFFLOADED_ACTIVATIONS = Life(
 )
 _MOVES_OF_ACTIVATIONS = (OFFLOAD, WAIT, PREFETCH)
 _ACTIVATIONS = {
-    Saving.KEEP: Life(
+    Saving.KEEP: Rules(
         "on device", {}, _never("{group} is not to be moved: the plan keeps it on the device.", *_MOVES_OF_ACTIVATIONS)
     ),
-    Saving.RECOMPUTE: Life(
+    Saving.RECOMPUTE: Rules(
         "absent", {}, _never("{group} is not to be moved: the plan recomputes it.", *_MOVES_OF_ACTIVATIONS)
     ),
     Saving.OFFLOAD: _OFFLOADED_ACTIVATIONS,
@@ -295,10 +295,10 @@ _ACTIVATIONS = {
 class _Subject:
     """The parameters or the gradient of a bucket, or a group of activations, and its present state."""
 
-    def __init__(self, name: str, life: Life) -> None:
+    def __init__(self, name: str, rules: Rules) -> None:
         self.name = name
         """The name of the bucket or the group."""
-        self.life, self.state = life, life.start
+        self.rules, self.state = rules, rules.start
         self.moved_at = self.gathered_at = -1
         """The indices of the action before the present state, and of the last gather."""
 
@@ -317,8 +317,8 @@ def check_moves(step: StepGraph, plan: Plan, touches: Mapping[RegionId, Sequence
     if (region := moves.expected) is not None:
         raise illegal_action(f"{region.id} is never run.", plan, rank_index, at)
     for subject in moves.subjects.values():
-        if subject.state in subject.life.ends:
-            fault = subject.life.ends[subject.state].format(bucket=subject.name, group=subject.name)
+        if subject.state in subject.rules.ends:
+            fault = subject.rules.ends[subject.state].format(bucket=subject.name, group=subject.name)
             raise illegal_action(fault, plan, rank_index, max(subject.moved_at, 0))
 
 
@@ -334,17 +334,17 @@ class _Moves:
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
             is_at_home, gradient = placement.param is Tier.DEVICE, GradientRef(bucket.id)
             copied = _RESIDENT_PARAMS if placement.resident else _GATHERED_PARAMS
-            life = _DEVICE_PARAMS if is_at_home and not bucket.is_sharded else copied
-            params[BucketRef(bucket.id)] = _Subject(bucket.id, life)
+            rules = _DEVICE_PARAMS if is_at_home and not bucket.is_sharded else copied
+            params[BucketRef(bucket.id)] = _Subject(bucket.id, rules)
             if not (bucket.trainable and step.is_training):
-                life = _FROZEN_GRADIENT
+                rules = _FROZEN_GRADIENT
             elif gradient not in written:
-                life = _ABSENT_GRADIENT
+                rules = _ABSENT_GRADIENT
             elif is_at_home:
-                life = _SHARDED_GRADIENT if bucket.is_sharded else _DEVICE_GRADIENT
+                rules = _SHARDED_GRADIENT if bucket.is_sharded else _DEVICE_GRADIENT
             else:
-                life = _HOST_GRADIENT
-            gradients[gradient] = _Subject(bucket.id, life)
+                rules = _HOST_GRADIENT
+            gradients[gradient] = _Subject(bucket.id, rules)
         self.subjects: dict[Target, _Subject] = {**params, **gradients}
         self.subjects |= {
             GroupRef(group.id): _Subject(group.id, _ACTIVATIONS[group.saving]) for group in plan.activations
@@ -393,7 +393,7 @@ class _Moves:
             self._last_forward_at = at
         elif self._num_run == self._num_forward:
             for subject in self.subjects.values():
-                is_copied = subject.life is _GATHERED_PARAMS and subject.state in ("gathering", "gathered")
+                is_copied = subject.rules is _GATHERED_PARAMS and subject.state in ("gathering", "gathered")
                 if is_copied and subject.gathered_at < self._last_forward_at:
                     return f"{subject.name} is not resident, but its copy from the forward is kept for the backward."
         self._num_run += 1
@@ -410,10 +410,10 @@ class _Moves:
 
     def _move(self, at: int, target: Target, verb: Verb, region: str = "") -> str | None:
         subject = self.subjects[target]
-        before, moves = subject.state, subject.life.moves.get(verb)
+        before, moves = subject.state, subject.rules.moves.get(verb)
         after = None if moves is None else moves.get(before)
         if after is None:
-            return subject.life.fault(before, verb).format(bucket=subject.name, group=subject.name, region=region)
+            return subject.rules.fault(before, verb).format(bucket=subject.name, group=subject.name, region=region)
         if after != before:
             subject.state, subject.moved_at = after, at
         if verb is GATHER:

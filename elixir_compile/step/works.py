@@ -94,7 +94,7 @@ class Memory:
 
 
 Access = str | tuple[Any, ...]
-"""Memory of the bucket or group of the work; or (memory, name, ...) if it is another's, or one of several."""
+"""Which memory: of the bucket or group of the work; or (memory, name, ...) if it is another's, or one of several."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +152,7 @@ class Do:
     """Free a copy, in no time."""
     ADD_UP = Deed(Lane.COMPUTE, Verb.REDUCE, BucketRef)
     """Add the gradients of a bucket up, which regions have made whole already."""
-    TOUCH = Deed(Lane.COMPUTE, Verb.RUN, RegionRef)
+    AT_ONCE = Deed(Lane.COMPUTE, Verb.RUN, RegionRef)
     """Allocate or free memory, or copy inside of a device, in the order of compute, in no time."""
 
     WAIT = Deed(Lane.CALLER, Verb.WAIT, BucketRef)
@@ -483,7 +483,7 @@ class Walk:
         *,
         over: Instant = NOWHERE,
         allocates: bool = False,
-        do: Deed = Do.TOUCH,
+        do: Deed = Do.AT_ONCE,
     ) -> None:
         """Allocate, read, write or free memory in the order of compute."""
         if self._in_full:

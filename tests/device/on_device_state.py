@@ -19,7 +19,7 @@ from elixir_compile.optim.state import StateBuffers
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import Event
-from elixir_compile.runtime.updates import Work
+from elixir_compile.runtime.updates import Job
 from elixir_compile.tools.cli import demo
 from elixir_compile.tools.measure import machine as rates
 from elixir_compile.tools.measure.machine import measure_machine
@@ -166,7 +166,7 @@ def test_updates_on_the_host_start_all_their_copies_before_the_first_of_them(mon
         happened.append("copy")
         return copies(self, bucket, *args)
 
-    def noted_work(self: BucketUpdate, arrived: Event | None) -> Work:
+    def noted_work(self: BucketUpdate, arrived: Event | None) -> Job:
         update = work(self, arrived)
         return lambda: (happened.append("update"), update())[1]
 

@@ -49,7 +49,7 @@ TOLERANCE = 0.10
 """Share by which a prediction may be wrong before it is corrected."""
 _MAX_RATIO = 1e4
 """Largest ratio by which a rate is corrected: the clock is too coarse for larger ones."""
-_Work = tuple[Lane, str]
+_OnLane = tuple[Lane, str]
 """A lane and a label."""
 
 
@@ -113,20 +113,20 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
     )
 
 
-def _run_of(region: Region) -> _Work:
+def _run_of(region: Region) -> _OnLane:
     return Lane.COMPUTE, label(Verb.RUN, RegionRef(region.id))
 
 
-def _update_of(bucket: BucketId, tier: Tier) -> _Work:
+def _update_of(bucket: BucketId, tier: Tier) -> _OnLane:
     return Lane.COMPUTE if tier is Tier.DEVICE else Lane.HOST, label(Verb.UPDATE, BucketRef(bucket))
 
 
-def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[_Work, float]:
+def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[_OnLane, float]:
     """Return the median seconds of the spans of each lane and label.
 
     Seconds of an update are per step: a bucket shared by several parameter groups has several updates in each step.
     """
-    found: defaultdict[_Work, list[float]] = defaultdict(list)
+    found: defaultdict[_OnLane, list[float]] = defaultdict(list)
     for span in spans:
         found[span.lane, span.label].append(span.end_s - span.start_s)
     median_s = {work: statistics.median(seconds) for work, seconds in found.items()}
@@ -137,7 +137,7 @@ def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[_Work, float]:
     return median_s
 
 
-def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> Cluster:
+def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_OnLane, float]) -> Cluster:
     """Return the machine of `problem` with the rates of links, and then of updates, corrected by `seconds`."""
     price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
     groups = {str(group.id): GroupRef(group.id) for group in plan.activations}
@@ -174,7 +174,7 @@ def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_Work, float]) -> 
     return replace(cluster, nodes=tuple(map(slowed, cluster.nodes)))
 
 
-def _update_prices(plan: Plan, price: Prices, tier: Tier) -> Mapping[_Work, float]:
+def _update_prices(plan: Plan, price: Prices, tier: Tier) -> Mapping[_OnLane, float]:
     """Return the predicted seconds of the updates of state on `tier`.
 
     A streamed update consists of copies for the most part, so it says nothing about the update rates.
@@ -187,7 +187,7 @@ def _update_prices(plan: Plan, price: Prices, tier: Tier) -> Mapping[_Work, floa
     }
 
 
-def _ratio(seconds: Mapping[_Work, float], price_s: Mapping[_Work, float]) -> float | None:
+def _ratio(seconds: Mapping[_OnLane, float], price_s: Mapping[_OnLane, float]) -> float | None:
     """Return measured over predicted seconds of all works in `price_s` together; None if none was measured."""
     measured_s = {work: seconds[work] for work in price_s if work in seconds}
     priced_s = sum(price_s[work] for work in measured_s)

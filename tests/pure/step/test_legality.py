@@ -30,7 +30,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.schedule import BucketRef, GroupRef
 from elixir_compile.step import legality, plan_timeline, verify, with_peaks
-from elixir_compile.step.legality import Life
+from elixir_compile.step.legality import Rules
 from tests.pure.mixes import group
 from tests.pure.plans import (
     Trip,
@@ -699,13 +699,13 @@ def test_a_group_without_storages_or_with_repeats_is_refused() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Every state that a life can reach has a move or a sentence for every event that can meet it.
+# Every state that can be reached by rules has a move or a sentence for every event that can meet it.
 
 
 PARAMS = {Verb.RUN, Verb.GATHER, Verb.WAIT, Verb.RELEASE}
 CARRIED = {Verb.OFFLOAD, Verb.WAIT, Verb.PREFETCH}
 GRADS = {Verb.RUN, Verb.REDUCE, Verb.OFFLOAD, Verb.WAIT, Verb.UPDATE}
-LIVES = {
+RULES = {
     "gathered params": (legality._GATHERED_PARAMS, PARAMS),
     "resident params": (legality._RESIDENT_PARAMS, PARAMS),
     "device params": (legality._DEVICE_PARAMS, PARAMS),
@@ -720,25 +720,25 @@ LIVES = {
 }
 
 
-def reachable(life: Life) -> set[str]:
-    found = {life.start, "full"} if life.start == "empty" else {life.start}  # the last region fills it
-    while more := {after for own in life.moves.values() for at, after in own.items() if at in found} - found:
+def reachable(rules: Rules) -> set[str]:
+    found = {rules.start, "full"} if rules.start == "empty" else {rules.start}  # the last region fills it
+    while more := {after for own in rules.moves.values() for at, after in own.items() if at in found} - found:
         found |= more
     return found
 
 
-@pytest.mark.parametrize("name", LIVES)
+@pytest.mark.parametrize("name", RULES)
 def test_every_verb_has_a_move_or_a_sentence(name: str) -> None:
-    life, verbs = LIVES[name]
-    for state in reachable(life):
+    rules, verbs = RULES[name]
+    for state in reachable(rules):
         for verb in verbs:
-            if state not in life.moves.get(verb, {}) and not (state == "updated" and verb is Verb.RUN):
+            if state not in rules.moves.get(verb, {}) and not (state == "updated" and verb is Verb.RUN):
                 subject = "{group}" if name.endswith("activations") else "{bucket}"
-                assert subject in life.fault(state, verb)
+                assert subject in rules.fault(state, verb)
 
 
-@pytest.mark.parametrize("name", LIVES)
-def test_a_life_can_end(name: str) -> None:
-    life, _ = LIVES[name]
-    assert reachable(life) - set(life.ends)
-    assert set(life.ends) <= reachable(life)
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_can_end_by_all_rules(name: str) -> None:
+    rules, _ = RULES[name]
+    assert reachable(rules) - set(rules.ends)
+    assert set(rules.ends) <= reachable(rules)
