@@ -35,7 +35,9 @@ demo: venv
 # A file stays in one process, so that its fixtures are made once. Files keep the order of `tests/conftest.py`: by
 # default xdist starts files of few tests last, and those of several ranks have few tests that take long. One thread of
 # torch for each process: with two, which then share a core each, the same tests take a quarter more of both cores.
+# Compiled Python is kept even where the environment forbids it: some thirty processes load the package, two all tests.
 test: export OMP_NUM_THREADS ?= 1
+test: export PYTHONDONTWRITEBYTECODE =
 test: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
