@@ -28,12 +28,11 @@ from elixir_compile.step.divide import arrived_name, leaving_name, offloaded_nam
 from elixir_compile.step.liveness import closing_verbs, last_forward
 from elixir_compile.step.structure import illegal_action
 from elixir_compile.step.works import (
+    COLLECTIVES,
     COMPUTE,
     D2H,
-    GATHERS,
     H2D,
     PROGRAM,
-    REDUCES,
     UPDATES,
     Access,
     BucketWorks,
@@ -139,7 +138,7 @@ _ACTORS = {
     COMPUTE: "compute",
     H2D: "h2d",
     D2H: "d2h",
-    GATHERS: "the stream of the ranks",
+    COLLECTIVES: "the stream of the ranks",
     UPDATES: "the thread of the updates",
     PROGRAM: "the program",
 }
@@ -384,7 +383,6 @@ def works_of(plan: Plan, touches: Mapping[RegionId, Sequence[Touch]]) -> list[Wo
         groups,
         regions,
         plan.update,
-        lanes={REDUCES: GATHERS},
         last_forward=last_forward(plan.regions, actions),
         has_backward=any(region.phase is Phase.BACKWARD for region in plan.regions),
     )

@@ -123,7 +123,7 @@ def _works(plan: Plan) -> Sequence[Work]:
     buckets, groups = plan_on_lanes(plan, mode)
     for group in groups.values():
         group.leaves_whole = group.returns_whole = True
-    walk = Walk(buckets, groups, {}, mode, lanes={}, has_backward=False)
+    walk = Walk(buckets, groups, {}, mode, has_backward=False)
     return walk.step(plan.schedules[0].pairs)
 
 

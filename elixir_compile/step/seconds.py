@@ -6,7 +6,8 @@ its seconds after the last of what it is behind:
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
     h2d       b1 ====| b2 ====|       h.1.matmul ===|        shards of parameters, or activations, from the host
     d2h                  h.1.matmul ===|                     activations or gradients to the host
-    gather            b1 ==|   b2 ==|                        sharded buckets: an all-gather, perhaps after a copy
+    gather            b1 ==|   b2 ==|        b2 ==|          sharded buckets: an all-gather, perhaps after a copy
+    reduce                                        b1 ==|     their gradients, in one queue with gathers
 
 A lane takes its works in the order of issue. The thread of the updates issues copies when its updates end: they take
 their lane then, behind all that the program has issued there until then.
@@ -26,9 +27,9 @@ Ranks have one order of collectives. If they differ, the i-th collective starts 
 it, and ends for all at once.
 
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
-rate (see `ir.cost`). Not modelled: which of them becomes slower under contention; that collectives share a
-link, and so `gather` and `reduce` are lanes of their own (see the actors in `works`); the start of an early update by
-the device on several ranks, which is at the wait for the gradient and not, as here, at the issue of its reduce.
+rate (see `ir.cost`). Not modelled: which of them becomes slower under contention; that averages over copies may share
+a link with other collectives (see the actors in `works`); the start of an early update by the device on several ranks,
+which is at the wait for the gradient and not, as here, at the issue of its reduce.
 """
 
 import math
@@ -55,15 +56,15 @@ from elixir_compile.step.liveness import closing_verbs, last_forward
 from elixir_compile.step.prices import LapCopies, Prices, prices
 from elixir_compile.step.timeline import plan_timeline, traffic
 from elixir_compile.step.works import (
+    AVERAGES,
+    COLLECTIVES,
     COMPUTE,
     D2H,
     FIRST_OWN,
-    GATHERS,
     H2D,
     NEVER,
     NUM_OWN,
     PROGRAM,
-    REDUCES,
     UPDATES,
     Deed,
     Do,
@@ -78,14 +79,15 @@ _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
 _ROUNDING_S = 1e-12
 _LONG_AGO_S = -math.inf
-_ACTORS = {
-    Lane.COMPUTE: COMPUTE,
-    Lane.H2D: H2D,
-    Lane.D2H: D2H,
-    Lane.GATHER: GATHERS,
-    Lane.REDUCE: REDUCES,
-    Lane.HOST: UPDATES,
+_LANES = {
+    COMPUTE: Lane.COMPUTE,
+    H2D: Lane.H2D,
+    D2H: Lane.D2H,
+    COLLECTIVES: Lane.GATHER,
+    AVERAGES: Lane.REDUCE,
+    UPDATES: Lane.HOST,
 }
+"""By actor, the lane that says whether it works beside compute."""
 _COLLECTIVES = frozenset({Do.ALL_GATHER, Do.REDUCE, Do.AVERAGE})
 
 Actions = Sequence[tuple[Verb, Target]]
@@ -175,7 +177,7 @@ class Player:
         self.price, self.drawing, self.cycle = price, drawing, cycle
         self._placements, self._copies = placements, copies
         lane_of = price.lane_of
-        self._lane_of = {actor: _ACTORS[lane_of[lane]] for lane, actor in _ACTORS.items()}
+        self._lane_of = {actor: actor if lane_of[lane] is lane else COMPUTE for actor, lane in _LANES.items()}
         self._h2d, self._host = self._lane_of[H2D], self._lane_of[UPDATES]
         self.over_s: list[float] = []
         """When each instant is."""

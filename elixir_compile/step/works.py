@@ -53,15 +53,15 @@ from elixir_compile.step.liveness import may_end_forward
 
 Instant = int
 """The number of an instant: of an actor, when its next work may begin; of a transfer, when it is over."""
-COMPUTE, H2D, D2H, GATHERS, REDUCES, UPDATES, PROGRAM = range(7)
-"""The actors: lanes and threads. `GATHERS` and `REDUCES` are collectives, `UPDATES` is the thread of the updates, and
-`PROGRAM` the thread that trains; the thread of autograd goes on where it stops.
+COMPUTE, H2D, D2H, COLLECTIVES, AVERAGES, UPDATES, PROGRAM = range(7)
+"""The actors: lanes and threads. `COLLECTIVES` is the queue of gathers and reduces, `AVERAGES` that of averages over
+copies, `UPDATES` the thread of the updates, and `PROGRAM` the thread that trains; the thread of autograd goes on where
+it stops.
 
 A process group of torch does its collectives in the order of issue: that of NCCL has one stream on each device for all
-that do not block (torch 2.11 to 2.13). Gathers and reduces of a bucket are of one group, so the order check does both
-on one actor. The simulator has a lane for each, as the bounds of the search have. With one lane, six plans of a 4b
-GPT-2 on four ranks took as long, and two on RTX 4090s 2.6 % longer; a plan that was searched anew in six tenths of
-their memory took 5 % longer, and was as far from its bound, which does not know of the one queue."""
+that do not block (torch 2.11 to 2.13). Gathers and reduces are collectives of one group, the ranks that share a bucket,
+and averages those of another, the ranks with the same shard. The ledger and the record have a lane for each kind of
+collective nevertheless, gathers and reductions."""
 NOWHERE, NEVER, ROOMS, STREAMED = range(7, 11)
 """What nobody reads; what never comes; when the rooms of streamed updates are allocated, and when the state of one has
 arrived on the device."""
@@ -371,7 +371,7 @@ class Walk:
         regions: Mapping[RegionId, RegionWorks],
         update: Update,
         *,
-        lanes: Mapping[Instant, Instant],
+        lanes: Mapping[Instant, Instant] = MappingProxyType({}),
         last_forward: RegionId | None = None,
         has_backward: bool = True,
         is_reduced: bool = False,
@@ -385,8 +385,8 @@ class Walk:
         of shards. Only if `in_full`, there are works that take no time, and the memory that regions touch.
         """
         self._buckets, self._groups, self._regions, self._update_mode = buckets, groups, regions, update
-        self._h2d, self._d2h, self._gathers, self._reduces, self._updates = (
-            lanes.get(lane, lane) for lane in (H2D, D2H, GATHERS, REDUCES, UPDATES)
+        self._h2d, self._d2h, self._collectives, self._averages, self._updates = (
+            lanes.get(lane, lane) for lane in (H2D, D2H, COLLECTIVES, AVERAGES, UPDATES)
         )
         self._last_forward, self._has_backward = last_forward, has_backward
         self._is_reduced, self._is_averaged, self._in_full = is_reduced, is_averaged, in_full
@@ -637,7 +637,7 @@ class Walk:
             self._do(self._h2d, Do.GATHER, name, (COMPUTE,), after, (Memory.HOME,), (own,))
         else:
             self._touch(name, writes=(Memory.COPY,), allocates=True)
-        self._do(self._gathers, Do.ALL_GATHER, name, (after,), bucket.gathered, (own,), (Memory.COPY,))
+        self._do(self._collectives, Do.ALL_GATHER, name, (after,), bucket.gathered, (own,), (Memory.COPY,))
 
     # The gradient.
 
@@ -649,9 +649,9 @@ class Walk:
             self._touch(name, (Memory.GRADIENT,), (Memory.ROWS, own), (Memory.GRADIENT,))
         if bucket.is_sharded or self._is_reduced:
             reads, writes = ((Memory.ROWS,), (own,)) if bucket.is_sharded else ((), ())
-            self._do(self._reduces, Do.REDUCE, name, (COMPUTE,), bucket.reduced, reads, writes)
+            self._do(self._collectives, Do.REDUCE, name, (COMPUTE,), bucket.reduced, reads, writes)
         if self._is_averaged:
-            self._do(self._reduces, Do.AVERAGE, name, (COMPUTE,), bucket.reduced)
+            self._do(self._averages, Do.AVERAGE, name, (COMPUTE, bucket.reduced), bucket.reduced)
         if not bucket.is_sharded:
             self._wait(COMPUTE, bucket.reduced)
             self._touch(name, (own,), (own,), do=Do.ADD_UP)

@@ -12,7 +12,7 @@ from scipy import sparse
 
 from elixir_compile.ir import GroupId, Lane, Tier, Update
 from elixir_compile.ir.cost import StreamedCopies
-from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gated, Phase, Shop, Table
+from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gated, Phase, Queue, Shop, Table
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts, Trip
@@ -30,20 +30,26 @@ from elixir_compile.step.prices import Prices, crossing_s
 #     gather   a_i   then the shards of the other ranks           before the ops of event i
 #     compute  c_i   the ops from event i to event i + 1, with the ops that a layer's mode recomputes
 #     reduce   r_i   complete gradients are reduced over ranks    after the ops before event i
+#     averages v_i   then averaged over copies of the shard       after the ops before event i
 #     d2h      d_i   then the reduced shard goes to the host      after the ops before event i
 #
 # The longest path (see `flow_shop`) is a lower limit on the seconds of the phase for every plan, whatever its prefetch
 # distances. If another lane does the work of a lane (a CPU copies for itself), the seconds are added to that other
 # lane.
 #
+# Gathers and reduces are one queue, in the order of issue (see the actors in `step.works`). How far a gather is ahead
+# of the reduces is a matter of distances, but a reduce is never ahead of the gather of an earlier event: compute has
+# waited for that gather before it made the gradient. So in the backward a path through the queue, without compute, is
+# a lower limit too. It is the longest if collectives take longer than compute:
+#
+#     h2d          h[0..i]
+#     collectives          a_i + r_i + .. + a_l + r_l
+#     averages, d2h                                   v[l..m] + d[m..end]
+#
 # When the last gradient has come to the host, the thread that trains goes on there, while compute may still be in the
 # backward: `RunTables.arrival` is the flow shop up to then. Only ops before the last such gradient count in it.
 #
 # The second half of this file adds the updates.
-
-
-_BEFORE = (Lane.H2D, Lane.GATHER)
-_AFTER = (Lane.REDUCE, Lane.D2H)
 
 
 class Span(NamedTuple):
@@ -109,12 +115,12 @@ class RunTables:
         is_beside = all(self.prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.D2H))
         return is_beside or (bool(self.prices.add_s) and not self.prices.is_one_memory)
 
-    def arrival(self, *, counts_trips: bool = False) -> Gated | None:
-        """Return the flow shop of the backward up to the last gradient that comes to the host; None if the step does
-        not train. `counts_trips` as in `phases`."""
+    def arrivals(self, *, counts_trips: bool = False) -> list[Gated]:
+        """Return the flow shops of the backward up to the last gradient that comes to the host, all of one gate; none
+        if the step does not train. `counts_trips` as in `phases`."""
         spans_of_step = _spans(self.facts)
         if len(spans_of_step) < 2:
-            return None
+            return []
         run = self._of(spans_of_step[1], counts_trips=counts_trips)
         by_event: dict[int, dict[int, float]] = {}
         for i, level in of_buckets(self.facts, self.columns):
@@ -122,14 +128,18 @@ class RunTables:
             if level.has_param_on_host and gradients is not None and spans_of_step[1].holds(gradients.complete):
                 event = run.event_of[gradients.complete + 1, False, i]
                 by_event.setdefault(event, {})[self.columns[i, level]] = 1.0
-        events, num_events = sorted(by_event), run.table.num_events
-        starts = np.full((len(run.table.lanes), num_events), -1)
-        for lane, ahead in ((Lane.GATHER, 1), (Lane.COMPUTE, 1), (Lane.REDUCE, 0)):
-            # Gathers and ops count if a gradient leaves behind them, reduces if one leaves behind them or with them.
-            row = run.table.lanes.index(lane)
-            starts[row] = np.searchsorted(events, np.arange(num_events) + ahead)
-        takers = [by_event[event] for event in events]
-        return Gated(phase=run.table.phase(), gate=Gate(takers=takers), starts=starts.ravel())
+        events = sorted(by_event)
+        gate = Gate(takers=[by_event[event] for event in events])
+        found: list[Gated] = []
+        for phase in (run.table.phase(), *self.collectives(counts_trips=counts_trips)):
+            starts = np.full((len(phase.lanes), phase.num_events), -1)
+            for row, lane in enumerate(phase.lanes):
+                if lane not in (Lane.H2D, Lane.D2H):
+                    # Gathers and ops count if a gradient leaves behind them, other collectives also if it does with
+                    # them. No gradient leaves at the event of a gather.
+                    starts[row] = np.searchsorted(events, np.arange(phase.num_events) + (lane is Lane.COMPUTE))
+            found.append(Gated(phase=phase, gate=gate, starts=starts.ravel()))
+        return found
 
     def host_sums(self) -> Phase | None:
         """Return the seconds in which the thread that trains adds gradients to their sums on the host, as one event;
@@ -148,9 +158,12 @@ class RunTables:
         Compute works again when the host has added the gradients that came to it.
         """
         found: list[list[Shop]] = [[phase] for phase in self.phases(counts_trips=counts_trips)]
-        arrival, sums = self.arrival(counts_trips=counts_trips), self.host_sums()
-        if arrival is not None and sums is not None:
-            found[1].append(Chain(name="backward", shops=(arrival, sums)))
+        if len(found) > 1:
+            found[1] += self.collectives(counts_trips=counts_trips)
+        sums = self.host_sums()
+        if sums is not None:
+            arrivals = self.arrivals(counts_trips=counts_trips)
+            found[-1] += [Chain(name="backward", shops=(arrival, sums)) for arrival in arrivals]
         return found
 
     def phases(self, *, counts_trips: bool = False) -> list[Phase]:
@@ -171,15 +184,26 @@ class RunTables:
         the link. The copies to the host share a link as well. Collectives wait for no copy of activations, so they are
         left out. Only valid for machines on which all transfers run beside compute.
         """
-        lanes = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
-        found: list[Phase] = []
-        for span in _spans(self.facts):
-            run = self._of(span, counts_trips=True).table
-            table = Table(span.name, lanes, run.num_events, self.columns)
-            for lane in lanes:
-                run.copy_lane(lane, table)
-            found.append(table.phase())
-        return found
+        lanes: dict[Lane | Queue, Lane | Queue] = {lane: lane for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H)}
+        return [self._through(lanes, self._of(span, counts_trips=True).table) for span in _spans(self.facts)]
+
+    def collectives(self, *, counts_trips: bool = False) -> list[Phase]:
+        """Return the flow shop of the backward through the one queue of gathers and reduces; none on one rank, or if
+        compute itself does the collectives. `counts_trips` as in `phases`."""
+        spans_of_step = _spans(self.facts)
+        is_queue = self.facts.problem.cluster.num_ranks > 1 and self.prices.lane_of[Lane.GATHER] is Lane.GATHER
+        if len(spans_of_step) < 2 or not is_queue:
+            return []
+        run = self._of(spans_of_step[1], counts_trips=counts_trips).table
+        queues: dict[Lane | Queue, Queue] = {Lane.GATHER: Queue.COLLECTIVES, Lane.REDUCE: Queue.COLLECTIVES}
+        return [self._through({lane: queues.get(lane, lane) for lane in run.lanes if lane is not Lane.COMPUTE}, run)]
+
+    def _through(self, lanes: Mapping[Lane | Queue, Lane | Queue], run: Table) -> Phase:
+        """Return the flow shop of the work that `run` has on some `lanes`, each with the lane that does it here."""
+        table = Table(run.name, tuple(dict.fromkeys(lanes.values())), run.num_events, self.columns)
+        for lane, own in lanes.items():
+            run.copy_lane(lane, table, own)
+        return table.phase()
 
     def _of(self, span: Span, *, counts_trips: bool) -> RunTable:
         key = span, counts_trips or self.facts.problem.cluster.num_ranks == 1
@@ -190,7 +214,9 @@ class RunTables:
     def _table(self, span: Span, has_trips: bool) -> RunTable:
         facts, prices = self.facts, self.prices
         events = _events(facts, span, self._trips, self._numbers)
-        table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), self.columns)
+        averages = (Queue.AVERAGES,) if prices.average_s else ()
+        lanes = (Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, *averages, Lane.D2H)
+        table = Table(span.name, lanes, len(events), self.columns)
         # Ops up to the next place belong to the last event at their place.
         row = table.lanes.index(Lane.COMPUTE)
         for number, (event, stop) in enumerate(
@@ -213,9 +239,11 @@ class RunTables:
                     _add(table, prices, Lane.H2D, event, (i, level), prices.h2d_s[name] if is_away else 0.0)
                     _add(table, prices, Lane.GATHER, event, (i, level), prices.gather_s[name])
             if gradients is not None and span.holds(gradients.complete):
-                event, shared_s = event_of[gradients.complete + 1, False, i], prices.reduce_s[name]
-                shared_s += prices.average_s.get(name, 0.0)
-                _add(table, prices, Lane.REDUCE, event, (i, level), shared_s)
+                event = event_of[gradients.complete + 1, False, i]
+                _add(table, prices, Lane.REDUCE, event, (i, level), prices.reduce_s[name])
+                for queue in averages:
+                    own = queue if prices.lane_of[Lane.REDUCE] is Lane.REDUCE else Lane.COMPUTE
+                    table.add(own, event, (i, level), prices.average_s[name])
                 _add(table, prices, Lane.D2H, event, (i, level), prices.d2h_s[name] if is_away else 0.0)
         # Gradients are added to their sums at the end of the backward.
         for i, level in of_buckets(facts, self.columns) if prices.add_s else ():
@@ -395,29 +423,30 @@ def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
     if not facts.is_training:
         return Shops(forward_backward, [], (), [])
     whole_step: list[Shop] = [_host_memory(facts, prices, columns)] if prices.memory.update_s else []
-    update, arrival, sums = asked_time(facts.problem), runs.arrival(counts_trips=counts_trips), runs.host_sums()
-    is_early = runs.is_host_early and arrival is not None
-    before = [shop for shop in (arrival, sums) if shop is not None]
+    update, arrivals, sums = asked_time(facts.problem), runs.arrivals(counts_trips=counts_trips), runs.host_sums()
+    is_early = runs.is_host_early and bool(arrivals)
+    before = [(arrival, *(() if sums is None else (sums,))) for arrival in arrivals]
     is_in_backward = update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}
-    gates = [] if arrival is None or (sums is None and (is_in_backward or not is_early)) else [arrival.gate]
+    gates = [own.gate for own in arrivals[:1] if sums is not None or (is_early and not is_in_backward)]
     if is_in_backward:
         all_phases = tuple(range(len(forward_backward)))
         return Shops(forward_backward, _totals(runs), all_phases, whole_step, gates)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
         phases = [*forward_backward, _updates(facts, prices, columns, is_early=is_early)]
-        chain = Chain(name="backward and update", shops=(*before, _host_updates(facts, prices, columns)))
-        return Shops(phases, [chain] if is_early else [], (1, 2), whole_step, gates)
-    updates = _CrossStepUpdates(runs, counts_trips=counts_trips)
-    phases = [updates.before_forward(), *forward_backward]
+        updates = _host_updates(facts, prices, columns)
+        chains: list[Shop] = [Chain(name="backward and update", shops=(*shops, updates)) for shops in before]
+        return Shops(phases, chains if is_early else [], (1, 2), whole_step, gates)
+    cycle = _CrossStepUpdates(runs, counts_trips=counts_trips)
+    phases = [cycle.before_forward(), *forward_backward]
     if prices.lane_of[Lane.H2D] is not Lane.H2D:
         # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
         return Shops(phases, [], (0, 1), whole_step, gates)
-    trips, copies = updates.round_trips(), updates.all_copies()
-    if arrival is None or not is_early:
-        return Shops(phases, [updates.host_first(), trips, *copies], (0, 1), whole_step, gates)
-    late_trips = updates.behind_copies(trips, first=len(arrival.gate.takers))
-    whole_step.append(Chain(name="step", shops=(*before, updates.host_first())))
-    return Shops(phases, [late_trips, *copies], (0, 1), whole_step, [arrival.gate, late_trips.gate])
+    trips, copies, host_first = cycle.round_trips(), cycle.all_copies(), cycle.host_first()
+    if not is_early:
+        return Shops(phases, [host_first, trips, *copies], (0, 1), whole_step, gates)
+    late_trips = cycle.behind_copies(trips, first=len(gates[0].takers))
+    whole_step += [Chain(name="step", shops=(*shops, host_first)) for shops in before]
+    return Shops(phases, [late_trips, *copies], (0, 1), whole_step, [*gates, late_trips.gate])
 
 
 def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:

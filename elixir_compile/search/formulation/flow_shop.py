@@ -16,6 +16,7 @@ and `Chain` is shops one behind the other.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,17 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from elixir_compile.ir import Lane
+
+
+class Queue(StrEnum):
+    """A queue of the collectives of one process group, a lane of a flow shop. In records, the lanes of collectives are
+    their kinds."""
+
+    COLLECTIVES = "collectives"
+    """Gathers and reduces, in the order of issue."""
+    AVERAGES = "averages"
+    """Averages over copies of shards."""
+
 
 Choice = tuple[int, int]
 """(index of a bucket, one of its levels), or (number of buckets + index of a layer, one of its modes)."""
@@ -35,7 +47,7 @@ class Path:
 
     name: str
     """The name of the shop."""
-    lanes_s: Mapping[Lane, float]
+    lanes_s: Mapping[Lane | Queue, float]
     """The seconds of the path on each lane, at the x for which it is the longest."""
     constant_s: float
     coefficients_s: NDArray[np.float64]
@@ -78,7 +90,7 @@ class Phase:
     """A flow shop with seconds[lane, event] = constants_s + matrix_s @ x, flattened lane by lane."""
 
     name: str
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane | Queue, ...]
     num_events: int
     compute: int
     """Index of the compute lane in `lanes`, -1 if there is none. Its work at an event lasts to the next event."""
@@ -295,7 +307,7 @@ class Chain:
     def longest(self, x: NDArray[np.float64]) -> Path:
         """Return the longest paths of the shops at x, one behind the other."""
         paths = [shop.longest(x) for shop in self.shops]
-        lanes_s: Counter[Lane] = Counter()
+        lanes_s: Counter[Lane | Queue] = Counter()
         coefficients_s = np.zeros(max(len(path.coefficients_s) for path in paths))  # what a shorter one lacks is 0
         for path in paths:
             lanes_s.update(path.lanes_s)
@@ -326,7 +338,9 @@ class _Work(NamedTuple):
 class Table:
     """Seconds by lane and event, filled in step by step and then turned into a `Phase`."""
 
-    def __init__(self, name: str, lanes: tuple[Lane, ...], num_events: int, choices: Mapping[Choice, int]) -> None:
+    def __init__(
+        self, name: str, lanes: tuple[Lane | Queue, ...], num_events: int, choices: Mapping[Choice, int]
+    ) -> None:
         self.name, self.lanes, self.num_events, self._choices = name, lanes, num_events, choices
         self.constants_s = np.zeros((len(lanes), num_events))
         self._done: list[_Work] = []
@@ -335,7 +349,7 @@ class Table:
         self._columns: list[int] = []
         self._seconds: list[float] = []
 
-    def add(self, lane: Lane, event: int, choice: Choice, seconds: float) -> None:
+    def add(self, lane: Lane | Queue, event: int, choice: Choice, seconds: float) -> None:
         """Add `seconds` of work on `lane` at `event`, times the entry of `choice` in x."""
         if seconds:
             self._rows.append(self.lanes.index(lane) * self.num_events + event)
@@ -349,10 +363,12 @@ class Table:
         self._columns += [self._choices[choice]] * len(events)
         self._seconds += seconds
 
-    def copy_lane(self, lane: Lane, other: "Table") -> None:
-        """Copy the work on `lane` into the table `other`, which has the same number of events."""
-        start, there = self.lanes.index(lane) * self.num_events, other.lanes.index(lane) * self.num_events
-        other.constants_s[other.lanes.index(lane)] = self.constants_s[self.lanes.index(lane)]
+    def copy_lane(self, lane: Lane | Queue, other: "Table", to: Lane | Queue | None = None) -> None:
+        """Add the work on `lane` to the lane `to` of the table `other`, which has the same number of events; to its
+        lane of the same name if that is None."""
+        row, row_there = self.lanes.index(lane), other.lanes.index(to or lane)
+        start, there = row * self.num_events, row_there * self.num_events
+        other.constants_s[row_there] += self.constants_s[row]
         rows, columns, seconds = self._work()
         is_on_lane = (rows >= start) & (rows < start + self.num_events)
         other._work()

@@ -69,8 +69,9 @@ SAVINGS = ({Saving.KEEP}, {Saving.KEEP, Saving.RECOMPUTE}, {Saving.KEEP, Saving.
 """What may happen to activations, from instance to instance."""
 
 
-def instance(seed: int, num_layers: int = 4, num_ranks: int = 1) -> Problem | None:
-    """A random chain on a random machine, under a budget between the smallest that does and keep-everything."""
+def instance(seed: int, num_layers: int = 4, num_ranks: int = 1, num_copies: int = 1) -> Problem | None:
+    """A random chain on a random machine, with `num_copies` of each shard on `num_ranks` each, under a budget between
+    the smallest that does and keep-everything."""
     draw = random.Random(seed)
     savings = frozenset(SAVINGS[seed % 8 // 2])
     if num_layers == 4:  # few enough to try everything
@@ -84,7 +85,8 @@ def instance(seed: int, num_layers: int = 4, num_ranks: int = 1) -> Problem | No
         )
         for i in range(num_layers)
     ]
-    problem = problem_of(chain(layers), machine(draw, num_ranks), hybrid=draw.random() < 0.7)
+    cluster = machine(draw, num_ranks * num_copies)
+    problem = problem_of(chain(layers), cluster, hybrid=draw.random() < 0.7, num_copies=num_copies)
     problem = replace(problem, savings=savings)
     evaluator = Evaluator(gather_facts(problem))
     least = leanest(evaluator).floor_bytes
@@ -94,10 +96,10 @@ def instance(seed: int, num_layers: int = 4, num_ranks: int = 1) -> Problem | No
     return replace(problem, budget_bytes=least + int((most - least) * draw.choice([0.0, 0.2, 0.4, 0.6, 0.8])))
 
 
-def instances(count: int, num_layers: int = 4) -> Iterator[tuple[int, Problem]]:
+def instances(count: int, num_layers: int = 4, num_copies: int = 1) -> Iterator[tuple[int, Problem]]:
     seed = made = 0
     while made < count:
-        problem = instance(seed, num_layers, num_ranks=1 + seed % 2)
+        problem = instance(seed, num_layers, 1 + seed % 2, num_copies)
         if problem is not None:
             made += 1
             yield seed, problem
@@ -164,7 +166,8 @@ def test_the_plan_equals_brute_force_on_random_instances(count: int) -> None:
 @pytest.mark.parametrize("count", [5, pytest.param(10, marks=pytest.mark.slow)])
 def test_the_bound_holds_for_random_plans(count: int) -> None:
     num_plans = 0
-    for seed, problem in (*instances(count, num_layers=8), *odd_instances(count)):
+    copied = instances(count, num_layers=8, num_copies=2)
+    for seed, problem in (*instances(count, num_layers=8), *copied, *odd_instances(count)):
         evaluator = Evaluator(gather_facts(problem))
         bound_s = plan(problem, timeout_s=QUICK_S).bound_s
         assert bound_s is not None
@@ -180,7 +183,7 @@ def test_the_bound_holds_for_random_plans(count: int) -> None:
                 assert bound_s <= min(played_s)
             assert milp.lower_s(milp.vector(answer)) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
             num_plans += 1
-    assert num_plans == 2 * 50 * count
+    assert num_plans == 3 * 50 * count
 
 
 def test_memory_rows_never_count_more_bytes_than_the_exact_count() -> None:

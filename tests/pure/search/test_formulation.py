@@ -26,7 +26,7 @@ from elixir_compile.search.best import counted_draft
 from elixir_compile.search.evaluator import Evaluator, deadline_in, leanest
 from elixir_compile.search.formulation import solver
 from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops
-from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Shop, longest_s
+from elixir_compile.search.formulation.flow_shop import Chain, Gated, Phase, Queue, Shop, longest_s
 from elixir_compile.search.formulation.milp import SCALE, Milp
 from elixir_compile.search.formulation.solver import (
     CountedMilp,
@@ -54,10 +54,12 @@ _Event = tuple[int, bool, int]
 
 
 def milps() -> Iterator[Milp]:
-    """Yield the MILPs of chains on random machines of one and two ranks, in all update modes."""
+    """Yield the MILPs of chains on random machines of one rank, of two, and of two copies on two ranks each, in all
+    update modes."""
     for seed in range(12):
-        draw = random.Random(seed)
-        problem = problem_of(chain_of(5), machine(draw, 1 + seed % 2, draw.choice([0.7, 1.0])))
+        draw, num_copies = random.Random(seed), 1 + (seed % 4 == 1)
+        cluster = machine(draw, (1 + seed % 2) * num_copies, draw.choice([0.7, 1.0]))
+        problem = problem_of(chain_of(5), cluster, num_copies=num_copies)
         update = [None, Update.AFTER_BACKWARD, Update.IN_BACKWARD][seed % 3]
         problem = replace(problem, savings=frozenset(SAVINGS[3 - seed % 2 * 2]), update=update)
         yield Milp(Evaluator(gather_facts(problem)), reference_s=1.0)
@@ -82,19 +84,25 @@ class Plain:
                 events.add((gradients.complete + 1, False, i))
         self.events = sorted(events)
 
-    def matrix(self, lanes: tuple[Lane, ...]) -> NDArray[np.float64]:
+    def matrix(self, lanes: tuple[Lane | Queue, ...]) -> NDArray[np.float64]:
         """Return seconds[lane, event, choice] of the work on `lanes`."""
+        queue = Queue.COLLECTIVES if Queue.COLLECTIVES in lanes else None
         found = np.zeros((len(lanes), len(self.events), self.milp.num_choices))
         for (owner, option), column in self.milp.choices.items():
             is_stream = column >= self.milp.num_options
             is_bucket = owner < len(self.facts.buckets)
             work = () if is_stream else self.bucket(owner, Level(option)) if is_bucket else self.mode(owner, option)
             for lane, event, seconds in work:
-                if self.prices.lane_of[lane] in lanes:
-                    found[lanes.index(self.prices.lane_of[lane]), event, column] += seconds
+                own = self.prices.lane_of[Lane.REDUCE if lane is Queue.AVERAGES else lane]
+                if own is Lane.REDUCE and lane is Queue.AVERAGES:
+                    own = lane
+                elif own in (Lane.GATHER, Lane.REDUCE):
+                    own = queue or own
+                if own in lanes:
+                    found[lanes.index(own), event, column] += seconds
         return found
 
-    def bucket(self, i: int, level: Level) -> Iterator[tuple[Lane, int, float]]:
+    def bucket(self, i: int, level: Level) -> Iterator[tuple[Lane | Queue, int, float]]:
         name, gradients, prices = self.facts.buckets[i].id, self.facts.gradients[i], self.prices
         # An all-gather behind a copy that compute makes is on no path.
         is_sent = level.has_param_on_host
@@ -107,7 +115,8 @@ class Plain:
         if gradients is not None and self.first <= gradients.complete < self.end:
             if is_gathered(self.facts.buckets[i], level):
                 event = self.events.index((gradients.complete + 1, False, i))
-                yield Lane.REDUCE, event, prices.reduce_s[name] + prices.average_s.get(name, 0.0)
+                yield Lane.REDUCE, event, prices.reduce_s[name]
+                yield Queue.AVERAGES, event, prices.average_s.get(name, 0.0)
                 yield Lane.D2H, event, prices.d2h_s[name] if is_sent else 0.0
             yield Lane.COMPUTE, len(self.events) - 1, prices.add_s.get((name, level.home), 0.0)
 
@@ -134,7 +143,7 @@ def assert_equal(plain: Plain, phase: Phase) -> None:
 
 
 def test_the_seconds_of_each_column_are_those_of_its_choice_alone() -> None:
-    num_modes = num_copied = 0
+    num_modes = num_copied = num_queued = 0
     for milp in milps():
         facts = milp.evaluator.facts
         num_ranks = facts.problem.cluster.num_ranks
@@ -145,11 +154,14 @@ def test_the_seconds_of_each_column_are_those_of_its_choice_alone() -> None:
                 if shops[0].name not in ends:
                     continue
                 assert_equal(Plain(milp, *ends[shops[0].name], has_trips=is_counted), shops[0])
-                for copied in shops[1:]:
-                    assert_equal(Plain(milp, *ends[copied.name], has_trips=True), copied)
-                    num_copied += 1
+                for other in cast("list[Phase]", shops[1:]):
+                    is_queue = Queue.COLLECTIVES in other.lanes
+                    has_trips = is_counted if is_queue else True
+                    assert_equal(Plain(milp, *ends[other.name], has_trips=has_trips), other)
+                    num_queued, num_copied = num_queued + is_queue, num_copied + (not is_queue)
     assert num_modes > 40
     assert num_copied
+    assert num_queued
 
 
 def test_the_bytes_of_each_mode_are_the_highest_of_each_segment() -> None:

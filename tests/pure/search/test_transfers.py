@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -435,9 +436,10 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
     assert min(num_behind) > 5
 
 
-def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
-    """Paths without collectives, with what leaves and comes back: no longer than a step, and often the longest."""
-    num_longest = 0
+def test_copies_of_activations_and_the_queue_of_collectives_bound_a_step_on_several_ranks() -> None:
+    """Paths without collectives, with what leaves and comes back, and paths of collectives without compute: no longer
+    than a step, and often the longest."""
+    num_longest: Counter[str] = Counter()
     for seed in range(20):
         draw = random.Random(seed)
         layers = [
@@ -454,5 +456,8 @@ def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
             played_s = [here.step_s(levels, moves_at_use(here.facts, levels, ahead)) for ahead in (0, 1, 8)]
             assert milp.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
             run = [side for side in milp.phases if len(side) > 1 and side[0].name in ("forward", "backward")]
-            num_longest += any(longest_s(copied, x) > longest_s(phase, x) for phase, copied in run)
-    assert num_longest > 20
+            for phase, copied, *queue in run:
+                num_longest["copies"] += longest_s(copied, x) > longest_s(phase, x)
+                others_s = max(longest_s(phase, x), longest_s(copied, x))
+                num_longest["queue"] += any(longest_s(own, x) > others_s for own in queue)
+    assert min(num_longest.values()) > 20, num_longest

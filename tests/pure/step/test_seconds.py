@@ -125,6 +125,21 @@ def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
     assert step_s([(R, R0), (Verb.REDUCE, "b0"), (R, R1)], copied, device) == 10 + 3 + 10
 
 
+def test_gathers_and_reduces_are_one_queue_and_averages_another() -> None:
+    """The gather of b1, which is asked for behind the reduce of b0, 10-15, ends at 17, and then fwd.1 runs; asked for
+    first, it ends at 2. The average of b0, 5-8, is behind its reduce, 2-5, and beside that of b1, 5-8, whose own is
+    8-11."""
+    device = ((Tier.DEVICE, Tier.DEVICE),) * 2
+    sharded = replace(SHARDED, gather_s={B0: 2.0, B1: 2.0})
+    price = replace(sharded, reduce_s={B0: 5.0, B1: 5.0})
+    reduce, gather = (Verb.REDUCE, "b0"), (G, "b1")
+    assert step_s([(R, R0), reduce, gather, (W, "b1"), (R, R1), (W, "b0.grad")], price, device) == 10 + 5 + 2 + 10
+    assert step_s([gather, (R, R0), reduce, (W, "b1"), (R, R1), (W, "b0.grad")], price, device) == 10 + 10
+    price = replace(sharded, reduce_s={B0: 3.0, B1: 3.0}, average_s={B0: 3.0, B1: 3.0})
+    reduces = [(Verb.REDUCE, "b0"), (Verb.REDUCE, "b1"), (W, "b0.grad"), (W, "b1.grad")]
+    assert step_s([gather, *reduces], price, device) == 2 + 3 + 3 + 3
+
+
 def test_a_lane_takes_its_transfers_in_order() -> None:
     """Both gradients leave at 10: b0 until 13, b1 until 18, while fwd.1 runs until 20."""
     actions = [(R, R0), (OFF, "b0.grad"), (OFF, "b1.grad"), (R, R1), (W, "b0.grad"), (W, "b1.grad")]
