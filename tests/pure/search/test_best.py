@@ -220,9 +220,10 @@ def test_more_memory_or_bandwidth_is_never_slower(count: int) -> None:
         assert tried_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
 
 
-def test_the_plan_is_never_slower_than_a_rule_and_names_its_limits_and_the_most_that_a_gib_saves() -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_plan_is_never_slower_than_a_rule_and_names_its_limits_and_the_most_that_a_gib_saves(count: int) -> None:
     num_rules = 0
-    for _, problem in instances(5, num_layers=8):
+    for _, problem in instances(count, num_layers=8):
         made = plan(problem, timeout_s=QUICK_S)
         verify(problem.graph, made)
         assert made.planner == "milp"
