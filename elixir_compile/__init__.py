@@ -95,6 +95,7 @@ _ERRORS = (
     "NoFeasibleStages",
     "NoGraphCaptured",
     "NotPrepared",
+    "OptimizerNotTensorWise",
     "OptimizerTooEarly",
     "OutOfDeviceMemory",
     "ParameterReplaced",

@@ -44,6 +44,7 @@ Exception
     │   ├── DiskFailed                      an operation refused by the system
     │   └── DiskCorrupted                   bytes read differ from the bytes written
     ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
+    ├── OptimizerNotTensorWise (RuntimeError)  a step joins two parameters, which no dry step did
     └── NestedMeasurement  (RuntimeError)   a step measured, or a model observed, that is already
 
 UserWarning
@@ -764,6 +765,20 @@ class UnforeseenState(ElixirError, RuntimeError):
         "the update of {bucket} made {name} ({dtype}) for a parameter of shape {shape}, which "
         "three dry steps of the optimizer did not make, so it has no space on disk. Raise host_memory and leave "
         "out disk_path, or let the optimizer make it in its first steps."
+    )
+
+
+class OptimizerNotTensorWise(ElixirError, RuntimeError):
+    """In step number `step`, the optimizer class `optimizer` updates no parameter alone any more, though its dry steps
+    did; `op` says which op joins two parameters."""
+
+    step: int
+    op: str
+    optimizer: str
+    _text = (
+        "in step {step} of {optimizer}, {op}, which no dry step did. hybrid({optimizer}) updates each parameter alone, "
+        "with other results from this step on, so the step has changed no weight and no state. Train on with "
+        "{optimizer} itself, and load this optimizer's state_dict() into it."
     )
 
 

@@ -79,6 +79,7 @@ from elixir_compile.compat.dynamo import never_compile_alone as never_compile_al
 from elixir_compile.compat.dynamo import new_input as new_input
 from elixir_compile.compat.dynamo import no_collection_at_end as no_collection_at_end
 from elixir_compile.compat.dynamo import no_names_of_lines as no_names_of_lines
+from elixir_compile.compat.dynamo import nothing_compiles as nothing_compiles
 from elixir_compile.compat.dynamo import outside_captures as outside_captures
 from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
 from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
@@ -103,6 +104,7 @@ from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
+from elixir_compile.compat.tensors import fake_tensors as fake_tensors
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import is_jagged as is_jagged
 from elixir_compile.compat.tensors import is_lazy as is_lazy

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -54,6 +55,22 @@ def outside_captures() -> Iterator[None]:
         yield
     finally:
         _thread.is_outside_captures = before
+
+
+def nothing_compiles() -> AbstractContextManager[object]:
+    """Return a context in which functions that `torch.compile` returned run as they were written, on this thread.
+
+    A compiled function that is called under a dispatch mode is never compiled again, wherever it is called later.
+    Dynamo calls the function itself if a capture on this thread is inside of a kernel.
+
+    `torch._guards.tracing`, `TracingContext.fake_mode.in_kernel_invocation`: checked on torch 2.11 and 2.13. Gone:
+    ImportError when the step of an optimizer class is run at real shapes; without the attribute, compiled parts of the
+    class's step stay eager.
+    """
+    from torch._guards import TracingContext, tracing
+
+    inside_kernel: Any = SimpleNamespace(in_kernel_invocation=True, shape_env=None)
+    return tracing(TracingContext(inside_kernel))
 
 
 @functools.cache

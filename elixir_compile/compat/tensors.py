@@ -342,6 +342,18 @@ def real_tensors() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def fake_tensors() -> AbstractContextManager[object]:
+    """Return a context in which new tensors have a shape, a dtype and a device, and no memory. A real tensor that an op
+    is given beside them counts as one of them.
+
+    `torch._subclasses.fake_tensor.FakeTensorMode`: torch 2.11 to 2.13. Gone: ImportError when the step of an optimizer
+    class that is not element-wise is run at real shapes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[object]:
     """Return a context in which each op of torch on this thread is replaced by a call of `see(op, args, kwargs)`.
 

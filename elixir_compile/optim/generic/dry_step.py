@@ -1,12 +1,13 @@
-"""Run the step of an optimizer class on chosen tensors, and find out by such steps which state the class keeps and
-whether it is element-wise.
+"""Run the step of an optimizer class on chosen tensors, and find out by such steps which state the class keeps, and how
+much of the parameters the update of one of them reads: its elements one by one, the whole tensor, or other parameters.
 """
 
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elixir_compile import compat
+from elixir_compile.base.errors import OptimizerNotTensorWise
+from elixir_compile.optim.generic.owners import Owners
 from elixir_compile.optim.rule import ParamUpdate, State
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,6 +43,12 @@ def transient_optimizer(cls: type[Optimizer], attributes: Mapping[str, Any], gro
     hooks = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
     vars(optimizer).update(attributes, **hooks, param_groups=[group], state=defaultdict(dict))
     return optimizer
+
+
+def constructed(cls: type[Optimizer], group: Mapping[str, Any], params: Sequence[nn.Parameter]) -> Optimizer:
+    """Return a new instance of `cls` for `params`, with those hyperparameters of `group` that its constructor takes."""
+    known = inspect.signature(cls).parameters
+    return cls(list(params), **{name: value for name, value in group.items() if name in known})
 
 
 def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -128,6 +137,17 @@ _SCALES = (1e-2, 1.0, 1e2)
 """Factor of the gradients in each step: large enough that code behind a threshold also runs."""
 
 
+class UpdateKind(StrEnum):
+    """What the update of an element of a parameter reads."""
+
+    ELEMENT = "element"
+    """The element's own values: AdamW, SGD, Lion."""
+    TENSOR = "tensor"
+    """Values of its parameter: Muon, Adafactor, LAMB."""
+    GLOBAL = "global"
+    """Values of other parameters, or what happens in their updates: LBFGS, LAMB with a global norm."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSchema:
     """The state of an optimizer class for a parameter."""
@@ -138,8 +158,13 @@ class StateSchema:
     """Whether the class keeps no state at all."""
     counts_steps: bool = False
     """Whether the entry `step` of the state is the number of steps and nothing else."""
+    kind: UpdateKind = UpdateKind.ELEMENT
     because: str = ""
-    """Why the class is not element-wise; empty if it is."""
+    """Why the class is not element-wise, empty if it is. If its kind is `GLOBAL`, what makes it so: the op that joins
+    two parameters, or the attribute that steps change."""
+    per_param: tuple[str, ...] = ()
+    """The hyperparameters of its group that are lists with an entry for each parameter, `param_names` among them; empty
+    if the class is element-wise. `cut` takes the entries of some parameters."""
 
 
 def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
@@ -172,37 +197,71 @@ def dry_step(
         }
         if on_host.get("capturable"):
             on_host["capturable"] = False
+        own = _copied(attributes)
+        makers = [_Maker(cls, own, on_host), _Maker(cls, own, on_host, by_constructor=True)]
         failures: list[str] = []
-        for make in (_Transient(cls, attributes, on_host), _Built(cls, on_host)):
+        for make in makers:
             try:
-                return _compare(make, dtype)
+                schema = _compare(make, dtype)
+                break
             except Exception as error:
                 failures.append(f"{type(error).__name__}: {error}")
-        return StateSchema(dtypes={}, because=f"a step of one tensor, or of a part of one, fails with {failures[0]}")
+        else:
+            because = f"a step of one tensor, or of a part of one, fails with {failures[0]}"
+            schema = StateSchema(dtypes={}, because=because)
+        return _with_kind(schema, makers, group, dtype)
+
+
+def _with_kind(
+    schema: StateSchema, makers: "Sequence[_Maker]", group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
+    """Return `schema` of a class with its kind.
+
+    Lists of `group` that are as long as `params` have an entry for each parameter if the class treats each tensor alone
+    with the entries of its own, and does not with all of them.
+    """
+    params = group.get("params", ())
+    lists = {
+        name: value
+        for name, value in group.items()
+        if name != "params" and isinstance(value, list) and len(value) == len(params)
+    }
+    if not schema.because and not lists.keys() - {"param_names"}:
+        return schema
+    dims = {param.dim() for param in params}
+    with compat.nothing_compiles():  # compiling would take seconds, and hide ops
+        joined = _why_global(makers, dtype, dims)
+        if joined and lists and not _why_global([replace(make, lists=lists) for make in makers], dtype, dims):
+            because = schema.because or f"its param group has {', '.join(lists)} by parameter"
+            return replace(schema, kind=UpdateKind.TENSOR, because=because, per_param=tuple(lists))
+    if not schema.because:
+        return schema
+    return replace(schema, kind=UpdateKind.GLOBAL if joined else UpdateKind.TENSOR, because=joined or schema.because)
+
+
+def cut(group: Mapping[str, Any], names: Iterable[str], places: Sequence[int]) -> dict[str, Any]:
+    """Return `group` with the entries at `places` of each list in `names`, for the parameters at these places."""
+    return {**group, **{name: [group[name][place % len(group[name])] for place in places] for name in names}}
 
 
 @dataclass(frozen=True, slots=True)
-class _Transient:
-    """Makes a transient optimizer, as updates do."""
+class _Maker:
+    """Makes optimizers of a class for the tensors of dry steps."""
 
     cls: type[Optimizer]
     attributes: Mapping[str, Any]
     group: Mapping[str, Any]
+    by_constructor: bool = False
+    """Whether the constructor makes them, for classes such as Adagrad, which create state there; else the optimizers
+    are transient, as those of updates are."""
+    lists: Mapping[str, list[Any]] = field(default_factory=dict)
+    """The hyperparameters with an entry for each parameter of the user; tensor number i gets entry number i."""
 
-    def __call__(self, param: nn.Parameter) -> Optimizer:
-        return transient_optimizer(self.cls, self.attributes, {**self.group, "params": [param]})
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """Makes an optimizer by its constructor, for classes such as Adagrad, which create state there."""
-
-    cls: type[Optimizer]
-    group: Mapping[str, Any]
-
-    def __call__(self, param: nn.Parameter) -> Optimizer:
-        known = inspect.signature(self.cls).parameters
-        return self.cls([param], **{name: value for name, value in self.group.items() if name in known})
+    def __call__(self, params: Sequence[nn.Parameter], places: Sequence[int] = (0,)) -> Optimizer:
+        group = cut({**self.group, **self.lists}, self.lists, places)
+        if self.by_constructor:
+            return constructed(self.cls, group, params)
+        return transient_optimizer(self.cls, self.attributes, {**group, "params": list(params)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +274,7 @@ class _Trained:
     """Which attributes of the optimizer or its group later steps changed, as text; empty if none."""
 
 
-def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
+def _compare(make: _Maker, dtype: torch.dtype) -> StateSchema:
     whole = _train(make, *_samples(_SHAPE, dtype))
     statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
     because = whole.counted or _difference(_SHAPE, whole, _train_parts(make, _SHAPE, dtype), statistics)
@@ -249,16 +308,16 @@ def _sizes(numel: int) -> list[int]:
     return [numel - small, small] if small else [numel]
 
 
-def _train_parts(make: "_Transient | _Built", shape: tuple[int, ...], dtype: torch.dtype) -> "list[_Trained]":
+def _train_parts(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> "list[_Trained]":
     start, grads = _samples(shape, dtype)
     parts = zip(*(tensor.flatten().split(_sizes(start.numel())) for tensor in (start, *grads)), strict=True)
     return [_train(make, own, own_grads) for own, *own_grads in parts]
 
 
-def _counts_steps(make: "_Transient | _Built", dtype: torch.dtype) -> bool:
+def _counts_steps(make: _Maker, dtype: torch.dtype) -> bool:
     """Return whether a step adds 1 to `step`, a tensor of its own in the state, whatever its value is."""
     param = nn.Parameter(torch.ones(_SHAPE, dtype=dtype, device="cpu"))
-    optimizer = make(param)
+    optimizer = make([param])
     for before in (0.0, 1.0, 7.0, 1e5):
         param.grad = torch.ones_like(param)
         if before > 1:
@@ -271,9 +330,9 @@ def _counts_steps(make: "_Transient | _Built", dtype: torch.dtype) -> bool:
     return True
 
 
-def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
+def _train(make: _Maker, start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
     param = nn.Parameter(start.clone())
-    optimizer = make(param)
+    optimizer = make([param])
     facts: list[Mapping[str, Any]] = []
     for grad in grads:
         param.grad = grad.clone()
@@ -328,3 +387,377 @@ def _value_key(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(_value_key(each) for each in value)
     return type(value).__name__
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Find out whether a class that is not element-wise treats each tensor alone: a dozen steps of small tensors.
+#
+#     alone = together       a tensor alone, among others and in another order gets the same bits
+#     owners                 no op joins values of two parameters, whatever comes out: see `owners`
+#     bent values            another gradient of one parameter changes no other one, nor does another number that the
+#                            step reads of it on the host, where values go through Python
+#
+# All three are fooled by code that runs rarely, or for large tensors only: see `Watch` and `joins_at_shapes`.
+
+
+_NUM_STEPS, _NUM_BENT_STEPS = 12, 6
+_SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
+    2: ((24, 16), (16, 24), (24, 16), (8, 8)),
+    1: ((16,), (6,)),
+    0: ((), ()),
+    3: ((4, 3, 2), (2, 3, 4)),
+    4: ((4, 3, 2, 2), (3, 4, 1, 1)),
+}
+"""By number of dimensions; two matrices are alike, because classes keep scratch and batches by shape."""
+_NUM_BENT = 4
+_MOST_COPIED = 1 << 16
+"""Elements of the largest tensor among the attributes of an optimizer that dry steps copy."""
+_GRADIENT_FACTORS = (1e-9, 1e9)
+_READ_FACTORS = (1e-9, 2.0, 1e9, -1e9)
+
+
+def _why_global(makers: Sequence[_Maker], dtype: torch.dtype, dims: set[int]) -> str:
+    """Return what in the steps of a class is not of one tensor alone; empty if nothing is.
+
+    `dims` are the numbers of dimensions of the user's parameters, which the class must be seen to train.
+    """
+    failures: dict[int, str] = {}
+    for make in makers:
+        trials = _Trials(
+            make, dtype, [shape for dim in (*_SHAPES, *dims - _SHAPES.keys()) for shape in _shapes_of(dim)]
+        )
+        alone = trials.alone(failures)
+        if len(alone) < 2 or not {len(trials.shapes[place]) for place in alone} >= dims:
+            continue
+        why = trials.why_joined(alone)
+        if not why and make.group.get("foreach", False) is None:  # what torch chooses depends on the device
+            by_lists = _Trials(replace(make, group={**make.group, "foreach": True}), dtype, trials.shapes)
+            why = by_lists.why_joined(by_lists.alone({}))
+        return why
+    return next((failures[dim] for dim in dims if dim in failures), "") or next(iter(failures.values()))
+
+
+def _shapes_of(dim: int) -> tuple[tuple[int, ...], ...]:
+    return _SHAPES.get(dim, ((2,) * dim, (3,) + (2,) * (dim - 1)))
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class _Trials:
+    """Runs of a dozen steps of tensors of `shapes`, each with the same start and the same gradients in every run."""
+
+    def __init__(self, make: _Maker, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
+        self._make, self.shapes = make, shapes
+        self._samples = [_small(place, shape, dtype, _NUM_STEPS) for place, shape in enumerate(shapes)]
+
+    def run(
+        self,
+        places: Sequence[int],
+        owners: Owners | None = None,
+        factors: Mapping[int, float] | None = None,
+        num_steps: int = _NUM_STEPS,
+    ) -> list[_Trained]:
+        """Train the tensors at `places`, in this order, and return what became of each.
+
+        Gradients are multiplied by the factors in `factors`. If there are `owners`, they follow each op.
+        """
+        params = [nn.Parameter(self._samples[place][0].clone()) for place in places]
+        optimizer = replace(self._make, attributes=_copied(self._make.attributes))(params, places)
+        facts: list[Mapping[str, Any]] = []
+        for number in range(num_steps):
+            for param, place in zip(params, places, strict=True):
+                factor = (factors or {}).get(place, 1.0)
+                param.grad = self._samples[place][1][number] * factor
+                if owners is not None:
+                    owners.own([param, param.grad, optimizer.state.get(param)], place)
+            _take_small(optimizer, owners)
+            group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+            known = {**attributes_of(optimizer), **group}
+            facts.append({name: _plain_values(value, owners) for name, value in known.items()})
+        changed = [
+            name for name, value in facts[-1].items() if any(not _are_same(value, each.get(name)) for each in facts)
+        ]
+        return [
+            _Trained(
+                weight=param.detach(),
+                state=dict(optimizer.state.get(param, {})),
+                counted=f"a step changes {', '.join(changed)} of the optimizer" if changed else "",
+            )
+            for param in params
+        ]
+
+    def alone(self, failures: dict[int, str]) -> dict[int, _Trained]:
+        """Return what becomes of each tensor alone, of those that the class trains; say by number of dimensions in
+        `failures` why it does not train others."""
+        found: dict[int, _Trained] = {}
+        for place, shape in enumerate(self.shapes):
+            try:
+                (found[place],) = self.run([place])
+            except Exception as error:
+                failures.setdefault(len(shape), f"a step of a tensor of shape {shape} fails with {_text_of(error)}")
+        return found
+
+    def why_joined(self, alone: Mapping[int, _Trained]) -> str:
+        """Return by which op or number parameters reach each other; `alone` is what becomes of each on its own."""
+        if counted := next((one.counted for one in alone.values() if one.counted), ""):
+            return counted
+        places, owners = list(alone), Owners()
+        for order, own in ((places, owners), (places[::-1], None)):
+            found, failure = [], ""
+            try:
+                found = self.run(order, own)
+            except Exception as error:
+                failure = f"a step of {len(order)} tensors fails with {_text_of(error)}"
+            why = owners.refused or failure or next((one.counted for one in found if one.counted), "")
+            if why:
+                return why
+            for place, trained in zip(order, found, strict=True):
+                if not _is_same_result(trained, alone[place]):
+                    return f"a tensor of shape {self.shapes[place]} is updated otherwise beside others than alone"
+        return self._why_reached(places[:_NUM_BENT], owners.readers)
+
+    def _why_reached(self, places: Sequence[int], readers: set[int]) -> str:
+        """Return whether another gradient, or another number that is read of a parameter, changes another one."""
+        usual = self.run(places, num_steps=_NUM_BENT_STEPS)
+        for bent in (places[::3], places[1:3]):  # neighbours and tensors of one shape are apart
+            for factor in _GRADIENT_FACTORS:
+                if self._reaches(places, bent, usual, factors=dict.fromkeys(bent, factor)):
+                    return "the gradient of a parameter changes another one"
+            for factor in _READ_FACTORS if readers.intersection(bent) else ():
+                if self._reaches(places, bent, usual, owners=Owners(bent, factor)):
+                    return "a number that the step reads of a parameter changes another one"
+        return ""
+
+    def _reaches(self, places: Sequence[int], bent: Sequence[int], usual: Sequence[_Trained], **changed: Any) -> bool:
+        try:
+            found = self.run(places, num_steps=_NUM_BENT_STEPS, **changed)
+        except Exception:  # such a value may have no root or no inverse
+            return False
+        rows = zip(places, found, usual, strict=True)
+        return any(place not in bent and not _is_same_result(one, other) for place, one, other in rows)
+
+
+def _small(
+    place: int, shape: tuple[int, ...], dtype: torch.dtype, count: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the start of small tensor number `place`, and `count` gradients of several magnitudes."""
+    generator = torch.Generator().manual_seed(place)
+    values = [torch.randn(shape, generator=generator, device="cpu") for _ in range(1 + count)]
+    grads = [value * 10.0 ** (number % 3 - 1) * (1 + place) for number, value in enumerate(values[1:])]
+    return values[0].to(dtype), [grad.to(dtype) for grad in grads]
+
+
+def _take_small(optimizer: Optimizer, owners: Owners | None) -> None:
+    """Take a step of small tensors; `owners` follow its ops, and forget those of tensors that it let go of."""
+    step = plain_step(type(optimizer))
+    with torch.no_grad():
+        if owners is None:
+            step(optimizer)
+            return
+        with compat.ops_seen_by(owners.see):
+            step(optimizer)
+    owners.forget()
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of the random generators, dictionaries, lists and small tensors in `value`; other objects as they
+    are, among them the parameters of the user."""
+    if isinstance(value, torch.Tensor):
+        is_own = not isinstance(value, nn.Parameter) and value.numel() <= _MOST_COPIED
+        return value.detach().clone() if is_own else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) in (dict, list, tuple, set):
+        items = (
+            [(_copied(key), _copied(own)) for key, own in value.items()] if type(value) is dict else map(_copied, value)
+        )
+        return type(value)(items)
+    return value
+
+
+def _plain_values(value: Any, owners: Owners | None) -> Any:
+    """Return the plain values in nested `value`, and if `owners` are known, the tensors that belong to no parameter."""
+    if isinstance(value, torch.Tensor):
+        is_unowned = owners is not None and value.numel() <= _MOST_COPIED and not owners.of(value)
+        return value.detach().clone() if is_unowned else None
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple | set):
+        return tuple(_plain_values(each, owners) for each in value)
+    return value if isinstance(value, bool | int | float | complex | str) else None
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two nested values have the same tensors, bit by bit, and equal numbers."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_are_same(value, second[name]) for name, value in first.items())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_are_same, first, second))
+    is_value = isinstance(first, torch.Tensor | bool | int | float | complex | str)
+    return _is_same(first, second) if is_value else type(first) is type(second)
+
+
+def _is_same_result(first: _Trained, second: _Trained) -> bool:
+    return _are_same(first.weight, second.weight) and _are_same(first.state, second.state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Watch training for steps that join two parameters after all, before they do.
+
+
+class Watch:
+    """Small tensors that take each step of training before the parameters of a group do, followed by `Owners`.
+
+    A watch belongs to one param group of a class whose kind is `TENSOR`. It has the present hyperparameters of the
+    group and numbers of the optimizer, and the counters in the states of parameters, so it branches as their step will.
+    Make a new one when a state dict is loaded.
+    """
+
+    def __init__(self, schema: StateSchema) -> None:
+        self._per_param = schema.per_param
+        self._optimizer: Optimizer | None = None
+        self._samples: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._num_steps = 0
+        self.owners = Owners()
+
+    def check(
+        self, step: ClassStep, params: Sequence[torch.Tensor], states: Mapping[Any, Mapping[str, Any]], number: int
+    ) -> None:
+        """Take step number `number` of training, which will take `step` of all `params` of a group, with small tensors.
+
+        Reads dimensions and dtypes of `params`, and in `states`, by parameter, counters on the host; never waits for a
+        device. Raises OptimizerNotTensorWise if the step joins two parameters, or fails for small tensors.
+        """
+        does = ""
+        for _ in range(2):
+            optimizer = self._optimizer or self._begin(step, params)
+            try:
+                self._take(optimizer, step, [states.get(params[place % len(params)], {}) for place in range(_NUM_BENT)])
+                break
+            except Exception as error:
+                if self.owners.refused:
+                    break
+                # Sums over many steps may have no inverse any more, for example: once more from the start.
+                self._optimizer = None
+                does = f"its step fails for small tensors with {_text_of(error)}"
+        else:
+            raise OptimizerNotTensorWise(number, does, step.cls.__name__)
+        if self.owners.refused:
+            raise OptimizerNotTensorWise(number, self.owners.refused, step.cls.__name__)
+
+    def _begin(self, step: ClassStep, params: Sequence[torch.Tensor]) -> Optimizer:
+        """Make the small tensors: four, of the dimensions and dtypes of `params` in turn."""
+        kinds = list(dict.fromkeys((param.dim(), param.dtype) for param in params))
+        self._samples = []
+        for place in range(_NUM_BENT):
+            dim, dtype = kinds[place % len(kinds)]
+            shapes = _shapes_of(dim)
+            shape = shapes[place // len(kinds) % len(shapes)]
+            self._samples.append(_small(place, shape, dtype, count=3))
+        small = [nn.Parameter(start.clone()) for start, _ in self._samples]
+        group = {
+            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in step.group.items()
+        }
+        group = cut(group, self._per_param, range(len(small)))
+        if group.get("capturable"):
+            group["capturable"] = False
+        group = {**_with_foreach(group, params[0]), "params": small}
+        self.owners = Owners()
+        self._optimizer = transient_optimizer(step.cls, _copied(step.attributes), group)
+        return self._optimizer
+
+    def _take(self, optimizer: Optimizer, step: ClassStep, known: Sequence[Mapping[str, Any]]) -> None:
+        group = optimizer.param_groups[0]
+        kept = (*self._per_param, "foreach", "capturable")
+        group.update({name: value for name, value in step.group.items() if _is_plain(value) and name not in kept})
+        vars(optimizer).update({name: value for name, value in step.attributes.items() if _is_plain(value)})
+        params = group["params"]
+        with compat.real_tensors(), compat.outside_captures(), compat.nothing_compiles():
+            is_younger = any(known) and not optimizer.state  # training was resumed, or the constructor made the state
+            if is_younger:
+                self._step(optimizer, params)
+            for param, state in zip(params, known, strict=True):
+                _catch_up(optimizer.state.get(param, {}), state, or_back=is_younger)
+            self._step(optimizer, params)
+
+    def _step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        self._num_steps = (self._num_steps + 1) % 3
+        for place, (param, (start, grads)) in enumerate(zip(params, self._samples, strict=True)):
+            param.data.copy_(start)  # so that they never diverge
+            param.grad = grads[self._num_steps].clone()
+            self.owners.own([param, param.grad, optimizer.state.get(param)], place)
+        _take_small(optimizer, self.owners)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether `value` is a number, text or None, or a list or tuple of such."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | type(None))
+
+
+def _catch_up(state: MutableMapping[str, Any], with_state: Mapping[str, Any], *, or_back: bool) -> None:
+    """Set counters in `state` to those in `with_state` that are further, since queued updates have not yet counted
+    theirs; if `or_back`, to all."""
+    for name, value in with_state.items():
+        own = state.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
+            if not value.dim() and not own.dim() and value.device.type == "cpu" and (or_back or value > own):
+                own.copy_(value)
+        elif isinstance(value, int | float) and isinstance(own, int | float) and (or_back or value > own):
+            state[name] = value
+
+
+def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: int) -> str:
+    """Take `step` twice for tensors like those of `updates` but without memory, and see whether it joins two of them.
+
+    Called once before step number `number`, the first that updates these tensors: small tensors do not run code behind
+    `numel > N`. Values that the step reads on the host are 1. Returns why the class takes no such step, empty if it
+    does. Raises OptimizerNotTensorWise if the step joins two parameters.
+    """
+    owners = Owners(pretends=True)
+    try:
+        with (
+            compat.real_tensors(),
+            compat.outside_captures(),
+            compat.nothing_compiles(),
+            compat.fake_tensors(),
+            torch.no_grad(),
+        ):
+            own = replace(step, attributes=_copied(step.attributes), group=_with_foreach(step.group, updates[0].weight))
+            params = [nn.Parameter(_without_values(one.weight)) for one in updates]
+            optimizer = own._transient(params, updates[0].weight)
+            for param, one in zip(params, updates, strict=True):
+                if one.state:
+                    optimizer.state[param] = _without_values(dict(one.state))
+            for _ in range(2):
+                for place, (param, one) in enumerate(zip(params, updates, strict=True)):
+                    param.grad = _without_values(one.grad)
+                    owners.own([param, param.grad, optimizer.state.get(param)], place)
+                with compat.ops_seen_by(owners.see):
+                    plain_step(step.cls)(optimizer)
+                owners.forget()
+    except Exception as error:
+        if not owners.refused:
+            return _text_of(error)
+    if owners.refused:
+        raise OptimizerNotTensorWise(number, owners.refused, step.cls.__name__)
+    return ""
+
+
+def _with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+    """Return `group` with the `foreach` that torch chooses for parameters on the device of `like`, if nobody chose."""
+    is_open = group.get("foreach", False) is None and not group.get("fused") and like.device.type != "cpu"
+    return {**group, "foreach": True} if is_open else group
+
+
+def _without_values(value: Any) -> Any:
+    """Return `value` with a new tensor for each in it, of its shape, dtype and device, under `compat.fake_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if isinstance(value, dict):
+        return {name: _without_values(own) for name, own in value.items()}
+    return type(value)(map(_without_values, value)) if type(value) in (list, tuple) else value

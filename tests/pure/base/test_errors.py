@@ -44,6 +44,7 @@ SAMPLES: list[ElixirError] = [
     errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
     errors.UnforeseenState("b3", "late", "torch.float32", (768, 3072)),
+    errors.OptimizerNotTensorWise(100, "aten.stack joins two parameters", "Muon"),
     errors.DiskCorrupted("/disk/0003", 2, 4 << 20),
     errors.QuestionFileError("problem.graph.ops[3].flops", "a whole number", "many"),
     checkpoint_errors.NotACheckpoint("run", "there is nothing"),

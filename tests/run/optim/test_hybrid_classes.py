@@ -204,7 +204,7 @@ def test_hyperparameters_that_change_the_statistics() -> None:
         (users.Scaled, "other weights"),
         (users.RowScaled, "other weights"),
         (users.Clipped, "other weights"),
-        (users.Noisy, "other weights"),
+        (users.Noisy, "draws random numbers"),
         (users.Factored, r"keeps rows of shape \(16,\)"),
         (users.Centered, r"shape \(4, 4, 4, 2\) get other weights"),
         (users.FastNumbers, r"shape \(\) get other weights"),
