@@ -5,7 +5,7 @@ much of the parameters the update of one of them reads: its elements one by one,
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -185,6 +185,7 @@ def dry_step(
     with (
         compat.real_tensors(),
         compat.outside_captures(),
+        compat.nothing_compiles(),
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),
         warnings.catch_warnings(),
@@ -229,11 +230,10 @@ def _with_kind(
     if not schema.because and not lists.keys() - {"param_names"}:
         return schema
     dims = {param.dim() for param in params}
-    with compat.nothing_compiles():  # compiling would take seconds, and hide ops
-        joined = _why_global(makers, dtype, dims)
-        if joined and lists and not _why_global([replace(make, lists=lists) for make in makers], dtype, dims):
-            because = schema.because or f"its param group has {', '.join(lists)} by parameter"
-            return replace(schema, kind=UpdateKind.TENSOR, because=because, per_param=tuple(lists))
+    joined = _why_global(makers, dtype, dims)
+    if joined and lists and not _why_global([replace(make, lists=lists) for make in makers], dtype, dims):
+        because = schema.because or f"its param group has {', '.join(lists)} by parameter"
+        return replace(schema, kind=UpdateKind.TENSOR, because=because, per_param=tuple(lists))
     if not schema.because:
         return schema
     return replace(schema, kind=UpdateKind.GLOBAL if joined else UpdateKind.TENSOR, because=joined or schema.because)
@@ -397,7 +397,7 @@ def _value_key(value: object) -> object:
 #     bent values            another gradient of one parameter changes no other one, nor does another number that the
 #                            step reads of it on the host, where values go through Python
 #
-# All three are fooled by code that runs rarely, or for large tensors only: see `Watch` and `joins_at_shapes`.
+# All three are fooled by code that runs rarely, or for large tensors only: see `Watch` and `joined_at_shapes`.
 
 
 _NUM_STEPS, _NUM_BENT_STEPS = 12, 6
@@ -432,7 +432,8 @@ def _why_global(makers: Sequence[_Maker], dtype: torch.dtype, dims: set[int]) ->
         why = trials.why_joined(alone)
         if not why and make.group.get("foreach", False) is None:  # what torch chooses depends on the device
             by_lists = _Trials(replace(make, group={**make.group, "foreach": True}), dtype, trials.shapes)
-            why = by_lists.why_joined(by_lists.alone({}))
+            alone = by_lists.alone({})
+            return by_lists.why_joined(alone) if len(alone) > 1 else ""
         return why
     return next((failures[dim] for dim in dims if dim in failures), "") or next(iter(failures.values()))
 
@@ -516,16 +517,13 @@ class _Trials:
             for place, trained in zip(order, found, strict=True):
                 if not _is_same_result(trained, alone[place]):
                     return f"a tensor of shape {self.shapes[place]} is updated otherwise beside others than alone"
-        return self._why_reached(places[:_NUM_BENT], owners.readers)
-
-    def _why_reached(self, places: Sequence[int], readers: set[int]) -> str:
-        """Return whether another gradient, or another number that is read of a parameter, changes another one."""
+        places = places[:_NUM_BENT]
         usual = self.run(places, num_steps=_NUM_BENT_STEPS)
         for bent in (places[::3], places[1:3]):  # neighbours and tensors of one shape are apart
             for factor in _GRADIENT_FACTORS:
                 if self._reaches(places, bent, usual, factors=dict.fromkeys(bent, factor)):
                     return "the gradient of a parameter changes another one"
-            for factor in _READ_FACTORS if readers.intersection(bent) else ():
+            for factor in _READ_FACTORS if owners.readers.intersection(bent) else ():
                 if self._reaches(places, bent, usual, owners=Owners(bent, factor)):
                     return "a number that the step reads of a parameter changes another one"
         return ""
@@ -680,7 +678,10 @@ class Watch:
             if is_younger:
                 self._step(optimizer, params)
             for param, state in zip(params, known, strict=True):
-                _catch_up(optimizer.state.get(param, {}), state, or_back=is_younger)
+                own = optimizer.state.get(param, {})
+                for name, value in state.items():
+                    if _is_counter(value) and _is_counter(own.get(name)) and (is_younger or value > own[name]):
+                        own[name] = own[name].fill_(value) if isinstance(own[name], torch.Tensor) else value
             self._step(optimizer, params)
 
     def _step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -699,16 +700,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | type(None))
 
 
-def _catch_up(state: MutableMapping[str, Any], with_state: Mapping[str, Any], *, or_back: bool) -> None:
-    """Set counters in `state` to those in `with_state` that are further, since queued updates have not yet counted
-    theirs; if `or_back`, to all."""
-    for name, value in with_state.items():
-        own = state.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            if not value.dim() and not own.dim() and value.device.type == "cpu" and (or_back or value > own):
-                own.copy_(value)
-        elif isinstance(value, int | float) and isinstance(own, int | float) and (or_back or value > own):
-            state[name] = value
+def _is_counter(value: Any) -> bool:
+    """Return whether `value` may be one: a number, or a tensor of one on the host."""
+    if isinstance(value, torch.Tensor):
+        return not value.dim() and value.device.type == "cpu"
+    return isinstance(value, int | float)
 
 
 def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: int) -> str:

@@ -11,7 +11,6 @@ memory and passes for it.
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -48,44 +47,28 @@ class NotAloneError(Exception):
     """A step does what no class does that treats each tensor alone; the text names an op and says what."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """What `Owners` asks about an op of torch."""
+    """What `Owners` asks about `op`, an op of torch."""
 
-    name: str
-    is_by_index: bool
-    """Whether it runs on lists of tensors, on those of each index alone."""
-    is_element_by_element: bool
-    rows: str
-    """`stack` or `cat`, if it puts tensors behind each other; else empty."""
-    written: tuple[tuple[int, str, bool], ...]
-    """Of each argument that it writes the index, the name, and whether its former values are lost unread."""
-    reads_no_value: bool
-    draws: bool
-    makes_sizes: bool
-    reads_on_host: bool
-
-
-def _facts_of(op: Any) -> _Op:
-    name = str(op).rpartition(".")[0] or str(op)
-    base, schema, tags = name.rpartition(".")[2], compat.schema_of(op), getattr(op, "tags", ())
-    loses = base.removeprefix("_foreach_") in _WRITES_ALL
-    written = [
-        (index, argument.name, argument.is_out or loses)
-        for index, argument in enumerate(schema.arguments if schema is not None else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _Op(
-        name=name,
-        is_by_index=base.startswith(("_foreach_", "_fused_")),
-        is_element_by_element=torch.Tag.pointwise in tags or base in _ELEMENT_BY_ELEMENT,
-        rows=base if base in ("stack", "cat") else "",
-        written=tuple(written),
-        reads_no_value=base in _READS_NO_VALUE,
-        draws=torch.Tag.nondeterministic_seeded in tags,
-        makes_sizes=torch.Tag.dynamic_output_shape in tags,
-        reads_on_host=torch.Tag.data_dependent_output in tags,
-    )
+    def __init__(self, op: Any) -> None:
+        self.name = str(op).rpartition(".")[0] or str(op)
+        base, schema, tags = self.name.rpartition(".")[2], compat.schema_of(op), getattr(op, "tags", ())
+        loses = base.removeprefix("_foreach_") in _WRITES_ALL
+        self.written = [
+            (index, argument.name, argument.is_out or loses)
+            for index, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        """Of each argument that it writes the index, the name, and whether its former values are lost unread."""
+        self.is_by_index = base.startswith(("_foreach_", "_fused_"))
+        """Whether it runs on lists of tensors, on those of each index alone."""
+        self.is_element_by_element = torch.Tag.pointwise in tags or base in _ELEMENT_BY_ELEMENT
+        self.puts_behind = base in ("stack", "cat")
+        """Whether its result has the tensors of a list behind each other."""
+        self.reads_no_value = base in _READS_NO_VALUE
+        self.draws = torch.Tag.nondeterministic_seeded in tags
+        self.makes_sizes = torch.Tag.dynamic_output_shape in tags
+        self.reads_on_host = torch.Tag.data_dependent_output in tags
 
 
 class Owners:
@@ -136,7 +119,7 @@ class Owners:
         """
         known = self._known.get(op)
         if known is None:
-            known = self._known[op] = _facts_of(op)
+            known = self._known[op] = _Op(op)
         self.num_ops += 1
         given = [*args, *kwargs.values()]
         written = [(args[at] if at < len(args) else kwargs.get(name), lost) for at, name, lost in known.written]
@@ -218,14 +201,22 @@ class Owners:
         tensors = [tensor for value in read for tensor in tensors_in(value)]
         if not target.is_contiguous():
             return []
-        if known.rows:
+        if known.puts_behind:
             dim = next((value for value in read if isinstance(value, int)), 0)
             return [] if dim else [run for tensor in tensors for run in self._runs_of(tensor)]
         if not known.is_element_by_element:
             return []
         alike = [tensor for tensor in tensors if tensor.shape == target.shape]
         shared = self._of_all(tensor for tensor in tensors if tensor.shape != target.shape)
-        return _overlaid([[(target.numel(), shared)], *map(self._runs_of, alike)])
+        left, found = [[(target.numel(), shared)], *(self._runs_of(tensor)[::-1] for tensor in alike)], []
+        while all(left):
+            count = min(runs[-1][0] for runs in left)
+            found.append((count, _NOBODY.union(*(runs[-1][1] for runs in left))))
+            for runs in left:
+                rest, owners = runs.pop()
+                if rest > count:
+                    runs.append((rest - count, owners))
+        return found
 
     def _runs_of(self, tensor: torch.Tensor) -> list[_Run]:
         """Return the owners by range of the elements of `tensor`, in order."""
@@ -280,19 +271,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((int(count) - 1) * int(stride) for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
-
-
-def _overlaid(layers: Sequence[Sequence[_Run]]) -> list[_Run]:
-    """Return the union of the owners in all `layers`, each for the same elements."""
-    left, found = [list(reversed(layer)) for layer in layers], []
-    while all(left):
-        count = min(runs[-1][0] for runs in left)
-        found.append((count, _NOBODY.union(*(runs[-1][1] for runs in left))))
-        for runs in left:
-            rest, owners = runs.pop()
-            if rest > count:
-                runs.append((rest - count, owners))
-    return found
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
