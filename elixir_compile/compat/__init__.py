@@ -106,6 +106,7 @@ from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import fake_tensors as fake_tensors
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
+from elixir_compile.compat.tensors import is_fake as is_fake
 from elixir_compile.compat.tensors import is_jagged as is_jagged
 from elixir_compile.compat.tensors import is_lazy as is_lazy
 from elixir_compile.compat.tensors import is_multiple as is_multiple
@@ -127,5 +128,6 @@ from elixir_compile.compat.tensors import symbol_of as symbol_of
 from elixir_compile.compat.tensors import symbols_in as symbols_in
 from elixir_compile.compat.tensors import unknown_number as unknown_number
 from elixir_compile.compat.tensors import unwrapped as unwrapped
+from elixir_compile.compat.tensors import uses_foreach as uses_foreach
 from elixir_compile.compat.tensors import with_bits as with_bits
 from elixir_compile.compat.tensors import with_cpu_blocks as with_cpu_blocks

@@ -354,6 +354,29 @@ def fake_tensors() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is one of `fake_tensors`, or of a graph that is being captured.
+
+    `torch._subclasses.fake_tensor.FakeTensor`: torch 2.11 to 2.13. Gone: ImportError, as for `fake_tensors`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def uses_foreach(device: torch.device) -> bool:
+    """Return whether optimizers of torch, if nobody chose, run ops on lists of the tensors on `device`.
+
+    They ask for the type of each parameter too, so they never do so with tensors without memory.
+
+    `torch.utils._foreach_utils._get_foreach_kernels_supported_devices`: torch 2.11 to 2.13. Gone: ImportError, as
+    for `fake_tensors`.
+    """
+    from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
+
+    return device.type in _get_foreach_kernels_supported_devices()
+
+
 def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[object]:
     """Return a context in which each op of torch on this thread is replaced by a call of `see(op, args, kwargs)`.
 

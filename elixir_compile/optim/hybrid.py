@@ -63,7 +63,10 @@ def _untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Hybrid(torch.optim.Optimizer):
-    """The base of all hybrid optimizers; see `HybridAdamW` and `hybrid(cls)`."""
+    """The base of all hybrid optimizers; see `HybridAdamW` and `hybrid(cls)`.
+
+    It has more than 20 methods, because it is an optimizer of torch and an owner of state for plans at once.
+    """
 
     updates_as: ClassVar[type[torch.optim.Optimizer]]
     """The optimizer class that computes the same updates."""
@@ -114,6 +117,18 @@ class Hybrid(torch.optim.Optimizer):
                 found.append(Param(is_trained=True))
                 continue
             found.append(replace(self._updater.rule.param_state(param, self.param_groups[group]), group=group))
+        return found
+
+    def work_bytes(self, *, of_one: bool) -> int:
+        """Return the most bytes that `step()` holds at once beside weights, gradients and state, if it is one step for
+        all parameters, or for the parameter that needs the most if `of_one`; 0 if it updates bucket by bucket."""
+        if self.places_state:
+            return 0
+        found = 0
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.requires_grad]
+            for together in [[param] for param in params] if of_one else [params]:
+                found = max(found, self._updater.rule.work_bytes(together, group))
         return found
 
     # The interface of `torch.optim.Optimizer`.

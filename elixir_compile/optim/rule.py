@@ -168,6 +168,10 @@ class UpdateRule:
         """Return the bytes of the state of `param`, in param group 0, and in which other dtypes a plan may store it."""
         return Param(is_trained=True, state_nbytes=state_nbytes(param, self.state_layouts(param, group)))
 
+    def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
+        """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
+        return 0
+
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""
         return state

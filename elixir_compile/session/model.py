@@ -33,6 +33,7 @@ from elixir_compile.graph.capture.modules import (
     undo_swap,
     unmanaged_reason,
 )
+from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.gather import Gate
 from elixir_compile.graph.ops.registry import Slot, aliases, moved_together, num_slots, slot_of
 from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor
@@ -628,13 +629,15 @@ class _PlainState:
                 slot = slot_of(param) if isinstance(param, torch.Tensor) else None
                 model = None if slot is None else model_of.get(id(slot.sink))
                 if slot is not None and model is not None:
-                    nbytes.setdefault(model, {})[slot.name] = sum(
-                        value.untyped_storage().nbytes()
-                        for value in (state.values() if isinstance(state, dict) else ())
+                    storages = {
+                        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+                        for value in leaves_of(state)
                         if isinstance(value, torch.Tensor)
+                        and value is not param
                         and value.device.type == "cpu"
                         and not is_slab_memory(value.data_ptr())
-                    )
+                    }
+                    nbytes.setdefault(model, {})[slot.name] = sum(storages.values())
         self._models_of[optimizer] = [ref(model) for model in nbytes]
         self._seen[optimizer] = self._form(optimizer)
         for model, own in nbytes.items():

@@ -8,14 +8,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, InvalidOption
 from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.captured import Captured
-from elixir_compile.graph.capture.convert import step_graph, storages_behind, with_siblings
+from elixir_compile.graph.capture.convert import step_graph, storages_behind, with_siblings, with_update_workspace
 from elixir_compile.graph.capture.node_facts import tensor_of
-from elixir_compile.graph.ops.optimizers import has_master, planned_states
+from elixir_compile.graph.ops.optimizers import (
+    has_master,
+    owners_of,
+    place_state,
+    planned_states,
+    update_work_bytes,
+)
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.ir import ONCE, Bucket, Calls, Param, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
@@ -192,7 +199,11 @@ def graph_of(
     """
     read = set(captured.param_names.values())
     siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
-    return with_siblings(step_graph(captured, sizes) if step is None or sizes else step, siblings)
+    found = with_siblings(step_graph(captured, sizes) if step is None or sizes else step, siblings)
+    if not found.is_training:
+        return found
+    trained = [executor.slots[name].param for name in read if executor.slots[name].param.requires_grad]
+    return with_update_workspace(found, update_work_bytes(trained, executor.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +324,8 @@ def problem_of(
     slots = [executor.slots[name] for name in own]
     trained = [slot.param for slot in slots if is_training and slot.param.requires_grad]
     known = planned_states(trained)
+    if executor.device.type == "cpu" and options.device_memory is not None:
+        _expect_plain_state(executor, slots, known)
     in_force = executor.buckets.in_force(for_training=is_training)
     plain_state = executor.plain_state.by_name()
     if plain_state:  # no plan places the state of these parameters
@@ -338,7 +351,7 @@ def problem_of(
         cluster,
         options,
         params=_params_of(slots, ranks, known, plain_state, is_training=is_training),
-        hybrid=bool(trained) and all(id(param) in known for param in trained),
+        hybrid=bool(trained) and place_state(trained),
         memory=memory,
         disk=executor.buckets.disk is not None,
         accumulates=accumulates,
@@ -350,6 +363,17 @@ def problem_of(
         in_force=in_force,
         calls=calls_of(executor, captured, stay=accumulates) if is_training else ONCE,
     )
+
+
+def _expect_plain_state(executor: Executor, slots: Sequence[Slot], known: Mapping[int, Param]) -> None:
+    """Let plans count the state of the parameters of `slots` that hybrid optimizers make beside them.
+
+    It is memory of the device wherever the parameters are, because the device is a CPU. `known` has its bytes.
+    """
+    name_of = {id(slot.param): slot.name for slot in slots}
+    for owner, own in owners_of([slot.param for slot in slots if id(slot.param) in known]).items():
+        if not owner.places_state and isinstance(owner, Optimizer):
+            executor.plain_state.expect(owner, {name_of[id(param)]: known[id(param)].state_nbytes for param in own})
 
 
 def bytes_beside(

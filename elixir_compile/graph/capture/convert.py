@@ -263,6 +263,15 @@ def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
     return replace(step, storages=(*unread, *step.storages)) if unread else step
 
 
+def with_update_workspace(step: StepGraph, nbytes: int) -> StepGraph:
+    """Return `step`, which trains, with a work space of `nbytes` in its update."""
+    if nbytes <= NEGLIGIBLE_BYTES:
+        return step
+    own = Storage(id=StorageId(f"{UPDATE_OP}.workspace"), nbytes=nbytes, kind=Kind.WORKSPACE, dtype="uint8")
+    *ops, update = step.ops
+    return replace(step, ops=(*ops, replace(update, writes=(own.id,))), storages=(*step.storages, own))
+
+
 def storages_behind(captured: Captured, phase: Phase = Phase.FORWARD) -> Mapping[fx.Node, tuple[StorageId, ...]]:
     """Return the storages of each node of a half of `captured`, by the ids of its `StepGraph`."""
     builder = _Builder(captured, {})

@@ -100,6 +100,11 @@ class StateOwner(Protocol):
         """Return group and state, present or future, of each of `params`, by the optimizer's own indices of groups."""
         ...
 
+    def work_bytes(self, *, of_one: bool) -> int:
+        """Return the most bytes that a step of all parameters at once holds beside weights, gradients and state; if
+        `of_one`, those of the parameter for which it holds the most."""
+        ...
+
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state of `params` to the homes in the placements of their buckets."""
         ...
@@ -113,21 +118,28 @@ class StateOwner(Protocol):
 
 
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
-    """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan may place the state."""
+    """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan counts the state, and may place it
+    if the owner does."""
     _HYBRID[param] = weakref.ref(owner)
 
 
 class PlainState:
-    """The bytes of state that plain optimizers keep beside parameters of a model, where no plan places it."""
+    """The bytes of state that optimizers keep beside parameters of a model, where no plan places it: plain ones, and
+    hybrid ones of a class that is not element-wise."""
 
     def __init__(self) -> None:
         self.is_counted = False
-        """Whether plans count it: a step exceeded its budget with it."""
+        """Whether plans count it: it was known before the first plan, or a step exceeded its budget with it."""
         self._found: weakref.WeakKeyDictionary[Optimizer, Mapping[str, int]] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Optimizer, nbytes: Mapping[str, int]) -> None:
         """Note that `optimizer` keeps `nbytes` of state, by the name of the parameter, in place of what it kept."""
         self._found[optimizer] = nbytes
+
+    def expect(self, optimizer: Optimizer, nbytes: Mapping[str, int]) -> None:
+        """Let plans count `nbytes`, by the name of the parameter, that `optimizer` will keep where it has none yet."""
+        self._found[optimizer] = {**nbytes, **self._found.get(optimizer, {})}
+        self.is_counted = True
 
     def all_by_name(self) -> dict[str, int]:
         """Return the bytes that all live optimizers keep, by the name of the parameter."""
@@ -158,13 +170,14 @@ def are_optimized(params: Sequence[torch.Tensor]) -> bool:
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, Param]:
-    """Return group and state of `params` in hybrid optimizers, by the id of the parameter.
+    """Return group and state of `params` in hybrid optimizers, by the id of the parameter, also of those that place no
+    state.
 
     A parameter of another optimizer is left out.
     """
     found: dict[int, Param] = {}
     first_group = 0
-    for owner, own in _owned(params).items():
+    for owner, own in owners_of(params).items():
         states = [replace(state, group=first_group + state.group) for state in owner.states_of(own)]
         found.update(zip(map(id, own), states, strict=True))
         first_group = 1 + max(state.group for state in states)
@@ -187,14 +200,36 @@ def let_update(params: Sequence[torch.Tensor], arrived: Any) -> None:
         owner.update_in_backward(own, arrived)
 
 
+def place_state(params: Sequence[torch.Tensor]) -> bool:
+    """Return whether hybrid optimizers own all of `params`, and let plans place their state."""
+    return sum(map(len, _owned(params).values())) == len(params)
+
+
+def update_work_bytes(params: Sequence[torch.Tensor], device: torch.device) -> int:
+    """Return the most bytes that a step of a hybrid optimizer of `params` holds on `device` at once beside weights,
+    gradients and state. Optimizers step one after another.
+
+    Ops on lists of tensors hold bytes for each tensor of the device. On a CPU all are there; on an accelerator those of
+    one count, because which parameters are there is what a plan decides.
+    """
+    of_one = device.type != "cpu"
+    return max((owner.work_bytes(of_one=of_one) for owner in owners_of(params)), default=0)
+
+
 def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor]]:
+    """Return the hybrid optimizers of `params` that let plans place their state, each with its own of `params`."""
+    return {owner: own for owner, own in owners_of(params).items() if owner.places_state}
+
+
+def owners_of(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor]]:
+    """Return the hybrid optimizers of `params`, each with its own of `params`."""
     owned: dict[StateOwner, list[torch.Tensor]] = {}
     for param in params:
         reference = _HYBRID.get(param)
         owner = None if reference is None else reference()
         if owner is not None:
             owned.setdefault(owner, []).append(param)
-    return {owner: own for owner, own in owned.items() if owner.places_state}
+    return owned
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:

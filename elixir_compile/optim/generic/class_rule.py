@@ -33,9 +33,12 @@ import torch
 from torch.optim import Optimizer
 
 from elixir_compile import compat
+from elixir_compile.graph.capture.node_facts import leaves_of
+from elixir_compile.graph.ops.registry import gathered_numel
 from elixir_compile.ir import Param
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
-from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema, attributes_of, dry_step, group_key
+from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema, attributes_of, cut, dry_step, group_key
+from elixir_compile.optim.generic.tensor_step import TensorStep, tensor_step, work_bytes_of
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
 from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise
@@ -69,6 +72,8 @@ class ClassRule(UpdateRule):
         self._optimizer = weakref.ref(optimizer)
         self._attributes: Mapping[str, Any] = {}
         self._schemas: dict[tuple[object, ...], StateSchema] = {}
+        self._steps: dict[object, TensorStep] = {}
+        self._said: set[str] = set()
         self._passes = ClassPasses()
         self._dtypes: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         """By index of a param group, its number of parameters and their dtypes: a cache, read at each bucket."""
@@ -127,9 +132,39 @@ class ClassRule(UpdateRule):
         return frozenset(name for name, own in dtypes.items() if own == torch.float32)
 
     def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
-        """Return the bytes of the state of `param`."""
+        """Return the bytes of the state of `param`: if the class is not element-wise, those that a dry run at its shape
+        found, and if no dry run can, those of two statistics."""
+        if self.schema(group, param.dtype).because:
+            step = self.tensor_step(param, group)
+            state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
+            return Param(is_trained=True, state_nbytes=state_bytes)
         found = super().param_state(param, group)
         return replace(found, state_dtype="bfloat16") if self._narrow(group, param.dtype) else found
+
+    def tensor_step(self, param: torch.Tensor, group: Mapping[str, Any]) -> TensorStep:
+        """Return what a step of the class does to `param`, from a dry run at its shape."""
+        per_param = self.schema(group, param.dtype).per_param
+        if per_param:
+            place = next((at for at, each in enumerate(group["params"]) if each is param), 0)
+            group = cut(group, per_param, [place])
+        values = [value for name, value in sorted(group.items()) if name not in ("params", "param_names")]
+        numbers = [value for value in leaves_of(values) if isinstance(value, int)]
+        key = (tuple(param.shape), param.dtype, param.device.type, *numbers, *group_key(group))
+        if key not in self._steps:
+            found = tensor_step(self._cls, self._attributes_now(), group, param, per_param=per_param)
+            self._steps[key] = found
+            if found.unknown and found.unknown not in self._said:
+                self._said.add(found.unknown)
+                log.warning(
+                    "plans do not count all that %s takes for its step: it cannot be run without memory: %s",
+                    self._cls.__name__,
+                    found.unknown,
+                )
+        return self._steps[key]
+
+    def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
+        """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
+        return work_bytes_of(self.tensor_step(param, group) for param in params)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""
@@ -327,7 +362,7 @@ def _record(step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded
     state.update(zip(names, empty[2:], strict=True))
     dry = ParamUpdate(weight=empty[0], grad=empty[1], state=state)
     try:
-        with torch.no_grad(), compat.ops_seen_by(recorder.see):
+        with torch.no_grad(), compat.nothing_compiles(), compat.ops_seen_by(recorder.see):
             weight, after = step.take_dry(dry)
     except TapeError:
         raise

@@ -198,7 +198,7 @@ def dry_step(
         }
         if on_host.get("capturable"):
             on_host["capturable"] = False
-        own = _copied(attributes)
+        own = copied(attributes)
         makers = [_Maker(cls, own, on_host), _Maker(cls, own, on_host, by_constructor=True)]
         failures: list[str] = []
         for make in makers:
@@ -465,7 +465,7 @@ class _Trials:
         Gradients are multiplied by the factors in `factors`. If there are `owners`, they follow each op.
         """
         params = [nn.Parameter(self._samples[place][0].clone()) for place in places]
-        optimizer = replace(self._make, attributes=_copied(self._make.attributes))(params, places)
+        optimizer = replace(self._make, attributes=copied(self._make.attributes))(params, places)
         facts: list[Mapping[str, Any]] = []
         for number in range(num_steps):
             for param, place in zip(params, places, strict=True):
@@ -559,7 +559,7 @@ def _take_small(optimizer: Optimizer, owners: Owners | None) -> None:
     owners.forget()
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a copy of the random generators, dictionaries, lists and small tensors in `value`; other objects as they
     are, among them the parameters of the user."""
     if isinstance(value, torch.Tensor):
@@ -569,7 +569,7 @@ def _copied(value: Any) -> Any:
         return value.clone_state()
     if type(value) in (dict, list, tuple, set):
         items = (
-            [(_copied(key), _copied(own)) for key, own in value.items()] if type(value) is dict else map(_copied, value)
+            [(copied(key), copied(own)) for key, own in value.items()] if type(value) is dict else map(copied, value)
         )
         return type(value)(items)
     return value
@@ -662,9 +662,9 @@ class Watch:
         group = cut(group, self._per_param, range(len(small)))
         if group.get("capturable"):
             group["capturable"] = False
-        group = {**_with_foreach(group, params[0]), "params": small}
+        group = {**with_foreach(group, params[0]), "params": small}
         self.owners = Owners()
-        self._optimizer = transient_optimizer(step.cls, _copied(step.attributes), group)
+        self._optimizer = transient_optimizer(step.cls, copied(step.attributes), group)
         return self._optimizer
 
     def _take(self, optimizer: Optimizer, step: ClassStep, known: Sequence[Mapping[str, Any]]) -> None:
@@ -723,7 +723,7 @@ def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: in
             compat.fake_tensors(),
             torch.no_grad(),
         ):
-            own = replace(step, attributes=_copied(step.attributes), group=_with_foreach(step.group, updates[0].weight))
+            own = replace(step, attributes=copied(step.attributes), group=with_foreach(step.group, updates[0].weight))
             params = [nn.Parameter(_without_values(one.weight)) for one in updates]
             optimizer = own._transient(params, updates[0].weight)
             for param, one in zip(params, updates, strict=True):
@@ -744,10 +744,10 @@ def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: in
     return ""
 
 
-def _with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
+def with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
     """Return `group` with the `foreach` that torch chooses for parameters on the device of `like`, if nobody chose."""
-    is_open = group.get("foreach", False) is None and not group.get("fused") and like.device.type != "cpu"
-    return {**group, "foreach": True} if is_open else group
+    is_open = group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable"))
+    return {**group, "foreach": compat.uses_foreach(like.device)} if is_open else group
 
 
 def _without_values(value: Any) -> Any:
