@@ -347,20 +347,20 @@ def earlier_name(name: StorageId) -> StorageId:
     return StorageId(f"{name}{EARLIER}")
 
 
-def tangents_of_step(step: StepGraph, *, also_of_fused: bool = True) -> frozenset[StorageId]:
+def tangents_of_step(step: StepGraph) -> frozenset[StorageId]:
     """Return the storages that the backward of `step` gets from the caller; see `tangents_of`."""
     first = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
-    return frozenset(() if first is None else tangents_of(first, also_of_fused=also_of_fused))
+    return frozenset(() if first is None else tangents_of(first))
 
 
-def tangents_of(first: Op, *, also_of_fused: bool = True) -> tuple[StorageId, ...]:
+def tangents_of(first: Op) -> tuple[StorageId, ...]:
     """Return the storages of the tangents among the writes of `first`, the first op of the backward.
 
     They come before its own result, whose storage has the name of the op. An op with neither reads nor a result is
-    fused: its result is computed elsewhere, and it writes tangents alone. They are left out unless `also_of_fused`.
+    fused: its result is computed elsewhere, and it writes tangents alone.
     """
     results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    others = len(first.writes) if also_of_fused and not first.reads else 0
+    others = 0 if first.reads else len(first.writes)
     return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), others)]
 
 
@@ -373,7 +373,7 @@ def parts_of(
     pass the link in slices.
     """
     may_stay = {s.id for s in step.storages if s.batched is Batched.EACH and s.consecutive and s.kind in _MADE_BY_OPS}
-    may_stay -= {*step.outputs, *offloaded_names(activations), *tangents_of_step(step, also_of_fused=False)}
+    may_stay -= {*step.outputs, *offloaded_names(activations), *tangents_of_step(step)}
     if step.batch_size or not may_stay:
         return frozenset()
     spans = _spans(step, laps)
@@ -436,10 +436,7 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
         for name in (*op.reads, *op.writes):
             made, first, _ = touched.get(name, (len(step.ops), i, i))
             touched[name] = (min(made, i) if name in op.writes else made, first, i)
-    # Too few: the tangents of a fused op are whole in the run, zeros if the loss does not read the output. A model of
-    # 64 rows that returns logits of 1,048,576 bytes beside its loss has a peak of 7,780,424 bytes in 4 micro-batches
-    # with its optimizer, and of 5,633,608 without: 6,699,104 are planned, and 7,747,680 with these tangents.
-    tangents = tangents_of_step(step, also_of_fused=False)
+    tangents = tangents_of_step(step)
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
     symbols = dict(step.symbols)

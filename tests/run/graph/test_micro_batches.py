@@ -15,9 +15,10 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.base.errors import ElixirWarning, NoFeasiblePlan
-from elixir_compile.ir import graph_at, sizes
+from elixir_compile.ir import Phase, graph_at, sizes
 from elixir_compile.runtime import micro_batches as runtime
 from elixir_compile.step import plan_at, verify
+from elixir_compile.step.as_run import as_run
 from tests.run.training import TOKENS, WIDTH, Rows, batch_of, compiled, divided_regions, gradients, loop
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,6 +299,42 @@ def test_auto_trains_a_batch_that_does_not_fit_whole_within_the_budget():
     (decision,) = (decision for decision in plan.decisions if decision.subject == "micro_batches")
     assert decision.choice == f"{number} of {64 // number} rows"
     assert decision.because.startswith("the whole batch at once needs")
+
+
+class Scored(nn.Module):
+    """Returns a loss, and the scores that it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 2048)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.head(torch.tanh(self.first(x)))
+        return scores.logsumexp(-1).mean(), scores
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_gradient_of_an_output_that_nobody_reads_is_planned_whole(parts: int):
+    """Autograd makes zeros of all rows. Inductor computes the first op of the backward inside of a later one."""
+    model, x = Scored(), torch.randn(64, 16)
+    step = compiled(model, parts, inner="inductor")
+
+    def once() -> None:
+        loss, scores = step(x)
+        del scores  # a plan holds an output until its last read in the step
+        loss.backward()
+
+    once()
+    model.zero_grad()
+    record = elixir.measure_step(once)
+    compilation = elixir.compilations(step)[-1]
+    assert max(divided_regions(step)) == parts
+    first = next(op for op in as_run(compilation.graph).ops if op.phase is Phase.BACKWARD)
+    assert not first.reads
+    assert len(first.writes) == 2  # the gradients of both outputs, and no result
+    plan = compilation.plan
+    planned_bytes = plan.prediction.device_peak_bytes - sum(bucket.state_nbytes for bucket in plan.buckets)
+    assert record.device_peak_bytes == pytest.approx(planned_bytes, abs=512)
 
 
 def test_a_saved_plan_in_micro_batches_runs_in_them(tmp_path: Path):
