@@ -120,10 +120,22 @@ def tensor_step(
         )
         try:
             with compat.fake_tensors():
-                return _without_memory(asked, tuple(like.shape))
+                # Alone and beside others of the same shape, which shows how the work space grows.
+                alone, two, three = (_trained(asked, [tuple(like.shape)] * count, like.device) for count in (1, 2, 3))
         except Exception as error:  # a user's class may raise anything for tensors without memory
             because = f"{type(error).__name__} on tensors without memory: {error}".partition("\n")[0]
             return _by_small_tensors(asked, tuple(like.shape), because)
+    more_bytes = min(max(0, three.work_bytes - two.work_bytes), alone.work_bytes)
+    return TensorStep(
+        state=alone.state,
+        state_bytes=alone.state_bytes,
+        flops=alone.seen.flops,
+        moved_bytes=alone.seen.moved_bytes,
+        num_kernels=alone.seen.num_kernels,
+        work_bytes=alone.work_bytes,
+        more_work_bytes=more_bytes,
+        left_work_bytes=max(0, two.work_bytes - alone.work_bytes - more_bytes),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,22 +158,6 @@ class _Asked:
         if by_constructor:
             return constructed(self.cls, group, params)
         return transient_optimizer(self.cls, self.attributes, {**group, "params": list(params)})
-
-
-def _without_memory(asked: _Asked, shape: tuple[int, ...]) -> TensorStep:
-    """Return the step of a tensor alone, and how its work space grows beside others of the same shape."""
-    alone, two, three = (_trained(asked, [shape] * count, asked.device) for count in (1, 2, 3))
-    more_bytes = min(max(0, three.work_bytes - two.work_bytes), alone.work_bytes)
-    return TensorStep(
-        state=alone.state,
-        state_bytes=alone.state_bytes,
-        flops=alone.seen.flops,
-        moved_bytes=alone.seen.moved_bytes,
-        num_kernels=alone.seen.num_kernels,
-        work_bytes=alone.work_bytes,
-        more_work_bytes=more_bytes,
-        left_work_bytes=max(0, two.work_bytes - alone.work_bytes - more_bytes),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +260,12 @@ class _Seen:
             self.num_kernels += 1
             # A tensor that was expanded is in fewer bytes of memory than it has.
             self.moved_bytes += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in moved)
-            self.flops += _flops(op, args, kwargs, result)
+            formula, factorise = flop_registry.get(op.overloadpacket), _FACTORISATIONS.get(str(op.overloadpacket))
+            if formula is not None:
+                self.flops += formula(*args, **kwargs, out_val=result)
+            elif factorise is not None:
+                *batch, rows, columns = args[0].shape
+                self.flops += prod(batch) * factorise(max(rows, columns), min(rows, columns))
         for each in new:
             if compat.storage_key(each) not in self._known:
                 self._more_bytes += each.untyped_storage().nbytes()
@@ -286,18 +287,6 @@ class _Seen:
 _aten = torch.ops.aten
 _MAKES_NOTHING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 """Ops that allocate memory and neither read nor write it."""
-
-
-def _flops(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of `op`, 0 if it is no product or factorisation."""
-    formula = flop_registry.get(op.overloadpacket)
-    if formula is not None:
-        return formula(*args, **kwargs, out_val=result)
-    factorise = _FACTORISATIONS.get(str(op.overloadpacket))
-    if factorise is None:
-        return 0
-    *batch, rows, columns = args[0].shape
-    return prod(batch) * factorise(max(rows, columns), min(rows, columns))
 
 
 _FACTORISATIONS = {
