@@ -36,7 +36,7 @@ from elixir_compile.graph.capture.modules import (
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.gather import Gate
 from elixir_compile.graph.ops.registry import Slot, aliases, moved_together, num_slots, slot_of
-from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor
+from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor, own_shard
 from elixir_compile.graph.rewrite.program import program_text
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.optim.hybrid import Hybrid
@@ -629,13 +629,11 @@ class _PlainState:
                 slot = slot_of(param) if isinstance(param, torch.Tensor) else None
                 model = None if slot is None else model_of.get(id(slot.sink))
                 if slot is not None and model is not None:
+                    kept = [own_shard(value) for value in leaves_of(state) if isinstance(value, torch.Tensor)]
                     storages = {
-                        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-                        for value in leaves_of(state)
-                        if isinstance(value, torch.Tensor)
-                        and value is not param
-                        and value.device.type == "cpu"
-                        and not is_slab_memory(value.data_ptr())
+                        compat.storage_key(value): value.untyped_storage().nbytes()
+                        for value in kept
+                        if value is not param and value.device.type == "cpu" and not is_slab_memory(value.data_ptr())
                     }
                     nbytes.setdefault(model, {})[slot.name] = sum(storages.values())
         self._models_of[optimizer] = [ref(model) for model in nbytes]
