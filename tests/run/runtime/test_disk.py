@@ -521,7 +521,8 @@ def test_files_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> No
     said.touch()
     kept = set(os.listdir(tmp_path))
     script = """
-        DiskStore(folder).allocate("b0", 1 << 20).write_from(buffer).wait()
+        store = DiskStore(folder)  # a store that nobody holds removes its files
+        store.allocate("b0", 1 << 20).write_from(buffer).wait()
         os.kill(os.getpid(), signal.SIGKILL)
         """
     process = start_program(START + textwrap.dedent(script), tmp_path, output=said)
