@@ -102,7 +102,7 @@ class StateOwner(Protocol):
 
     def work_bytes(self, *, of_one: bool) -> int:
         """Return the most bytes that a step of all parameters at once holds beside weights, gradients and state; if
-        `of_one`, those of the parameter for which it holds the most."""
+        `of_one`, the most bytes that it holds for a single parameter."""
         ...
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:

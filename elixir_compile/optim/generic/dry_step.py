@@ -5,7 +5,8 @@ much of the parameters the update of one of them reads: its elements one by one,
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -174,6 +175,22 @@ def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Return a context for steps that train nothing: during a capture too, its tensors are real, no op of it is
+    captured, and nothing is compiled."""
+    with compat.real_tensors(), compat.outside_captures(), compat.nothing_compiles():
+        yield
+
+
+@contextmanager
+def without_traces() -> Iterator[None]:
+    """Return `beside_captures` that leaves the global random state, gradient mode and warnings as they were."""
+    with beside_captures(), torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def dry_step(
     cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
 ) -> StateSchema:
@@ -181,16 +198,7 @@ def dry_step(
 
     Runs steps of small tensors on the host. The global random state, gradient mode and warnings are left as they were.
     """
-    # This may be called during a capture.
-    with (
-        compat.real_tensors(),
-        compat.outside_captures(),
-        compat.nothing_compiles(),
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
+    with without_traces():
         on_host = {
             name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
             for name, value in group.items()
@@ -490,8 +498,8 @@ class _Trials:
         ]
 
     def alone(self, failures: dict[int, str]) -> dict[int, _Trained]:
-        """Return what becomes of each tensor alone, of those that the class trains; say by number of dimensions in
-        `failures` why it does not train others."""
+        """Return what becomes of each tensor that the class trains, alone; say by number of dimensions in `failures`
+        why the class does not train other tensors."""
         found: dict[int, _Trained] = {}
         for place, shape in enumerate(self.shapes):
             try:
@@ -673,7 +681,7 @@ class Watch:
         group.update({name: value for name, value in step.group.items() if _is_plain(value) and name not in kept})
         vars(optimizer).update({name: value for name, value in step.attributes.items() if _is_plain(value)})
         params = group["params"]
-        with compat.real_tensors(), compat.outside_captures(), compat.nothing_compiles():
+        with beside_captures():
             is_younger = any(known) and not optimizer.state  # training was resumed, or the constructor made the state
             if is_younger:
                 self._step(optimizer, params)
@@ -716,13 +724,7 @@ def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: in
     """
     owners = Owners(pretends=True)
     try:
-        with (
-            compat.real_tensors(),
-            compat.outside_captures(),
-            compat.nothing_compiles(),
-            compat.fake_tensors(),
-            torch.no_grad(),
-        ):
+        with beside_captures(), compat.fake_tensors(), torch.no_grad():
             own = replace(step, attributes=copied(step.attributes), group=with_foreach(step.group, updates[0].weight))
             params = [nn.Parameter(_without_values(one.weight)) for one in updates]
             optimizer = own._transient(params, updates[0].weight)

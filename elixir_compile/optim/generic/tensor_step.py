@@ -7,7 +7,6 @@ Plans count with it the state and the work space of classes that are not element
 on tensors without memory takes some 0.1 ms whatever their shape: two steps of Muon for 4096 x 11008 take 0.1 s.
 """
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from elixir_compile.optim.generic.dry_step import (
     plain_step,
     transient_optimizer,
     with_foreach,
+    without_traces,
 )
 
 _MOST_ELEMENTS = 1 << 16
@@ -100,15 +100,7 @@ def tensor_step(
     May be called during a capture. The random state, the gradient mode and warnings are left as they were, and nothing
     is compiled.
     """
-    with (
-        compat.real_tensors(),
-        compat.outside_captures(),
-        compat.nothing_compiles(),
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
+    with without_traces():
         asked = _Asked(
             cls=cls,
             attributes=copied(attributes),
