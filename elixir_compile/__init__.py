@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from elixir_compile.optim.adamw import hybrid as hybrid
     from elixir_compile.runtime.measure import measure_step as measure_step
     from elixir_compile.session.model import Compilation as Compilation
+    from elixir_compile.session.plan_files import load_plan as load_plan
+    from elixir_compile.session.plan_files import save_plan as save_plan
     from elixir_compile.session.prepare import compilations as compilations
     from elixir_compile.session.prepare import mean_loss as mean_loss
     from elixir_compile.session.prepare import prepare as prepare
     from elixir_compile.session.prepare import suggested_shares as suggested_shares
     from elixir_compile.session.prepare import weigh as weigh
     from elixir_compile.session.sampler import ShareSampler as ShareSampler
-    from elixir_compile.session.saved import load_plan as load_plan
-    from elixir_compile.session.saved import save_plan as save_plan
     from elixir_compile.tools.observe import Study as Study
     from elixir_compile.tools.observe import observe as observe
     from elixir_compile.tools.observed import StepSummary as StepSummary
@@ -61,7 +61,7 @@ _HOME: dict[str, str] = {
     "full_state_dict": "checkpoint.loading",
     "hybrid": "optim.adamw",
     "load": "checkpoint.loading",
-    "load_plan": "session.saved",
+    "load_plan": "session.plan_files",
     "mean_loss": "session.prepare",
     "measure_step": "runtime.measure",
     "observe": "tools.observe",
@@ -69,7 +69,7 @@ _HOME: dict[str, str] = {
     "plan_stages": "tools.plan",
     "prepare": "session.prepare",
     "save": "checkpoint.saving",
-    "save_plan": "session.saved",
+    "save_plan": "session.plan_files",
     "shares": "tools.plan",
     "suggested_shares": "session.prepare",
     "weigh": "session.prepare",

@@ -46,7 +46,15 @@ from elixir_compile.graph.ops.shards import own_shard
 # ----------------------------------------------------------------------------------------------------------------------
 # Write tensors by key to a folder and read them back, each rank its own shards.
 #
-# The format is that of torch.distributed.checkpoint (DCP).
+# The format is that of torch.distributed.checkpoint (DCP). Each file says which rows of the full tensors it has, so any
+# number of ranks may load what another number saved:
+#
+#   saved by 2 ranks     rows 0 to 2 | rows 3 to 5              `keep_own`: each rank writes its shard with its `Place`
+#   loaded by 3 ranks    rows 0, 1 | rows 2, 3 | rows 4, 5      `Reader.read_into`: the second rank reads of both files
+#
+# Which rows a rank has, its parameters say: they are sharded before anything is loaded (`graph.ops.shards`). The
+# optimizer's tensors to be filled get the rows of their parameters (`run_state.optimizer_targets`). Torch's planner
+# finds the pieces of the files that each of these tensors covers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +231,10 @@ class Reader(FileSystemReader):
         return tensors
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Read the stored tensors into `targets` in place, on any device; of a DTensor, this rank's shard."""
+        """Read the stored tensors into `targets` in place, on any device; of a DTensor, this rank's shard.
+
+        The ranks that wrote it may have had other shards.
+        """
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self.metadata, is_coordinator=True)
         self.set_up_storage_reader(self.metadata, is_coordinator=True)

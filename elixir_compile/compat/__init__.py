@@ -3,6 +3,14 @@
 A docstring here names the torch versions, and says after "Gone:" what happens if the name is missing. Private names
 are imported by the function that uses them, so a renamed name of torch breaks its function and not the import of the
 package. No other room uses `torch._*`; `tests/house/test_names.py` has the exceptions, each with its reason.
+
+    autograd        the running backward pass, and the hooks of a parameter
+    compilers       the partitioner of AOTAutograd, Inductor and its kernels
+    distributed     collectives, DTensors, checkpoint records, DistributedDataParallel, schedules of pipelines
+    dynamo          captured graphs, guards, settings, the wrappers around compiled modules
+    profiling       when the allocators took and freed memory
+    tensors         storages, symbolic sizes, schemas, and a tensor made of its bytes
+    platforms       the devices of one type, and the memory and cores of the host
 """
 
 from elixir_compile.compat.autograd import AccumulateNode as AccumulateNode

@@ -219,11 +219,16 @@ class Placement:
 
     If `resident`, the gathered copy stays on the device from its first use in the forward to its last use in the
     backward. A bucket of a single rank with its parameters on the device is always resident.
+
+    The search chooses it (`search.space.buckets.placement_of`). `runtime.placed` moves the parameters to their home,
+    and `optim.state` the optimizer state.
     """
 
     bucket: BucketId
     param: Tier
+    """The home of parameters and gradients."""
     optim: Tier
+    """The home of the optimizer state."""
     resident: bool
     streamed: bool = False
     """If True, optimizer state on the host is copied to the device for the update, and back."""

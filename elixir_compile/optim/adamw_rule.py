@@ -1,8 +1,11 @@
 """The rule of AdamW, whatever the precision of its state.
 
     exact, without a master    torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`
-    other state, on the host   one pass over host memory: decode, the same arithmetic in fp32, encode (`host.passes`)
+    other state, on the host   one pass over host memory: decode, the same arithmetic in fp32, encode (`host.passes`,
+                               in C `host/kernel.c`)
     other state, on a device   the same in torch's ops, for many parameters at once in scratch tensors of bounded size
+
+These three define the bits of an update. An update in pieces has the bits of the whole (`streaming`).
 
 A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `graph.ops.optimizers`.
 

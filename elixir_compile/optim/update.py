@@ -7,8 +7,9 @@
                                     copied to the host, and the new value is copied back
     update DEVICE, state elsewhere  streamed: tensors on the host are copied to the device, updated there, copied back
 
-`streaming` has the copies of streamed updates. If the compute device is the CPU, device and host share a memory, and
-only streamed updates copy anything.
+State travels in streamed updates, whose copies `streaming` has, and from and to the disk (`disk`); otherwise it stays
+where it is. The rule has the arithmetic, and so the bits: see `adamw_rule` and `generic.class_rule`. If the compute
+device is the CPU, device and host share a memory, and only streamed updates copy anything.
 """
 
 import weakref

@@ -3,6 +3,8 @@
 adopt             a plan begins: new buckets, parameters in their homes
 take_replaced     the user replaced a parameter: the slot takes the new one, and its bucket moves home again
 return_drifted    user code moved parameters: they go back home
+
+Gradients have the home of their parameters. Optimizer state has a home of its own, to which `optim.state` moves it.
 """
 
 import functools

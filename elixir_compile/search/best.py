@@ -1,8 +1,11 @@
 """The default planner, `milp`: search for the fastest plan, and prove a bound on the step time of every plan.
 
-A candidate has one level per bucket and one mode per layer. The search runs these stages in order, until the fastest
-simulated step is within the tolerance of the bound. In a large MILP the tolerance grows with the number of
-simulated candidates (`Tries.is_good`).
+A candidate has one level per bucket, which says whether its parameters and its optimizer state are on the device or
+off it (`search.space.buckets`), and one mode per layer, which says how its activations are treated
+(`search.space.layers`). `search.reasons` turns the best candidate into a plan.
+
+The search runs these stages in order, until the fastest simulated step is within the tolerance of the bound. In a large
+MILP the tolerance grows with the number of simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
     counted     how many of like buckets and layers take each option; in large MILPs            `solver`

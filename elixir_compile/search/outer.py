@@ -18,8 +18,9 @@ Other loops around searches choose in another way: the fewest bytes for which a 
 what is released (`ranks`), the settings of an optimizer step are searched in the order of their bounds (`tuning`), and
 state on disk is compared with state on the host by their steps alone (`planner.plan_with_disk`).
 
-Every decision of a plan is written by `decision`, whoever takes it: it says in the same words what the options that are
-not taken lack, be they answers to variants or other homes of a bucket.
+Every `Decision` of a plan is worded by `decision`, whoever decides: it says in the same words what the options that are
+not taken lack, be they answers to variants or other homes of a bucket. The homes and actions themselves are in a plan
+by `search.reasons`.
 """
 
 from collections.abc import Callable, Generator, Iterable

@@ -1,4 +1,9 @@
-"""Why a plan decides as it does: the decisions of a policy in words, and the writing of a plan with them."""
+"""Turn the draft plan that a search has chosen into a `Plan`, with its placements, its schedule and its prediction, and
+say why it decides as it does.
+
+`write_out` makes the plan: each bucket gets the placement of its level, and `search.schedule` lists the actions.
+`decisions` are reasons in words; what runs obeys the placements and the schedule.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -68,8 +68,8 @@ from elixir_compile.session.model import (
     prepare_again,
     refuse_wrappers,
 )
+from elixir_compile.session.plan_files import load_plan
 from elixir_compile.session.planned_graph import PlannedGraph
-from elixir_compile.session.saved import load_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Make parameters unmanaged if a captured graph uses them in a way that a gather does not allow.

@@ -33,10 +33,11 @@ that caused it.
                 the step has other options, whose place the graph takes
 ```
 
-Causes in parentheses are found elsewhere, and no members of `Cause`. Where several plans are named, the first that is
-possible is taken. After each, the log has the line of the new plan, and its first steps are watched for overruns and
-shortages. After GROWN, SHORTAGE and STAYING the seconds of steps are measured from the start again, because those
-before are of another step.
+SHORTAGE is noted by `session.over_budget`, which says what runs again after an OutOfMemoryError, and which steps are
+early. Causes in parentheses are found elsewhere, and no members of `Cause`. Where several plans are named, the first
+that is possible is taken. After each, the log has the line of the new plan, and its first steps are watched for
+overruns and shortages. After GROWN, SHORTAGE and STAYING the seconds of steps are measured from the start again,
+because those before are of another step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,9 +70,9 @@ from elixir_compile.session.agreement import (
 from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, JointGraph, active_plan
 from elixir_compile.session.neighbours import unplanned_bytes, unread_bytes
 from elixir_compile.session.over_budget import EarlyShortage
+from elixir_compile.session.plan_files import require_disk
 from elixir_compile.session.planning import ExternalUsage, may_move_back, param_names_of
 from elixir_compile.session.programs import Programs
-from elixir_compile.session.saved import require_disk
 from elixir_compile.session.step_profiler import Progress, StepProfiler
 from elixir_compile.session.together import Together
 
@@ -321,8 +322,8 @@ class NextPlans:
 # other.
 
 
-_MOST_VARIANTS = 32
-"""Variants kept for one graph: each has its own programs."""
+_MOST_GRAPH_SETS = 32
+"""Sets of graphs for which one graph keeps its plan: each has programs of its own."""
 
 
 class PlanOfGraphSet(NamedTuple):
@@ -416,7 +417,7 @@ class PlansOfGraphSets:
         self.graph_set_digest = graph_set_digest
         found = self._others.pop(graph_set_digest, None)
         self.is_planned = found is not None
-        if len(self._others) > _MOST_VARIANTS:
+        if len(self._others) > _MOST_GRAPH_SETS:
             self._others.pop(next(iter(self._others)))
         return found
 

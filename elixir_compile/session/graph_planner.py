@@ -37,6 +37,7 @@ from elixir_compile.session.cache import (
 )
 from elixir_compile.session.machine import Profiler, RegionProfile, device_budget_bytes, machine
 from elixir_compile.session.neighbours import device_bytes, unplanned_bytes
+from elixir_compile.session.plan_files import load_plan_for
 from elixir_compile.session.planning import (
     ExternalUsage,
     bytes_beside,
@@ -47,7 +48,6 @@ from elixir_compile.session.planning import (
 )
 from elixir_compile.session.programs import Programs, ProgramVersions, saved_device_bytes
 from elixir_compile.session.rank_facts import warn_of_other_rows
-from elixir_compile.session.saved import load_plan_for
 from elixir_compile.session.step_profiler import Progress, StepProfiler
 from elixir_compile.step.as_run import given_bytes
 from elixir_compile.step.divide import micro_batches_of

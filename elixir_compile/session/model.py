@@ -50,8 +50,8 @@ from elixir_compile.search.problem import Question, question_of
 from elixir_compile.session.cast_and_shard import check_masters, check_reduces
 from elixir_compile.session.graph_planner import ActivePlan
 from elixir_compile.session.machine import RegionProfile
+from elixir_compile.session.plan_files import disk_of, load_plan
 from elixir_compile.session.planned_graph import PlannedGraph
-from elixir_compile.session.saved import disk_of, load_plan
 from elixir_compile.session.stages import StagesOfRank
 from elixir_compile.session.together import Together
 from elixir_compile.step import MemoryTimeline, plan_timeline

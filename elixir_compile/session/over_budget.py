@@ -1,5 +1,8 @@
 """Measure the bytes of the first steps, find what took more than its plan says, and plan again, also if the device runs
 out of memory.
+
+Two things may follow a plan that is wrong about the bytes of its step: the step exceeds a budget that the user chose
+(`StepWatch`), or the device has no memory left (`EarlyShortage`). `session.causes` makes the next plan.
 """
 
 import functools

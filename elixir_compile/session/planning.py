@@ -55,7 +55,8 @@ from elixir_compile.step.as_run import laps_at
 
 
 def micro_batches_asked(graph: StepGraph, options: Options) -> int:
-    """Return the number of micro-batches in which the laps of `graph` run; 1 if the search has to choose.
+    """Return the number of micro-batches in which the laps of `graph` run; 1 if the search has to choose, as
+    `search.joint.variants.plan_divided` does.
 
     Raises InvalidOption if the rows of the batch are not divided by the number that the user asks for. Warns
     ElixirWarning if no lap of a training step can be divided.

@@ -1,4 +1,8 @@
-"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them."""
+"""List the device bytes of a plan as rows of bytes between two ops, by the bucket or storage that holds them.
+
+The works of the plan say between which ops a bucket holds which memory (`step.works`), and `step.bucket_bytes` how many
+bytes that are.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,9 @@
-"""Compute the seconds of all possible actions on a machine once, so that thousands of schedules can be simulated."""
+"""Compute the seconds of all possible actions on a machine once, so that thousands of schedules can be simulated.
+
+`ir.cost` has the formulas: `copy_s` of the bytes of bucket b1 and of the link gives the seconds of the work `gather b1`
+on the lane h2d. `prices` applies them to all buckets and groups, and `Prices.of_deed` has the seconds by what a work
+does (`step.works.Do`) and its bucket or group. `step.seconds` says from when on they count.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Simulate a step of a plan without tensors: the spans of each lane, and the seconds of the step.
 
-`step.works` says which works a step has, on which lane and behind what. Here an instant is a time, and each work ends
-its seconds after the last of what it is behind:
+`step.works` says which works a step has, on which lane and behind what, and `step.prices` how many seconds each takes.
+Here an instant is a time, and each work ends its seconds after the last of what it is behind (`Player.run`):
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
     h2d       b1 ====| b2 ====|       h.1.matmul ===|        shards of parameters, or activations, from the host

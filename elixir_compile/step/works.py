@@ -25,7 +25,8 @@ when it issues the work. The program issues all works, far ahead of the lanes; w
   begin of a forward     d2h, if an update on the thread of the updates reads gradients of the device
   end of a forward       h2d
   end of a backward      d2h and h2d; then gradients are added to their sums, if there are any
-  updates                behind the backward: on the device, by the host, streamed; or where a bucket closes
+  updates                behind the backward: on the device, by the host, streamed; or in the backward, where a bucket
+                         closes: at the action behind which its gradient is final (`step.liveness.closing_verbs`)
 ```
 
 What an offload reads is free at the next action if nothing waits for the offload: only the wait keeps it.
@@ -210,7 +211,7 @@ class BucketWorks:
         self.is_summed = False
         """Whether its gradient is added to the sum of those of earlier backward passes."""
         self.closes: Verb | None = None
-        """The verb of the action that closes it in the backward."""
+        """The verb of the action at which it closes: it is updated there; None if it is updated behind the backward."""
         self.is_trained = self.is_made = False
         """Whether a region makes a gradient of it, and whether one has done so in this step."""
         self.is_on_host = is_on_host = placement.param is not Tier.DEVICE

@@ -22,7 +22,7 @@ from elixir_compile.base.version import __version__
 from elixir_compile.ir import Plan, plan_to_json
 from elixir_compile.search.problem import Question, question_to_bytes
 from elixir_compile.session.model import managed_model
-from elixir_compile.session.saved import PlanKeys, question_path
+from elixir_compile.session.plan_files import PlanKeys, question_path
 from elixir_compile.tools.measure.observation import CounterThread, FullSteps, Observation, Summaries
 from elixir_compile.tools.observed import (
     FullStep,

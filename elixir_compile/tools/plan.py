@@ -57,8 +57,8 @@ from elixir_compile.search.shares.choose import (
 from elixir_compile.search.stages.choose import StageAsk, StageSearch
 from elixir_compile.session.cache import plan_for
 from elixir_compile.session.machine import device_budget_bytes, host_budget_bytes, machine, named_fleet
+from elixir_compile.session.plan_files import save_plan
 from elixir_compile.session.planning import savings_of
-from elixir_compile.session.saved import save_plan
 from elixir_compile.step.as_run import graph_of_rows
 from elixir_compile.tools.preview.capture import Capture, Inputs, budgets_bytes
 from elixir_compile.tools.preview.few_layers import capture_model

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Phase, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
-from elixir_compile.search.joint.variants import candidates
+from elixir_compile.search.joint.variants import numbers_to_try
 from elixir_compile.search.outer import Refusal, Variants, first_of
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.timeline import away_bytes
@@ -89,7 +89,7 @@ def plan_jointly(
     found = [request.extents() for request in requests]
     may_be_divided = [may_divide and request.outside_bytes is None for request in requests]
     numbers = [
-        candidates(request.problem) if may else [] for request, may in zip(requests, may_be_divided, strict=True)
+        numbers_to_try(request.problem) if may else [] for request, may in zip(requests, may_be_divided, strict=True)
     ]
     if any(numbers):
         with suppress(NoFeasiblePlan):

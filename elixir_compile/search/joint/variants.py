@@ -408,7 +408,7 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_
             return
         if isinstance(whole, NoFeasiblePlan) and whole.memory != "device":
             return
-        evaluators.update({number: Evaluator(gather_facts(divided(number))) for number in candidates(problem)})
+        evaluators.update({number: Evaluator(gather_facts(divided(number))) for number in numbers_to_try(problem)})
         floors.update({number: leanest(own).floor_bytes for number, own in evaluators.items()})
         steps_s: list[float] = []
         for number in evaluators:
@@ -484,7 +484,7 @@ def _best_number(
     return with_gib_bound_of(made, others, within(2.0))
 
 
-def candidates(problem: Problem) -> list[int]:
+def numbers_to_try(problem: Problem) -> list[int]:
     """Return the numbers of micro-batches to try: of the divisors of the batch from 2 to 64, one in each doubling, a
     power of two if there is one. On several ranks they divide the batch of each. A dynamic number of rows needs no
     divisor. Empty if nothing can be divided, or if several ranks have a dynamic number of rows each."""

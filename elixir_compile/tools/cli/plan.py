@@ -27,7 +27,7 @@ from elixir_compile.search.joint.variants import Chunks, chosen_number
 from elixir_compile.search.planner import largest_feasible
 from elixir_compile.search.problem import Question, question_of
 from elixir_compile.session.cache import plan_for
-from elixir_compile.session.saved import load_answered, load_plan, require_same_machine, save_plan
+from elixir_compile.session.plan_files import load_answered, load_plan, require_same_machine, save_plan
 from elixir_compile.step import plan_at, verify
 from elixir_compile.step.legality import require_same_graph
 from elixir_compile.tools.cli.report import fail

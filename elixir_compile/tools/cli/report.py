@@ -19,7 +19,7 @@ from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.search import plan as plan_of_problem
 from elixir_compile.search.problem import Question
 from elixir_compile.session.cache import plan_for
-from elixir_compile.session.saved import load_answered, load_plan, load_plan_or_record, question_path
+from elixir_compile.session.plan_files import load_answered, load_plan, load_plan_or_record, question_path
 from elixir_compile.step import plan_at
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.observed import (

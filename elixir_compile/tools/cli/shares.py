@@ -28,7 +28,7 @@ from elixir_compile.ir.plan import spans_text
 from elixir_compile.ir.share import Share, Shares, shares_to_json
 from elixir_compile.search.shares.choose import RULES, Choice, ShareSearch
 from elixir_compile.session.machine import named_fleet
-from elixir_compile.session.saved import save_plan
+from elixir_compile.session.plan_files import save_plan
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.tools.cli.plan import Request, run_plan
 from elixir_compile.tools.cli.report import fail

@@ -17,11 +17,11 @@ from elixir_compile.ir import Plan, plan_to_json
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.tuning import Setting, Stage, Trial, Tuned, splits, tune
-from elixir_compile.search.joint.variants import Chunks, candidates
+from elixir_compile.search.joint.variants import Chunks, numbers_to_try
 from elixir_compile.search.outer import GAIN
 from elixir_compile.search.problem import question_of
 from elixir_compile.session.cache import plan_for
-from elixir_compile.session.saved import save_plan
+from elixir_compile.session.plan_files import save_plan
 from elixir_compile.tools.cli.plan import Request, status_line
 from elixir_compile.tools.cli.report import fail
 from elixir_compile.tools.plan import plan_with_loss, question
@@ -166,7 +166,7 @@ class Tuning:
             return [1]
         if rows not in self._numbers:
             whole = Setting(rows=rows, forwards=1, tokens=rows)
-            self._numbers[rows] = [1, *candidates(self._question(self._capture(rows, None), whole)[0])]
+            self._numbers[rows] = [1, *numbers_to_try(self._question(self._capture(rows, None), whole)[0])]
         return self._numbers[rows]
 
     def plan(self, setting: Setting) -> tuple[Plan, Problem]:

@@ -16,7 +16,7 @@ from elixir_compile.ir import Plan, Record
 from elixir_compile.ir.hardware import Cluster, cluster_to_json
 from elixir_compile.optim.adamw import HybridAdamW
 from elixir_compile.runtime.measure import measure_step
-from elixir_compile.session.saved import save_plan
+from elixir_compile.session.plan_files import save_plan
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.plan import plan_and_problem
 from elixir_compile.tools.preview.capture import Inputs

@@ -38,9 +38,9 @@ from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
 from elixir_compile.search.joint.variants import (
     MICRO_BATCHES,
     LossAttempt,
-    candidates,
     decided_chunks,
     is_pressed,
+    numbers_to_try,
     plan_as_asked,
     plans_with_fewest_narrower,
     possible_chunks,
@@ -280,9 +280,9 @@ def test_if_nothing_fits_the_error_names_the_number_that_needs_the_fewest_bytes(
     assert "of device memory at fwd.c (h.0) in 64 micro-batches, budget 190.0 MiB" in str(caught.value)
 
 
-def test_one_number_of_each_doubling_is_a_candidate():
+def test_one_number_of_each_doubling_is_tried():
     def of_batch(rows: int) -> list[int]:
-        return candidates(problem_of(replace(TRAINED, batch=rows), CLUSTERS["cuda"]))
+        return numbers_to_try(problem_of(replace(TRAINED, batch=rows), CLUSTERS["cuda"]))
 
     assert of_batch(64) == [2, 4, 8, 16, 32, 64]
     assert of_batch(12) == [2, 4, 12]
@@ -291,15 +291,15 @@ def test_one_number_of_each_doubling_is_a_candidate():
 
 
 def test_inference_is_not_divided():
-    assert candidates(problem_of(WIDE, CLUSTERS["cuda"])) == []
+    assert numbers_to_try(problem_of(WIDE, CLUSTERS["cuda"])) == []
 
 
-def test_on_several_ranks_the_candidates_divide_the_rows_that_all_batches_have_in_common():
+def test_on_several_ranks_the_numbers_divide_the_rows_that_all_batches_have_in_common():
     ranks = next(cluster for cluster in CLUSTERS.values() if cluster.num_ranks > 1)
     problem = problem_of(TRAINED, ranks)
-    assert candidates(problem) == [2, 4, 8, 16, 32, 64]
-    assert candidates(replace(problem, common_rows=8)) == [2, 4, 8]
-    assert candidates(replace(problem, common_rows=1)) == []
+    assert numbers_to_try(problem) == [2, 4, 8, 16, 32, 64]
+    assert numbers_to_try(replace(problem, common_rows=8)) == [2, 4, 8]
+    assert numbers_to_try(replace(problem, common_rows=1)) == []
 
 
 def test_a_problem_refuses_a_number_that_does_not_divide_its_batch():

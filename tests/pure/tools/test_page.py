@@ -23,7 +23,7 @@ from elixir_compile.ir.kinds import BucketId, GroupId, OpId, StorageId, Verb
 from elixir_compile.ir.plan import Prediction, measured_line, plan_line
 from elixir_compile.ir.schedule import Action, BucketRef, Schedule
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.saved import load_answered
+from elixir_compile.session.plan_files import load_answered
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import MemoryTimeline

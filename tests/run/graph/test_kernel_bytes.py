@@ -28,7 +28,7 @@ from elixir_compile.runtime.lowering import in_own_memory, with_own_memory
 from elixir_compile.runtime.measure import Resident, measured_bytes, peak_bytes
 from elixir_compile.session import cache as known_kernels
 from elixir_compile.session.cache import KnownKernels
-from elixir_compile.session.saved import load_plan_for
+from elixir_compile.session.plan_files import load_plan_for
 from elixir_compile.step import plan_timeline
 from tests.run.models import (
     CALLING_WIDTH,

@@ -24,7 +24,7 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskHome, DiskState
 from elixir_compile.optim.rule import StatisticLayout
 from elixir_compile.runtime.disk_store import DiskStore
-from elixir_compile.session.saved import save_plan
+from elixir_compile.session.plan_files import save_plan
 from tests.covering import covering
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users

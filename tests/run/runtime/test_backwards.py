@@ -18,7 +18,7 @@ from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, Tier, record_
 from elixir_compile.ir.hardware import Cluster, profile_for
 from elixir_compile.search import plan
 from elixir_compile.search.problem import question_of
-from elixir_compile.session.saved import load_plan_for, load_plan_or_record, load_question, question_path
+from elixir_compile.session.plan_files import load_plan_for, load_plan_or_record, load_question, question_path
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_calls import small_pair
 from tests.run.models import Stack, seeded, small_gpt2, vectors

@@ -23,7 +23,7 @@ from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Phase, Tier, Update
 from elixir_compile.ir.share import Share
 from elixir_compile.session import step_profiler
-from elixir_compile.session.saved import load_answered, load_question
+from elixir_compile.session.plan_files import load_answered, load_question
 from elixir_compile.session.step_profiler import Progress
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.tools.cli import demo

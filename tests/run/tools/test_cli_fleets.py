@@ -21,7 +21,7 @@ from elixir_compile.base.units import MIB
 from elixir_compile.ir.hardware import Fleet, parse_fleet
 from elixir_compile.ir.pipeline import PipelinePlan, TorchSchedule
 from elixir_compile.ir.share import shares_from_json
-from elixir_compile.session.saved import load_answered
+from elixir_compile.session.plan_files import load_answered
 from elixir_compile.step import verify
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.plan import fleet_of_ranks, of_micro_batch, stage_search

@@ -25,7 +25,7 @@ from elixir_compile.ir import Origin, Record, Tier, Update, plan_from_json, plan
 from elixir_compile.search import plan
 from elixir_compile.search.joint.tuning import Setting
 from elixir_compile.search.problem import question_of
-from elixir_compile.session.saved import load_question, question_path
+from elixir_compile.session.plan_files import load_question, question_path
 from elixir_compile.step import verify
 from elixir_compile.tools.cli.main import app
 from elixir_compile.tools.cli.plan import Request

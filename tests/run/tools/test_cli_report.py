@@ -25,8 +25,8 @@ from elixir_compile.ir import Origin, Plan, Record, record_to_json
 from elixir_compile.ir.share import shares_from_json
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.problem import question_of
-from elixir_compile.session import saved as saved_files
-from elixir_compile.session.saved import load_answered
+from elixir_compile.session import plan_files as saved_files
+from elixir_compile.session.plan_files import load_answered
 from elixir_compile.step import plan_timeline
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.cli.main import app

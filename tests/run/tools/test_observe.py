@@ -22,7 +22,7 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import model_of
 from elixir_compile.ir import Lane, tallies
 from elixir_compile.runtime import recording as phases
-from elixir_compile.session.saved import load_answered
+from elixir_compile.session.plan_files import load_answered
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED
 from elixir_compile.step.seconds import simulate
 from elixir_compile.tools.measure import observation

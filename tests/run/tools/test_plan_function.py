@@ -28,7 +28,7 @@ from elixir_compile.ir.hardware import preset
 from elixir_compile.search import plan
 from elixir_compile.search.joint.variants import Chunks
 from elixir_compile.search.problem import question_of
-from elixir_compile.session.saved import load_question
+from elixir_compile.session.plan_files import load_question
 from elixir_compile.step import verify
 from elixir_compile.tools.cli import plan as plan_command
 from elixir_compile.tools.cli.plan import Request
