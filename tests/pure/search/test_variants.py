@@ -383,7 +383,7 @@ def test_by_default_a_batch_stays_whole_if_any_plan_for_it_fits(monkeypatch: pyt
     def refuse(_: Problem) -> list[int]:
         raise AssertionError("numbers of micro-batches were looked at")
 
-    monkeypatch.setattr(micro_batches, "candidates", refuse)
+    monkeypatch.setattr(micro_batches, "numbers_to_try", refuse)
     assert plan_as_asked(least, Options()) == plan_as_asked(least, Options(micro_batches=1)) == plan(least)
 
 
