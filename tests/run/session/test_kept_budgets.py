@@ -35,7 +35,7 @@ from tests.run.updating import hybrid_run, small_buckets
 # The budget holds from the second step, the plan knew the peak, and what was executed is what was planned.
 #
 # Each run has a process of its own: a measured peak is that of everything on the device, other tests' tensors
-# included.
+# included. The process loads this module, so the module itself keeps no tensor.
 
 
 class Deep(nn.Module):
@@ -120,7 +120,7 @@ def test_the_second_step_of_a_plain_model_keeps_the_budget() -> None:
 # A step with larger inputs than were planned for is planned again before it runs, and keeps the budget.
 #
 # Each run has a process of its own: a measured peak is that of everything on the device, other tests' tensors
-# included.
+# included. The process loads this module, so the module itself keeps no tensor.
 
 
 GROWING_WIDTH, SMALL_ROWS, LARGE_ROWS = 1024, 32, 512
@@ -439,10 +439,13 @@ class Pair(nn.Module):
 NUMEL = sum(param.numel() for param in Pair().parameters())
 BLOCK_BYTES = 2 << 20
 """What an addition to a sum widens at once."""
-ONES = torch.ones(1, MATRIX_WIDTH, dtype=BF16)
 
 
-def second_step_of(run: Run, num_passes: int, batch: torch.Tensor = ONES) -> elixir.Record:
+def ones() -> torch.Tensor:
+    return torch.ones(1, MATRIX_WIDTH, dtype=BF16)
+
+
+def second_step_of(run: Run, num_passes: int, batch: torch.Tensor) -> elixir.Record:
     """Measure the second step of so many backward passes."""
 
     def step() -> None:
@@ -464,12 +467,12 @@ def planned(run: Run) -> Any:
 def test_planned_bytes_include_fp32_gradient_sums_on_the_host(num_passes: int) -> None:
     """14 bytes per element of a bfloat16 parameter, the sum, and a second room for gradients."""
     with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
-        loss_of(mixed_of(Pair(), device_memory=1, reduce_dtype="float32").compiled, ONES).backward()
+        loss_of(mixed_of(Pair(), device_memory=1, reduce_dtype="float32").compiled, ones()).backward()
     gc.collect()
     before_bytes = live_slab_bytes()
     with small_buckets(lambda plan: plan):
         run = mixed_of(Pair(), device_memory=raised.value.needed_bytes, reduce_dtype="float32")
-        record = second_step_of(run, num_passes)
+        record = second_step_of(run, num_passes, ones())
     assert {home.param for home in planned(run).placements} == {Tier.HOST}
     assert planned(run).prediction.host_peak_bytes == 20 * NUMEL
     assert record.host_peak_bytes - before_bytes == 20 * NUMEL
@@ -481,9 +484,9 @@ def test_planned_bytes_include_fp32_gradient_sums_on_the_device() -> None:
         before_bytes = resident.nbytes
     with small_buckets(lambda plan: plan):
         run = mixed_of(Pair(), reduce_dtype="float32")
-        record = second_step_of(run, 3)
+        record = second_step_of(run, 3, ones())
         without = mixed_of(Pair())
-        loss_of(without.compiled, ONES).backward()
+        loss_of(without.compiled, ones()).backward()
     prediction = planned(run).prediction
     assert {home.param for home in planned(run).placements} == {Tier.DEVICE}
     assert prediction.device_peak_bytes == planned(without).prediction.device_peak_bytes + 4 * NUMEL
@@ -497,7 +500,7 @@ def test_planned_bytes_include_staging_buffers_of_the_disk(dtype: torch.dtype, r
         how: dict[str, Any] = {"home": "host disk", "update": Update.ACROSS_STEPS, "disk_path": tmp_path}
         return hybrid_run(Pair(), batch, **how) if dtype is torch.float32 else mixed_run(Pair(), batch, **how)
 
-    batch = ONES.to(dtype)
+    batch = ones().to(dtype)
     with on_disk() as run:
         gc.collect()
         before_bytes = live_slab_bytes() - (2 * NUMEL if dtype is BF16 else 0)  # low halves, which go to disk
@@ -515,8 +518,11 @@ def test_planned_bytes_include_staging_buffers_of_the_disk(dtype: torch.dtype, r
 
 
 BY_POLICY = {"inner": "aot_eager", "report": False, "plan_cache": False, "replan": False, "planner": "greedy"}
-POLICY_BATCH = vectors(1, rows=64)[0]
 NUM_POLICY_STEPS = 2
+
+
+def policy_batch() -> torch.Tensor:
+    return vectors(1, rows=64)[0]
 
 
 def legal() -> Iterator[dict[str, float]]:
@@ -538,7 +544,7 @@ def small() -> nn.Module:
 def losses(step: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for _ in range(NUM_POLICY_STEPS):
-        loss = step(POLICY_BATCH)
+        loss = step(policy_batch())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -641,7 +647,7 @@ def test_each_graph_keeps_the_fractions_and_an_evaluation_moves_nothing() -> Non
         plans = [found.plan for found in elixir.compilations(step)]
         homes.append(sorted({own for plan in plans for own in plan.placements}, key=lambda own: own.bucket))
         with torch.no_grad():
-            assert torch.equal(step(POLICY_BATCH), twin(POLICY_BATCH))
+            assert torch.equal(step(policy_batch()), twin(policy_batch()))
     assert homes[0] == homes[1]
     for plan in plans[:2]:
         assert_placed(plan, fractions)
@@ -649,7 +655,7 @@ def test_each_graph_keeps_the_fractions_and_an_evaluation_moves_nothing() -> Non
 
 def in_turns(step: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Train four micro-batches as 1F1B does: two forwards wait, then each backward is followed by a forward."""
-    rows = POLICY_BATCH.chunk(4)
+    rows = policy_batch().chunk(4)
     waiting = [step(own) for own in rows[:2]]
     done: list[torch.Tensor] = []
     for own in (*rows[2:], None, None):
