@@ -1,11 +1,18 @@
 """Models that several ranks train, by torch alone on the whole batch and on several ranks, and how far they are
 apart."""
 
+import hashlib
+import json
+import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,6 +21,8 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.ir import Lane
+from elixir_compile.runtime.lowering import PlacedRegion
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Models that several ranks train, and their batches, of which each rank takes its rows.
@@ -233,6 +242,26 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
     return mean.item() / distributed.get_world_size()
 
 
+@contextmanager
+def slower(seconds: Callable[[], float]) -> Iterator[None]:
+    """Inside, each region of this rank computes for `seconds()` more by `time.perf_counter`, which times regions.
+
+    **Emulated**: the clock jumps, and nobody waits.
+    """
+    passed_s, real, run = 0.0, time.perf_counter, PlacedRegion.forward
+
+    def forward(region: PlacedRegion, box: list[Any]) -> Any:
+        nonlocal passed_s
+        with region._ledger.span(Lane.COMPUTE, region._label, times=0):
+            passed_s += seconds()
+        return run(region, box)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: real() + passed_s)
+        patch.setattr(PlacedRegion, "forward", forward)
+        yield
+
+
 def mesh_of(shape: Sequence[int]) -> DeviceMesh:
     """Return a mesh of CPUs."""
     return init_device_mesh("cpu", tuple(shape))
@@ -275,13 +304,25 @@ def least_bytes(
     name: str, batch: torch.Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float64, **options: object
 ) -> int:
     """Return the smallest budget under which a step of the model called `name` trains its whole batch, as the error
-    names it."""
+    names it.
+
+    It takes a capture to know, so it is kept in a file for other processes of the same run of tests. All ranks look for
+    the file before the first of them writes it: a capture ends when all have captured.
+    """
+    asked = [name, list(batch.shape), list(shape), str(dtype), str(torch.get_default_device()), sorted(options.items())]
+    text = json.dumps(asked, default=str)
+    kept = Path(os.environ["ELIXIR_CACHE_DIR"], "..", f"least-{hashlib.sha256(text.encode()).hexdigest()}").resolve()
+    if kept.exists():
+        return int(kept.read_text(encoding="ascii"))
     pair = pair_of(name, shape, dtype=dtype, **{**options, "device_memory": 1, "micro_batches": 1})
-    try:
+    with pytest.raises(elixir.NoFeasiblePlan) as caught:
         pair.compiled(own_rows(batch))
-    except elixir.NoFeasiblePlan as error:
-        return error.needed_bytes
-    raise AssertionError("a budget of one byte was enough")
+    distributed.barrier()
+    if distributed.get_rank() == 0:
+        written = kept.with_suffix(".part")
+        written.write_text(str(caught.value.needed_bytes), encoding="ascii")
+        written.rename(kept)
+    return caught.value.needed_bytes
 
 
 def homes(model: nn.Module) -> dict[str, list[str]]:

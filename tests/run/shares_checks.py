@@ -23,15 +23,13 @@ import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops.shards import Portion, TensorAxis, new_portion, own_shard, rows_of
 from elixir_compile.graph.ops.shards import full as full_of_shards
-from elixir_compile.ir import Lane
 from elixir_compile.ir.share import Share
 from elixir_compile.optim.guard import watch
 from elixir_compile.runtime.distributed.ranks import Ranks
-from elixir_compile.runtime.lowering import PlacedRegion
 from elixir_compile.session.cast_and_shard import ranks_of
 from tests.run import ranks_checks
 from tests.run.processes import in_turn
-from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of
+from tests.run.ranks_training import adamw, compiled_with, full, hybrid, mesh_of, slower
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What `test_unequal_shares` asks of three real ranks that train unequal numbers of rows; see `processes.spawn`.
@@ -225,26 +223,12 @@ def warns_of_other_rows(rank: int, world_size: int) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `test_unequal_shares` asks of real ranks of which one is slower for each row, **emulated** by sleeping.
+# What `test_unequal_shares` asks of real ranks of which one is slower for each row, **emulated** by a clock that jumps.
 
 
 STEPS, TAKEN_BATCH = 14, 16
-ROW_S = 0.03
-"""Seconds that a region of the slow rank sleeps for each of its rows; of the others a third. A step takes 25 to 60 ms
-besides, which would hide what other rows gain if the sleeps were as short."""
-
-
-def sleeping(rank: int, rows: list[int]) -> Any:
-    """Return a forward of regions that sleeps for each of the `rows` of the present batch, within the seconds that
-    count as compute."""
-    run = PlacedRegion.forward
-
-    def slow(region: PlacedRegion, box: list[Any]) -> Any:
-        with region._ledger.span(Lane.COMPUTE, region._label, times=0):
-            time.sleep(ROW_S * rows[0] / (1 if rank == 1 else 3))
-        return run(region, box)
-
-    return slow
+ROW_S = 3.0
+"""Emulated seconds that a region of the slow rank computes for each of its rows; of the others a third."""
 
 
 class Lines(logging.Handler):
@@ -279,8 +263,7 @@ def takes(rank: int, world_size: int, rows: Sequence[int], has_shares: bool) -> 
     alone = elixir.ShareSampler(len(data), shares_of([TAKEN_BATCH]), rank=0, seed=0)
     found: dict[str, Any] = {"rows": [], "step_s": [], "grads": 0.0, "losses": 0.0}
     present = [0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlacedRegion, "forward", sleeping(rank, present))
+    with slower(lambda: ROW_S * present[0] / (1 if rank == 1 else 3)):
         for own, whole in zip(sampler, alone, strict=True):
             present[0] = len(own)
             began_s = time.perf_counter()

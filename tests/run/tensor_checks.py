@@ -70,7 +70,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A tiny transformer that returns the loss of the next word."""
 
-    def __init__(self, num_layers: int = 2) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(NUM_WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(num_layers))
@@ -86,10 +86,10 @@ class Decoder(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def decoder(dtype: torch.dtype = torch.float64, *, seed: int = 0) -> Decoder:
+def decoder(dtype: torch.dtype = torch.float64, *, seed: int = 0, num_layers: int = 1) -> Decoder:
     """Return a decoder, whose weights depend on the seed alone."""
     torch.manual_seed(seed)
-    return Decoder().to(dtype)
+    return Decoder(num_layers).to(dtype)
 
 
 def linear_plan() -> dict[str, ParallelStyle]:
@@ -156,13 +156,11 @@ def axes(world_size: int, shape: list[int] | None) -> tuple[DeviceMesh, DeviceMe
     return mesh["tensor"], mesh["data"]
 
 
-def prepared(
-    world_size: int, shape: list[int] | None, plan: str, dtype: torch.dtype = torch.float64, **how: Any
-) -> Any:
+def prepared(world_size: int, shape: list[int] | None, plan: str, num_layers: int = 1) -> Any:
     """Return a decoder, parallel by `plan` and prepared on a mesh of `shape`; each rank makes other weights first."""
     tensor, data = axes(world_size, shape)
-    model = parallel(decoder(dtype, seed=distributed.get_rank()), tensor, plan)
-    return elixir.prepare(model, mesh=data, **how)
+    model = parallel(decoder(seed=distributed.get_rank(), num_layers=num_layers), tensor, plan)
+    return elixir.prepare(model, mesh=data)
 
 
 def own_rows(rows: torch.Tensor, data: DeviceMesh | None) -> torch.Tensor:
@@ -173,18 +171,18 @@ def own_rows(rows: torch.Tensor, data: DeviceMesh | None) -> torch.Tensor:
 def trains(rank: int, world_size: int, how: dict[str, Any]) -> dict[str, Any]:
     """Train on the mesh `shape` by `plan`, and the same by one process; return how far they are apart.
 
-    `how` may also name `options`, `tightness`, and who clips: `clip`, "torch" or "elixir".
+    `how` may also name `num_layers`, `options`, `tightness`, and who clips: `clip`, "torch" or "elixir".
     """
-    shape, plan = how.get("shape"), how.get("plan", "linear")
+    shape, plan, num_layers = how.get("shape"), how.get("plan", "linear"), how.get("num_layers", 2)
     options = dict(how.get("options", {}))
     if "tightness" in how:
-        options["device_memory"] = int(how["tightness"] * _least_bytes(world_size, shape, plan, options))
+        options["device_memory"] = int(how["tightness"] * _least_bytes(world_size, shape, plan, num_layers, options))
     steps = [batch(number % 3) for number in range(16)]
     torch._dynamo.reset()
     gc.collect()
     with Resident() as resident:
         before_bytes = resident.nbytes
-    model = prepared(world_size, shape, plan)
+    model = prepared(world_size, shape, plan, num_layers)
     own, mesh = compiled_with(model, **options), axes(world_size, shape)[1]
     optimizer = hybrid(model.parameters())
     losses, norms = [], []
@@ -214,7 +212,7 @@ def trains(rank: int, world_size: int, how: dict[str, Any]) -> dict[str, Any]:
         least_bytes = min(least_bytes, peak_bytes - before_bytes)
         if number > 2 and _on_all(holds_as_planned(least_bytes, made)):
             break
-    double = decoder(seed=0)
+    double = decoder(num_layers=num_layers)
     expected = _trained_alone(double, steps[: len(losses)], 1 if mesh is None else mesh.size())
     state, other = model.state_dict(), double.state_dict()
     assert list(state) == list(other)
@@ -257,8 +255,8 @@ def _peak_bytes(model: nn.Module, step: Callable[[], None]) -> int:
     return elixir.measure_step(step, device="cpu").device_peak_bytes - texts_bytes
 
 
-def _least_bytes(world_size: int, shape: list[int] | None, plan: str, options: dict[str, Any]) -> int:
-    model = prepared(world_size, shape, plan)
+def _least_bytes(world_size: int, shape: list[int] | None, plan: str, num_layers: int, options: dict[str, Any]) -> int:
+    model = prepared(world_size, shape, plan, num_layers)
     compiled = compiled_with(model, **{"micro_batches": 1, **options, "device_memory": 1})
     with pytest.raises(elixir.NoFeasiblePlan) as caught:
         compiled(own_rows(batch(), axes(world_size, shape)[1]))

@@ -1,7 +1,6 @@
 """Ranks whose graphs or whose memory differ train as one process does."""
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import elixir_compile
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of, model_of
-from elixir_compile.ir import Lane, Plan, Saving, Tier, Verb
+from elixir_compile.ir import Plan, Saving, Tier, Verb
 from elixir_compile.runtime.distributed.control import new_control_channel
 from elixir_compile.runtime.distributed.errors import RanksDiffer
-from elixir_compile.runtime.lowering import PlacedRegion
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.ranks import IN_STEP, plan_classes
 from elixir_compile.session import agreement as unequal
@@ -28,7 +26,7 @@ from elixir_compile.session.machine import num_sharing_host
 from elixir_compile.step.structure import collectives_of
 from tests.run.distributed.test_agreement import greedy, outcome, question
 from tests.run.processes import spawn
-from tests.run.ranks_training import NUM_WORDS, Pair, batches, full, gpt2, pair_of
+from tests.run.ranks_training import NUM_WORDS, Pair, batches, full, gpt2, pair_of, slower
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `in_step`: ranks whose graphs differ train as one process does that runs the batches of all and takes the mean.
@@ -405,22 +403,13 @@ def suggests(rank: int, world_size: int) -> list[str]:
     logging.getLogger("elixir_compile").addHandler(lines)
     logging.getLogger("elixir_compile").setLevel(logging.INFO)
     pair = pair_of("odd", [world_size], report=True)
-    run = PlacedRegion.forward
-    with pytest.MonkeyPatch.context() as patch:
-        if rank:
-
-            def slow(region: PlacedRegion, box: list[Any]) -> Any:
-                with region._ledger.span(Lane.COMPUTE, region._label, times=0):
-                    time.sleep(0.05)
-                return run(region, box)
-
-            patch.setattr(PlacedRegion, "forward", slow)
+    with slower(lambda: 5.0 * rank):
         trained(pair, batches(9))
     return [line for line in lines.said if line.startswith("uneven")]
 
 
 def test_other_rows_are_suggested_once_if_a_rank_is_slower(tmp_path: Path) -> None:
-    """Emulated: rank 1 sleeps in each region."""
+    """Emulated: the clock of rank 1 jumps in each region."""
     first, second = spawn(suggests, 2, folder=tmp_path, limit_s=400)
     assert second == []  # one rank writes
     (line,) = first

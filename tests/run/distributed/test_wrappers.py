@@ -181,7 +181,8 @@ def assert_trained_as_one(found: list[dict[str, Any]]) -> None:
 
 
 def test_two_ranks_of_a_tensor_axis(tmp_path: Path) -> None:
-    checks = ["trains", {"tightness": 1.05}], ["equals_torch", "linear"], ["loads_blocks", None, str(tmp_path)]
+    how = {"num_layers": 1, "options": {"device_memory": 1_020_000}}  # 0.97 MB would do, and all of it takes 2.7 MB
+    checks = ["trains", how], ["equals_torch", "linear"], ["loads_blocks", None, str(tmp_path)]
     trained, same, loaded, refused = all_of(2, tmp_path, *checks, ["refuses"])
     assert_trained_as_one(trained)
     assert "host" in trained[0]["optim"]

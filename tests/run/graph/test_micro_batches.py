@@ -31,12 +31,12 @@ SIZES = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id"
 def language_model(kind: str) -> nn.Module:
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=2, n_embd=64, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SIZES
+            n_layer=1, n_embd=64, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SIZES
         )
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             hidden_size=64,
             num_attention_heads=4,
             num_key_value_heads=2,
