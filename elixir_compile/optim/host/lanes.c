@@ -1,5 +1,10 @@
-/* The step of split masters and of bf16 weights without a master, rounded with noise, in AVX-512, with the bits of
-   `update`, `encode_block` and `encode_bf16`, which gcc 12 leaves at a half to a third of this rate. Compiled behind `moments.c`.
+/* The step of moments in fewer bytes in AVX-512, whatever holds the weights, with the bits of `update`, `encode_block` and
+   `encode_bf16`. Compiled behind `moments.c`.
+
+   gcc 12 vectorises the loops of those functions, and even a single loop over all of them takes 1.5 times the time of
+   this: two shifts and a conversion for each bf16 where one unpacking does, a shift for each that is packed where the
+   packing can take the upper words, and a test for NaN of every value. Here one test of the weights stands for all: a
+   moment that is NaN makes its weight NaN.
 
    64 elements are four vectors of fp32. Unpacking the low and the high words of 16-bit arrays sets their order, which
    all arrays then share:
@@ -47,11 +52,22 @@ INLINE void load_fp32(Four to, const float *from) {
     }
 }
 
-/* Store the words of each lane that `words` names. */
-INLINE void store_words(uint16_t *to, const Four from, __m512i words) {
-    for (int half = 0; half < 2; ++half)
-        _mm512_storeu_si512(to + 32 * half, _mm512_permutex2var_epi16(BITS(from[2 * half]), words,
-                                                                      BITS(from[2 * half + 1])));
+INLINE void store_fp32(float *to, const Four from) {
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int half = 0; half < 2; ++half) {
+        const __m512i even = BITS(from[2 * half]), odd = BITS(from[2 * half + 1]);
+        _mm512_storeu_si512(to + 32 * half, _mm512_permutex2var_epi64(even, low, odd));
+        _mm512_storeu_si512(to + 32 * half + 16, _mm512_permutex2var_epi64(even, high, odd));
+    }
+}
+
+/* Store the words of each lane that `words` names; past the caches if `is_past`, which needs alignment: see `put`. */
+INLINE void store_words(uint16_t *to, const Four from, __m512i words, const int is_past) {
+    for (int half = 0; half < 2; ++half) {
+        const __m512i found = _mm512_permutex2var_epi16(BITS(from[2 * half]), words, BITS(from[2 * half + 1]));
+        if (is_past) _mm512_stream_si512((void *)(to + 32 * half), found);
+        else _mm512_storeu_si512(to + 32 * half, found);
+    }
 }
 
 /* The bytes at bit `at` of each lane, in natural order. */
@@ -113,26 +129,68 @@ INLINE void encode_lanes(uint8_t *codes, uint8_t *root_codes, const float *first
 /* -- the update ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint16_t *param;       /* the high halves, or all there is of the weights */
-    int16_t *low;          /* NULL without a master */
+    Weights weights;
     const uint16_t *grad;  /* in bf16; NULL if `slope` is used */
     const float *slope;
 } Group;
 
-/* Step the weights of `group` with `second` (its root if `keeps_root`) and `first`, which become the new moments. Return
-   whether a weight, and so maybe a moment, is NaN. */
+/* The group that begins at element `at` of `all`, whose weights have the form `form`. */
+INLINE Group group_at(Group all, size_t at, const int form) {
+    if (form == SPLIT_MASTER) all.weights.values = (int16_t *)all.weights.values + at;
+    else if (form != BF16_ALONE) all.weights.values = (float *)all.weights.values + at;
+    if (form != MASTER) all.weights.param += at;
+    if (all.grad) all.grad += at;
+    if (all.slope) all.slope += at;
+    return all;
+}
+
+/* Store the stepped weights of `group`; those in bf16 alone are rounded with noise from the moments. */
+INLINE void store_weights(Group group, Four weight, const Four first, const Four second, __m512i key, int has_nan,
+                          const int form) {
+    const __m512i flip = _mm512_set1_epi16((short)0x8000), low_words = _mm512_load_si512(LOW_WORDS);
+    const __m512i high_words = _mm512_add_epi16(low_words, _mm512_set1_epi16(1));
+    int16_t *const lows = group.weights.values;
+    if (form == SPLIT_MASTER) {
+        EACH weight[j] = FLOATS(_mm512_add_epi32(BITS(weight[j]), ALL(0x8000)));
+        for (int half = 0; half < 2; ++half) {
+            const __m512i even = BITS(weight[2 * half]), odd = BITS(weight[2 * half + 1]);
+            const __m512i low = _mm512_permutex2var_epi16(even, low_words, odd);
+            _mm512_storeu_si512(lows + 32 * half, _mm512_xor_si512(low, flip));
+        }
+    } else if (form == BF16_ALONE)
+        EACH {
+            const __m512i noise = _mm512_xor_si512(noise_lanes(first[j], second[j], key), BITS(weight[j]));
+            const __m512i up = _mm512_srli_epi32(_mm512_mullo_epi32(noise, ALL(0x85ebca77u)), 16);
+            weight[j] = bf16_lanes(weight[j], up, has_nan);
+        }
+    else store_fp32(group.weights.values, weight);
+    if (form == MASTER_AND_BF16) { /* rounded, ties to even */
+        EACH {
+            const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(BITS(weight[j]), 16), ALL(1));
+            weight[j] = FLOATS(_mm512_add_epi32(BITS(weight[j]), _mm512_add_epi32(odd, ALL(0x7fff))));
+        }
+        if ((uintptr_t)group.weights.param % 64 == 0) store_words(group.weights.param, weight, high_words, 1);
+        else store_words(group.weights.param, weight, high_words, 0);
+    } else if (form != MASTER) store_words(group.weights.param, weight, high_words, 0);
+}
+
+/* Step the weights of `group`, which have the form `form`, with `first` and `second` (its root if `keeps_root`), which
+   become the new moments. Return whether a weight, and so maybe a moment, is NaN. */
 INLINE int step_group(Group group, Four first, Four second, const Coefficients *k, __m512i key, const int keeps_root,
-                      const int is_split) {
+                      const int form) {
     Four weight, grad;
     const __m512i flip = _mm512_set1_epi16((short)0x8000);
+    uint16_t *const param = group.weights.param;
+    int16_t *const lows = group.weights.values;
     if (group.grad) load_bf16(grad, group.grad);
     else load_fp32(grad, group.slope);
-    if (is_split) { /* the low half is signed: with its sign flipped it is 0x8000 too large, and no carry is needed */
-        const __m512i low0 = _mm512_loadu_si512(group.low), low1 = _mm512_loadu_si512(group.low + 32);
-        unpack(weight, _mm512_xor_si512(low0, flip), _mm512_loadu_si512(group.param), _mm512_xor_si512(low1, flip),
-               _mm512_loadu_si512(group.param + 32));
+    if (form == SPLIT_MASTER) { /* the low half is signed: with its sign flipped it is 0x8000 too large, without a carry */
+        const __m512i low0 = _mm512_loadu_si512(lows), low1 = _mm512_loadu_si512(lows + 32);
+        unpack(weight, _mm512_xor_si512(low0, flip), _mm512_loadu_si512(param), _mm512_xor_si512(low1, flip),
+               _mm512_loadu_si512(param + 32));
         EACH weight[j] = FLOATS(_mm512_sub_epi32(BITS(weight[j]), ALL(0x8000)));
-    } else load_bf16(weight, group.param);
+    } else if (form == BF16_ALONE) load_bf16(weight, param);
+    else load_fp32(weight, group.weights.values);
     EACH {
         const __m512 slope = _mm512_mul_ps(grad[j], _mm512_set1_ps(k->grad_factor));
         first[j] = _mm512_fmadd_ps(slope, _mm512_set1_ps(k->one_minus_beta1),
@@ -151,36 +209,22 @@ INLINE int step_group(Group group, Four first, Four second, const Coefficients *
     if (__builtin_expect(has_nan, 0))
         EACH weight[j] = _mm512_mask_mov_ps(weight[j], _mm512_cmp_ps_mask(weight[j], weight[j], _CMP_UNORD_Q),
                                             FLOATS(ALL(0x7fc00000)));
-    const __m512i low_words = _mm512_load_si512(LOW_WORDS);
-    if (is_split) {
-        EACH weight[j] = FLOATS(_mm512_add_epi32(BITS(weight[j]), ALL(0x8000)));
-        for (int half = 0; half < 2; ++half) {
-            const __m512i even = BITS(weight[2 * half]), odd = BITS(weight[2 * half + 1]);
-            const __m512i low = _mm512_permutex2var_epi16(even, low_words, odd);
-            _mm512_storeu_si512(group.low + 32 * half, _mm512_xor_si512(low, flip));
-        }
-    } else
-        EACH {
-            const __m512i noise = _mm512_xor_si512(noise_lanes(first[j], second[j], key), BITS(weight[j]));
-            const __m512i up = _mm512_srli_epi32(_mm512_mullo_epi32(noise, ALL(0x85ebca77u)), 16);
-            weight[j] = bf16_lanes(weight[j], up, has_nan);
-        }
-    store_words(group.param, weight, _mm512_add_epi16(low_words, _mm512_set1_epi16(1)));
+    store_weights(group, weight, first, second, key, has_nan, form);
     return has_nan;
 }
 
 INLINE void step_bf16_group(Group group, uint16_t *exp_avg, uint16_t *exp_avg_sq, const Coefficients *k, __m512i key,
-                            const int is_split) {
+                            const int form) {
     Four first, second;
     const __m512i high_words = _mm512_add_epi16(_mm512_load_si512(LOW_WORDS), _mm512_set1_epi16(1));
     load_bf16(first, exp_avg), load_bf16(second, exp_avg_sq);
-    const int has_nan = step_group(group, first, second, k, key, 0, is_split);
+    const int has_nan = step_group(group, first, second, k, key, 0, form);
     EACH {
         const __m512i noise = noise_lanes(first[j], second[j], key);
         first[j] = bf16_lanes(first[j], _mm512_and_si512(noise, ALL(0xffff)), has_nan);
         second[j] = bf16_lanes(second[j], _mm512_srli_epi32(noise, 16), has_nan);
     }
-    store_words(exp_avg, first, high_words), store_words(exp_avg_sq, second, high_words);
+    store_words(exp_avg, first, high_words, 0), store_words(exp_avg_sq, second, high_words, 0);
 }
 
 /* A block that is updated and not yet encoded. */
@@ -191,16 +235,14 @@ typedef struct {
 
 /* Step a whole block of 128 elements whose group is the first, but for its codes and scales. */
 INLINE void update_block(Updated *to, Group group, const uint8_t *codes, const uint8_t *root_codes, float scale,
-                         float root_scale, const Coefficients *k, __m512i key, const int is_split) {
+                         float root_scale, const Coefficients *k, __m512i key, const int form) {
     __m512i most = _mm512_setzero_si512(), most_root = _mm512_setzero_si512();
     for (int at = 0; at < BLOCK; at += GROUP) {
         Four first, second;
         decode_lanes(first, codes + at, scale, 0);
         decode_lanes(second, root_codes + at, root_scale, 1);
         EACH second[j] = _mm512_mul_ps(second[j], second[j]);
-        const Group here = {group.param + at, is_split ? group.low + at : NULL, group.grad ? group.grad + at : NULL,
-                            group.slope + at};
-        step_group(here, first, second, k, key, 1, is_split);
+        step_group(group_at(group, at, form), first, second, k, key, 1, form);
         EACH {
             most = _mm512_max_epu32(most, _mm512_and_si512(BITS(first[j]), ALL(0x7fffffff)));
             most_root = _mm512_max_epu32(most_root, _mm512_and_si512(BITS(second[j]), ALL(0x7fffffff)));
@@ -220,35 +262,41 @@ INLINE void encode_updated(const Reduced *moments, const Updated *from, size_t s
     finish(root_codes, moments->exp_avg_sq_scale + start / BLOCK, from->root_scale, BLOCK);
 }
 
-/* Step `n` elements, a multiple of BLOCK, of split masters, or of bf16 weights if `low` is NULL. A block is encoded after
-   the update of the next one, which runs while the scales of the first are found. */
+/* Step `n` elements, a multiple of BLOCK, whose weights have the form `weights`; the first is the first of `all` and the
+   element `start` of the moments. A block is encoded after the update of the next one, which runs while the scales of the
+   first are found. */
 INLINE void step_all(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *given,
-                     const int form, const int is_split) {
+                     const int form, const int weights) {
     const Coefficients own = *given, *k = &own; /* no store may change them, so they stay in registers */
     const __m512i key = ALL(moments->key);
-    Updated updated[2];
-    size_t at = start, index = 0;
-    for (; at < start + n; at += form == BFLOAT16 ? GROUP : BLOCK, ++index) {
-        const Group group = {all.param + at, is_split ? all.low + at : NULL, all.grad ? all.grad + at : NULL,
-                             all.slope + (at - start)};
-        if (form == BFLOAT16) {
-            step_bf16_group(group, (uint16_t *)moments->exp_avg + at, (uint16_t *)moments->exp_avg_sq + at, k, key,
-                            is_split);
-            continue;
-        }
-        update_block(&updated[index & 1], group, (uint8_t *)moments->exp_avg + at, (uint8_t *)moments->exp_avg_sq + at,
-                     moments->exp_avg_scale[at / BLOCK], moments->exp_avg_sq_scale[at / BLOCK], k, key, is_split);
-        if (index) encode_updated(moments, &updated[~index & 1], at - BLOCK, key);
+    if (form == BFLOAT16) {
+        for (size_t at = 0; at < n; at += GROUP)
+            step_bf16_group(group_at(all, at, weights), (uint16_t *)moments->exp_avg + start + at,
+                            (uint16_t *)moments->exp_avg_sq + start + at, k, key, weights);
+        return;
     }
-    if (form != BFLOAT16 && index)
-        encode_updated(moments, &updated[~index & 1], at - BLOCK, key);
+    Updated updated[2];
+    size_t index = 0;
+    for (size_t at = 0; at < n; at += BLOCK, ++index) {
+        const size_t here = start + at;
+        update_block(&updated[index & 1], group_at(all, at, weights), (uint8_t *)moments->exp_avg + here,
+                     (uint8_t *)moments->exp_avg_sq + here, moments->exp_avg_scale[here / BLOCK],
+                     moments->exp_avg_sq_scale[here / BLOCK], k, key, weights);
+        if (index) encode_updated(moments, &updated[~index & 1], here - BLOCK, key);
+    }
+    if (index) encode_updated(moments, &updated[~index & 1], start + n - BLOCK, key);
 }
 
 static void step_lanes(Group all, const Reduced *moments, size_t start, size_t n, const Coefficients *k) {
-    const int is_split = all.low != NULL, form = moments->form;
-    if (form == BFLOAT16 && is_split) step_all(all, moments, start, n, k, BFLOAT16, 1);
-    if (form == BFLOAT16 && !is_split) step_all(all, moments, start, n, k, BFLOAT16, 0);
-    if (form == INT8 && is_split) step_all(all, moments, start, n, k, INT8, 1);
-    if (form == INT8 && !is_split) step_all(all, moments, start, n, k, INT8, 0);
+    const int is_bf16 = moments->form == BFLOAT16;
+#define STEP(weights) is_bf16 ? step_all(all, moments, start, n, k, BFLOAT16, weights) \
+                              : step_all(all, moments, start, n, k, INT8, weights)
+    switch (all.weights.form) {
+    case MASTER_AND_BF16: STEP(MASTER_AND_BF16); break;
+    case SPLIT_MASTER: STEP(SPLIT_MASTER); break;
+    case BF16_ALONE: STEP(BF16_ALONE); break;
+    default: STEP(MASTER); /* the caller narrows fp32 to fp16 */
+    }
+#undef STEP
 }
 #endif

@@ -17,6 +17,15 @@ typedef struct {
     int form;
 } Reduced;
 
+/* How the weights of `reduced_adamw` are stored: fp32; fp32 and rounded in bf16 or fp16; split; or in bf16 alone. */
+typedef enum { MASTER, MASTER_AND_BF16, MASTER_AND_FP16, SPLIT_MASTER, BF16_ALONE } WeightForm;
+
+typedef struct {
+    void *values;    /* fp32 masters, or the int16 low halves of split masters; NULL if bf16 is all there is */
+    uint16_t *param; /* NULL for MASTER */
+    int form;
+} Weights;
+
 /* The bits of the least and the greatest magnitude that a block of first moments, or of roots, may have when it is
    decoded. Smaller blocks become zeros: scales, their inverses and squares of roots then keep their bits. Greater ones
    become NaN. 2^-90, 1.75 * 2^127; 2^-50, 2^63. */

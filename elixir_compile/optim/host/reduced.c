@@ -1,15 +1,6 @@
 /* One AdamW step with moments in fewer bytes: tiles of them become fp32 in the first-level cache, `update` runs on the
    tiles, and they are stored in their form again. Compiled behind `kernel.c` and `moments.c`. */
 
-/* How the weights of `reduced_adamw` are stored: fp32; fp32 and rounded in bf16 or fp16; split; or in bf16 alone. */
-typedef enum { MASTER, MASTER_AND_BF16, MASTER_AND_FP16, SPLIT_MASTER, BF16_ALONE } WeightForm;
-
-typedef struct {
-    void *values;    /* fp32 masters, or the int16 low halves of split masters; NULL if bf16 is all there is */
-    uint16_t *param; /* NULL for MASTER */
-    int form;
-} Weights;
-
 typedef struct {
     float slope[TILE], first[TILE], second[TILE], wide[TILE];
     uint16_t high[TILE] __attribute__((aligned(64)));
@@ -71,13 +62,16 @@ void reduced_adamw(Weights weights, Reduced moments, Gradient grad, size_t n, co
     Tiles tiles;
     size_t done = 0;
 #ifdef HAS_LANES
-    if (moments.form != FLOAT32 && (weights.form == SPLIT_MASTER || weights.form == BF16_ALONE)) {
-        const int is_split = weights.form == SPLIT_MASTER, is_direct = grad.kind == BF16;
-        Group all = {weights.param, is_split ? weights.values : NULL, is_direct ? grad.values : NULL, tiles.slope};
+    if (moments.form != FLOAT32) {
+        /* What has to be widened or narrowed in fp16 stays in the first-level cache between. */
+        const int is_tiled = grad.kind == FP16 || weights.form == MASTER_AND_FP16;
         for (size_t length; done + BLOCK <= n; done += length) {
-            length = is_direct ? n / BLOCK * BLOCK : n - done < TILE ? BLOCK : TILE;
-            if (!is_direct) all.slope = widened(tiles.slope, grad, done, length);
-            step_lanes(all, &moments, done, length, k);
+            length = !is_tiled ? n / BLOCK * BLOCK : n - done < TILE ? BLOCK : TILE;
+            Group rest = group_at((Group){weights, grad.kind == BF16 ? grad.values : NULL, NULL}, done, weights.form);
+            if (!rest.grad) rest.slope = widened(tiles.slope, grad, done, length);
+            step_lanes(rest, &moments, done, length, k);
+            if (weights.form == MASTER_AND_FP16)
+                narrow_fp16(weights.param + done, (float *)weights.values + done, length);
         }
     }
 #endif
