@@ -9,7 +9,7 @@ from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import MIB
 from elixir_compile.ir.bucket import Activations, Bucket, streamed_bytes
 from elixir_compile.ir.graph import Op
-from elixir_compile.ir.hardware import Cluster, DeviceProfile, Link, TensorRing
+from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link, TensorRing
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir.kinds import OpId, Tier
 
@@ -208,9 +208,9 @@ fused kernel: see `optim.adamw_rule`. On the host one pass does it all."""
 _NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "int8": 500}
 """Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
 torch's ops that decode, round and encode them, not measured on a device."""
-_NARROW_HOST_SECONDS = {"bfloat16": 0.82, "int8": 1.2}
-"""Seconds of the host pass with narrower moments over those of the pass with exact ones, on one thread: the codes of
-8 bits take more arithmetic than memory saves there. See `benchmarks/state_precision_rates.py`."""
+_ROUGH_OVER_FP32 = {"bfloat16": 0.82, "int8": 1.2}
+"""`FormPrice.over_fp32` by dtype of the moments where it was not measured: of one thread of a machine on which the
+arithmetic of 8-bit codes took longer than memory saved. See `benchmarks/state_precision_rates.py`."""
 _LEAST_STATE_WITH_MASTER_BYTES = 10
 """Of an element: two fp32 moments and an int16 low half."""
 
@@ -222,20 +222,34 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """
     if not bucket.trainable:
         return 0.0
-    numel = bucket.own_numel
     if tier is Tier.DEVICE:
         # What moves, over the bytes of the fused kernel for fp32.
         moved_bytes = ADAM_BYTES_PER_ELEMENT
         if bucket.state_dtype is not None:
             moved_bytes = _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype]
-        elif bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel:
+        elif _has_exact_master(bucket):
             moved_bytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, moved_bytes)
-        traffic = moved_bytes / ADAM_BYTES_PER_ELEMENT
-        return cluster.device.launch_s + numel * traffic / cluster.device.update_elements_per_s
+        over_fp32 = moved_bytes / ADAM_BYTES_PER_ELEMENT
+        if cluster.host.update_forms and not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
+            over_fp32 = _host_over_fp32(bucket, cluster.host)  # the same cores run the host's pass
+        return cluster.device.launch_s + bucket.own_numel * over_fp32 / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
-        share = 1.0 if bucket.state_dtype is None else _NARROW_HOST_SECONDS[bucket.state_dtype]
-        return share * numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
+        numel = _host_over_fp32(bucket, cluster.host) * bucket.own_numel
+        return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
+
+
+def _host_over_fp32(bucket: Bucket, host: HostProfile) -> float:
+    """Return the seconds of an update of `bucket` on the host over those of as many elements in fp32."""
+    if bucket.state_dtype is None and not _has_exact_master(bucket):
+        return 1.0
+    form = (bucket.dtype, bucket.state_dtype or "float32")
+    measured = (each.over_fp32 for each in host.update_forms if (each.dtype, each.state_dtype) == form)
+    return next(measured, 1.0 if bucket.state_dtype is None else _ROUGH_OVER_FP32[bucket.state_dtype])
+
+
+def _has_exact_master(bucket: Bucket) -> bool:
+    return bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
 
 
 def add_bytes(bucket: Bucket) -> int:

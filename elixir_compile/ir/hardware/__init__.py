@@ -3,6 +3,7 @@
 from elixir_compile.ir.hardware.cluster import (
     Cluster,
     DeviceProfile,
+    FormPrice,
     HostProfile,
     Link,
     Node,
@@ -37,6 +38,7 @@ __all__ = [
     "Cluster",
     "DeviceProfile",
     "Fleet",
+    "FormPrice",
     "HostProfile",
     "Link",
     "Node",

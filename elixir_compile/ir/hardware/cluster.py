@@ -86,6 +86,22 @@ class DeviceProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormPrice:
+    """What a host update of parameters and moments in these dtypes costs. The figure is over that of fp32, so it holds
+    when the rate of updates is corrected, or shared by ranks."""
+
+    dtype: str
+    """Of the parameters; those in 16 bits have fp32 masters."""
+    state_dtype: str
+    """Of the moments."""
+    over_fp32: float
+    """Seconds over those of as many elements of fp32 parameters with fp32 moments."""
+
+    def __post_init__(self) -> None:
+        require_positive(f"host update of {self.dtype} with {self.state_dtype} moments", over_fp32=self.over_fp32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostProfile:
     """The host, which can hold training state and update it."""
 
@@ -104,6 +120,8 @@ class HostProfile:
     """Rate of reads of large blocks from the disk for optimizer state; None if not measured."""
     disk_write_bytes_per_s: float | None = None
     """Rate of writes of large blocks; None if not measured."""
+    update_forms: tuple[FormPrice, ...] = field(default=(), metadata=LEFT_OUT)
+    """The prices of updates whose parameters or moments are not fp32, as far as they were measured."""
 
     def __post_init__(self) -> None:
         require_positive(

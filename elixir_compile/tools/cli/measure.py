@@ -136,6 +136,9 @@ def machine_table(cluster: Cluster) -> Table:
     table.add_row("Adam on the host", f"{_count(host.update_elements_per_s)}elements/s")
     if host.busy_update_elements_per_s is not None:
         table.add_row("  while copies run", f"{_count(host.busy_update_elements_per_s)}elements/s")
+    for form in host.update_forms:
+        elements_per_s = host.update_elements_per_s / form.over_fp32
+        table.add_row(f"  {form.dtype}, moments in {form.state_dtype}", f"{_count(elements_per_s)}elements/s")
     if host.disk_read_bytes_per_s is not None and host.disk_write_bytes_per_s is not None:
         rates = f"{_count(host.disk_read_bytes_per_s)}B/s read, {_count(host.disk_write_bytes_per_s)}B/s written"
         table.add_row("disk", rates)

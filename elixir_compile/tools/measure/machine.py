@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import distributed
@@ -27,9 +27,11 @@ from elixir_compile.base.process import num_usable_cores
 from elixir_compile.base.units import GIB, KIB, MIB
 from elixir_compile.compat.platforms import host_memory_bytes, memory_sizes_bytes, num_local_ranks, platform_of
 from elixir_compile.compat.platforms.host import as_update, update_threads
+from elixir_compile.graph.ops.optimizers import REST_DTYPES
 from elixir_compile.ir.hardware import (
     Cluster,
     Fleet,
+    FormPrice,
     Link,
     Node,
     fleet_of,
@@ -37,6 +39,9 @@ from elixir_compile.ir.hardware import (
     profile_for,
     with_like_seats,
 )
+from elixir_compile.optim.host import host_threads_for, mixed_adamw, split_adamw
+from elixir_compile.optim.host.passes import Extras
+from elixir_compile.optim.precision import MomentForm, num_scales
 from elixir_compile.runtime.bucket import Slab, aligned_bytes
 from elixir_compile.runtime.disk_store import DiskStore, staging_buffers
 from elixir_compile.runtime.distributed.ranks import messenger_of
@@ -376,12 +381,22 @@ _COPIES = 4
 _ADAMW: Any = {
     "amsgrad": False, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False,
 }  # fmt: skip
+_FORMS = [
+    (dtype, form)
+    for dtype in (torch.float32, *REST_DTYPES)
+    for form in MomentForm
+    if (dtype, form) != (torch.float32, MomentForm.FLOAT32)
+]
+"""The dtypes of parameters and the moments of host updates, but for those that are fp32 throughout."""
+_OVER_FP32 = "update.over_fp32."
 Allocate = Callable[[Sequence[tuple[int, ...]]], list[torch.Tensor]]
 
 
 def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return elements/s as `update.device`, `update.host`, and `update.busy_host` during copies in both directions."""
-    share_s = at_most_s / 3
+    """Return elements/s as `update.device`, `update.host`, and `update.busy_host` during copies in both directions; and
+    as `update.over_fp32.bfloat16.int8` the seconds of host updates in other dtypes of parameters and moments over those
+    of `update.host`."""
+    share_s = at_most_s / (3 + len(_FORMS))
     width = _WIDTHS[_kind(device)]
 
     def on_device(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -403,7 +418,16 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
     with beside(copies.h2d), beside(copies.d2h):
         busy_s = as_update(lambda: median_s(update, host, share_s), threads)
     numel = sum(torch.Size(shape).numel() for shape in _layer_shapes(width))
-    return {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
+    found = {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
+    scalars = {name: value for name, value in _ADAMW.items() if name != "amsgrad"}
+    parts = {each: _state_tensors(numel, *each) for each in _FORMS}
+    sizes_bytes = [sum(aligned_bytes(size * own.itemsize) for own, size in each) for each in parts.values()]
+    slab = Slab(_NUM_BUCKETS * max(sizes_bytes), pin=platform_of(device).has_own_memory)
+    for (dtype, form), tensors in parts.items():
+        narrow = _form_update(slab, tensors, **scalars, form=form, threads=host_threads_for(device))
+        form_s = as_update(partial(median_s, narrow, host, share_s), threads)
+        found[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"] = form_s / host_s
+    return found
 
 
 def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[], None]:
@@ -419,6 +443,39 @@ def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[]
     def update() -> None:
         params, grads, means, squares, steps = next(turns)
         adamw(params, grads, means, squares, [], steps, fused=True, **_ADAMW)
+
+    return update
+
+
+def _state_tensors(numel: int, dtype: torch.dtype, form: MomentForm) -> list[tuple[torch.dtype, int]]:
+    """Return dtype and elements of the tensors of a bucket of `numel` parameters in `dtype`, with fp32 masters if these
+    have 16 bits, and moments in `form`: parameter, gradient, moments, their scales and the rest of the masters."""
+    num_blocks = num_scales(numel) if form.has_scales else 0
+    rest = [(REST_DTYPES[dtype], numel)] if dtype in REST_DTYPES else []
+    return [*((own, numel) for own in (dtype, dtype, *form.dtypes)), *2 * [(torch.float32, num_blocks)], *rest]
+
+
+def _form_update(slab: Slab, parts: Sequence[tuple[torch.dtype, int]], **extras: Unpack[Extras]) -> Callable[[], None]:
+    """Return a function that updates the next of several buckets in `slab` at each call, as `HybridAdamW` does on the
+    host; `parts` are the tensors of a bucket."""
+    sizes_bytes = [aligned_bytes(numel * dtype.itemsize) for dtype, numel in parts] * _NUM_BUCKETS
+    offsets_bytes = accumulate(sizes_bytes, initial=0)
+    tensors = [
+        slab.tensor(dtype, (numel,), offset).fill_(0.01)
+        for (dtype, numel), offset in zip(parts * _NUM_BUCKETS, offsets_bytes, strict=False)
+    ]
+    turns = cycle([tensors[first : first + len(parts)] for first in range(0, len(tensors), len(parts))])
+
+    def update() -> None:
+        param, grad, mean, square, mean_scale, square_scale, *rest = next(turns)
+        if extras["form"].has_scales:
+            extras["exp_avg_scale"], extras["exp_avg_sq_scale"] = mean_scale, square_scale
+        if not rest:
+            mixed_adamw(param, mean, square, grad, None, 2, **extras)
+        elif rest[0].dtype == torch.int16:
+            split_adamw(*rest, mean, square, grad, param, 2, **extras)
+        else:
+            mixed_adamw(*rest, mean, square, grad, param, 2, **extras)
 
     return update
 
@@ -570,6 +627,14 @@ def _node(device: torch.device, rates: Mapping[str, float], num_local: int, sour
         memory_bytes_per_s=_rounded(num_local * rates["dram_bytes_per_s"]),
         update_elements_per_s=_rounded(num_local * rates["update.host"]),
         busy_update_elements_per_s=_rounded(num_local * min(rates["update.busy_host"], rates["update.host"])),
+        update_forms=tuple(
+            FormPrice(
+                dtype=str(dtype).removeprefix("torch."),
+                state_dtype=form.value,
+                over_fp32=_rounded(rates[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"]),
+            )
+            for dtype, form in _FORMS
+        ),
         source=source,
     )
     h2d, d2h = (

@@ -29,7 +29,7 @@ from elixir_compile.ir import (
     sizes,
 )
 from elixir_compile.ir.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, ring_s, update_s
-from elixir_compile.ir.hardware import Cluster, TensorRing, profile_for
+from elixir_compile.ir.hardware import Cluster, FormPrice, TensorRing, along_data, profile_for
 from elixir_compile.ir.kinds import Batched, Kernel, Kind
 from elixir_compile.tools.preview.few_layers import graph_of_line, line_of
 from tests.pure.strategies import Layer, chain, step_graphs, symbolic, symbolic_graphs
@@ -298,6 +298,37 @@ def test_ranks_of_a_node_share_the_host_and_update_their_shards() -> None:
     shared = replace(bucket(4000), shard_numels=(250,) * 4)
     assert copy_s(shared.shard_nbytes(), replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)) == 2 + 100
     assert update_s(shared, Tier.HOST, FOUR) == 1000 / CUDA.host.update_elements_per_s
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state_bytes", "state_dtype", "rough", "measured"),
+    [
+        ("float32", 8, None, 1.0, 1.0),
+        ("bfloat16", 10, None, 1.0, 0.75),
+        ("bfloat16", 4, None, 1.0, 1.0),  # without a master
+        ("bfloat16", 6, "bfloat16", 0.82, 0.5),
+        ("float32", 4, "bfloat16", 0.82, 0.82),  # no price
+        ("float32", 2, "int8", 1.2, 2.5),
+    ],
+)
+def test_a_host_update_has_the_price_of_its_form(
+    dtype: str, state_bytes: int, state_dtype: str | None, rough: float, measured: float
+) -> None:
+    """Of a rough machine and of one that measured three forms. Ranks that share the host keep the proportions. A device
+    that is the host's cores has the same price, beside the launch."""
+    numel, rate = 1000, CUDA.host.update_elements_per_s
+    one = replace(bucket(4 * numel), dtype=dtype, state_nbytes=state_bytes * numel, state_dtype=state_dtype)
+    forms = (("bfloat16", "float32", 0.75), ("bfloat16", "bfloat16", 0.5), ("float32", "int8", 2.5))
+    prices = tuple(FormPrice(dtype=own, state_dtype=moments, over_fp32=over) for own, moments, over in forms)
+    node = replace(CUDA.nodes[0], host=replace(CUDA.host, update_forms=prices))
+    assert update_s(one, Tier.HOST, CUDA) == pytest.approx(rough * numel / rate)
+    assert update_s(one, Tier.HOST, Cluster(nodes=(node,))) == pytest.approx(measured * numel / rate)
+    four = Cluster(nodes=(replace(node, num_devices=4, peer=CUDA.h2d),))
+    assert update_s(one, Tier.HOST, along_data(four, 4)) == pytest.approx(4 * measured * numel / rate)
+    assert update_s(one, Tier.DEVICE, Cluster(nodes=(node,))) == update_s(one, Tier.DEVICE, CUDA)
+    copy = replace(node.h2d, overlaps_compute=False)
+    device_s = update_s(one, Tier.DEVICE, Cluster(nodes=(replace(node, h2d=copy, d2h=copy),)))
+    assert device_s == pytest.approx(node.device.launch_s + measured * numel / node.device.update_elements_per_s)
 
 
 def test_measured_seconds_are_divided_in_proportion_to_the_roofline() -> None:

@@ -18,6 +18,7 @@ from elixir_compile.base.units import GIB
 from elixir_compile.ir.hardware import (
     Cluster,
     DeviceProfile,
+    FormPrice,
     HostProfile,
     Link,
     Node,
@@ -302,6 +303,9 @@ HOSTS = st.builds(
     update_elements_per_s=RATES,
     source=st.text(),
     busy_update_elements_per_s=st.none() | RATES,
+    update_forms=st.lists(
+        st.builds(FormPrice, dtype=st.text(), state_dtype=st.text(), over_fp32=RATES), max_size=3
+    ).map(tuple),
 )
 NODES = st.builds(Node, device=DEVICES, host=HOSTS, h2d=LINKS, d2h=LINKS, peer=LINKS, num_devices=st.integers(1, 9))
 CLUSTERS = st.builds(
@@ -328,6 +332,17 @@ def test_the_file_states_its_kind_and_format() -> None:
     data = json.loads(cluster_to_json(CLUSTER))
     assert (data["elixir"], data["format"]) == ("machine", 1)
     assert data["nodes"][0]["h2d"]["bytes_per_s"] == pytest.approx(20.65e9)
+
+
+def test_a_profile_without_prices_of_forms_is_as_it_was_before_they_were_measured() -> None:
+    host = json.loads(cluster_to_json(CLUSTER))["nodes"][0]["host"]
+    assert "update_forms" not in host
+    assert cluster_from_json(cluster_to_json(CLUSTER)).host.update_forms == ()
+    bad = [{"dtype": "float32", "state_dtype": "int8", "over_fp32": 0}]
+    with pytest.raises(
+        ProfileFileError, match=r"host\.update_forms\[0\]\.over_fp32: expected a positive finite number"
+    ):
+        cluster_from_json(changed([*HOST, "update_forms"], bad))
 
 
 def changed(path: list[str | int], value: Any) -> str:

@@ -351,7 +351,9 @@ def extras_of(moments: Moments, form: MomentForm) -> dict[str, Any]:
 class Case:
     """A parameter with random weights, moments in a form, and gradients."""
 
-    def __init__(self, numel: int, form: MomentForm, *, is_spoiled: bool = False) -> None:
+    def __init__(
+        self, numel: int, form: MomentForm, *, is_spoiled: bool = False, grad_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         self.form = form
         torch.manual_seed(numel)
         first, second = odd_moments(numel, seed=numel)
@@ -364,7 +366,7 @@ class Case:
                 else reference_encode(first.numpy(), second.numpy(), form, noise_key(1, 1))
             )
         self.master = torch.randn(numel)
-        self.grad = (torch.randn(numel) * 0.01).bfloat16()
+        self.grad = (torch.randn(numel) * 0.01).to(grad_dtype)
         if is_spoiled:
             self.grad[3], self.grad[numel // 2], self.grad[numel - 1] = math.nan, math.inf, 3e38
             self.master[7], self.master[11] = math.inf, 3.4e38
@@ -376,9 +378,7 @@ class Case:
         if kind == "bf16 alone":
             return bf16_adamw, [self.master.bfloat16()]
         if kind == "split":
-            high, low = torch.empty_like(self.grad), torch.empty(len(self.grad), dtype=torch.int16)
-            flat_step.split(self.master, high, low)
-            return split_adamw, [low, high]
+            return split_adamw, list(reversed(split_of(self.master)))
         if kind == "fp32":
             return mixed_adamw, [self.master.clone()]
         dtype = torch.bfloat16 if kind == "master and bf16" else torch.float16
@@ -445,16 +445,39 @@ def test_a_pass_is_the_exact_pass_between_the_formulas(form: MomentForm, kind: s
         check(Case(numel, form), kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("form", REDUCED)
+def test_gradients_that_are_not_bf16(form: MomentForm, dtype: torch.dtype) -> None:
+    """Those in fp16 are widened tile by tile, those in fp32 are read in place."""
+    for kind in WEIGHTS:
+        for numel in (129, 128 * 21 + 77):
+            check(Case(numel, form, grad_dtype=dtype), kind)
+
+
+def test_a_rounded_parameter_may_begin_anywhere() -> None:
+    """Whole cache lines are stored past the caches, which needs alignment."""
+    case = Case(2000, MomentForm.BFLOAT16)
+    _, (_, wanted) = case.run("master and bf16")
+    moments, param = copied(case.moments), within(2000, torch.bfloat16, NAN)
+    pair = (moments.exp_avg, moments.exp_avg_sq)
+    mixed_adamw(case.master, *pair, case.grad, param, 3, **extras_of(moments, case.form))
+    assert torch.equal(bits_of(param), bits_of(wanted))
+    assert param._base.isnan().sum() == 6
+
+
 def test_bf16_weights_with_exact_moments() -> None:
     check(Case(1233, MomentForm.FLOAT32), "bf16 alone")
 
 
+@pytest.mark.parametrize("kind", ["fp32", "master and bf16", "split"])
 @pytest.mark.parametrize("form", REDUCED)
-def test_nan_infinity_and_the_largest_numbers(form: MomentForm) -> None:
+def test_nan_infinity_and_the_largest_numbers(form: MomentForm, kind: str) -> None:
     """Blocks with scales take the noise of finite values only. In bf16, so does a second moment beside a NaN."""
     case = Case(3072, form, is_spoiled=True)
-    moments, _ = case.run("split")
-    wanted, _ = case.wanted("split")
+    moments, tensors = case.run(kind)
+    wanted, weights = case.wanted(kind)
+    assert tensors[-1].isnan().any()
+    assert all(torch.equal(bits_of(found), bits_of(other)) for found, other in zip(tensors, weights, strict=True))
     if form is MomentForm.BFLOAT16:
         beside = moments.exp_avg.isnan() & ~moments.exp_avg_sq.isnan()
         for each in (moments, wanted):
@@ -477,7 +500,8 @@ def other_build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
 def test_other_processors_give_the_same_bits() -> None:
     for form in REDUCED:
         for numel in (768, 999):
-            check(Case(numel, form), "split")
+            for kind in ("master and bf16", "split"):
+                check(Case(numel, form), kind)
             check(Case(numel, form), "bf16 alone")
 
 

@@ -110,6 +110,13 @@ def test_a_measured_cpu_profile_is_plausible(measured: Cluster) -> None:
         assert 1e7 < elements_per_s < 1e11
     assert host.busy_update_elements_per_s is not None
     assert host.busy_update_elements_per_s <= host.update_elements_per_s
+    assert {(form.dtype, form.state_dtype) for form in host.update_forms} == {
+        (dtype, state_dtype)
+        for dtype in ("float32", "bfloat16", "float16")
+        for state_dtype in ("float32", "bfloat16", "int8")
+        if (dtype, state_dtype) != ("float32", "float32")
+    }
+    assert all(0.05 < form.over_fp32 < 50 for form in host.update_forms)
     assert 1e-8 < device.launch_s < 1e-3
     assert device.source == f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
 
@@ -353,7 +360,13 @@ def test_the_command_prints_the_profile_and_nothing_else(
     assert cluster_from_json(done.stdout) == cluster_from_json(saved.read_text()) == measured
     assert cached_machine(CPU) == measured
     shown = CliRunner().invoke(app, ["measure"])
-    for words in ("host to device", "Adam on the host", "matrix products, float32", "while copies run"):
+    for words in (
+        "host to device",
+        "Adam on the host",
+        "matrix products, float32",
+        "while copies run",
+        "moments in int8",
+    ):
         assert words in shown.stdout
 
 
