@@ -192,7 +192,7 @@ class Reduced(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
-    """The weights of a step that is not exact, as in `reduced.c`."""
+    """The weights of a step that is not exact, as in `moments.c`."""
 
     _fields_ = (("values", ctypes.c_void_p), ("param", ctypes.c_void_p), ("form", ctypes.c_int))
 
@@ -240,7 +240,7 @@ def run_reduced(library: ctypes.CDLL, given: FlatStep, coefficients: Coefficient
     """Run the step `given` with moments in fewer bytes, or without a master."""
     numel, key = given.weights.numel(), given.key
     is_alone = given.weights.dtype == torch.bfloat16
-    weight_form = 4 if is_alone else 0  # the enum `WeightForm` in `reduced.c`
+    weight_form = 4 if is_alone else 0  # the enum `WeightForm` in `moments.c`
     if not is_alone and given.param is not None:
         weight_form = 3 if given.is_split else 1 + KINDS[given.param.dtype]
 

@@ -1,5 +1,6 @@
 /* One AdamW step with moments in fewer bytes: tiles of them become fp32 in the first-level cache, `update` runs on the
-   tiles, and they are stored in their form again. Compiled behind `kernel.c` and `moments.c`. */
+   tiles, and they are stored in their form again. With AVX-512, `lanes.c` does whole blocks in registers instead.
+   Compiled behind `kernel.c`, `moments.c` and `lanes.c`. */
 
 typedef struct {
     float slope[TILE], first[TILE], second[TILE], wide[TILE];

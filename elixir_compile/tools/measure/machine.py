@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -379,7 +379,7 @@ _COPIES = 4
 """Parameters, gradients and two moments."""
 
 _ADAMW: Any = {
-    "amsgrad": False, "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False,
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 1e-2, "eps": 1e-8, "maximize": False,
 }  # fmt: skip
 _FORMS = [
     (dtype, form)
@@ -419,13 +419,11 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
         busy_s = as_update(lambda: median_s(update, host, share_s), threads)
     numel = sum(torch.Size(shape).numel() for shape in _layer_shapes(width))
     found = {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
-    scalars = {name: value for name, value in _ADAMW.items() if name != "amsgrad"}
     parts = {each: _state_tensors(numel, *each) for each in _FORMS}
     sizes_bytes = [sum(aligned_bytes(size * own.itemsize) for own, size in each) for each in parts.values()]
     slab = Slab(_NUM_BUCKETS * max(sizes_bytes), pin=platform_of(device).has_own_memory)
     for (dtype, form), tensors in parts.items():
-        narrow = _form_update(slab, tensors, **scalars, form=form, threads=host_threads_for(device))
-        form_s = as_update(partial(median_s, narrow, host, share_s), threads)
+        form_s = as_update(partial(median_s, _form_update(slab, tensors, form, device), host, share_s), threads)
         found[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"] = form_s / host_s
     return found
 
@@ -442,7 +440,7 @@ def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[]
 
     def update() -> None:
         params, grads, means, squares, steps = next(turns)
-        adamw(params, grads, means, squares, [], steps, fused=True, **_ADAMW)
+        adamw(params, grads, means, squares, [], steps, fused=True, amsgrad=False, **_ADAMW)
 
     return update
 
@@ -455,27 +453,26 @@ def _state_tensors(numel: int, dtype: torch.dtype, form: MomentForm) -> list[tup
     return [*((own, numel) for own in (dtype, dtype, *form.dtypes)), *2 * [(torch.float32, num_blocks)], *rest]
 
 
-def _form_update(slab: Slab, parts: Sequence[tuple[torch.dtype, int]], **extras: Unpack[Extras]) -> Callable[[], None]:
+def _form_update(
+    slab: Slab, parts: Sequence[tuple[torch.dtype, int]], form: MomentForm, device: torch.device
+) -> Callable[[], None]:
     """Return a function that updates the next of several buckets in `slab` at each call, as `HybridAdamW` does on the
-    host; `parts` are the tensors of a bucket."""
+    host of `device`; `parts` are the tensors of a bucket, whose moments are in `form`."""
     sizes_bytes = [aligned_bytes(numel * dtype.itemsize) for dtype, numel in parts] * _NUM_BUCKETS
-    offsets_bytes = accumulate(sizes_bytes, initial=0)
-    tensors = [
-        slab.tensor(dtype, (numel,), offset).fill_(0.01)
-        for (dtype, numel), offset in zip(parts * _NUM_BUCKETS, offsets_bytes, strict=False)
-    ]
+    pairs = zip([*parts] * _NUM_BUCKETS, accumulate(sizes_bytes, initial=0), strict=False)
+    tensors = [slab.tensor(dtype, (numel,), offset).fill_(0.01) for (dtype, numel), offset in pairs]
     turns = cycle([tensors[first : first + len(parts)] for first in range(0, len(tensors), len(parts))])
+    extras = Extras(**_ADAMW, form=form, threads=host_threads_for(device))
 
     def update() -> None:
         param, grad, mean, square, mean_scale, square_scale, *rest = next(turns)
-        if extras["form"].has_scales:
+        if form.has_scales:
             extras["exp_avg_scale"], extras["exp_avg_sq_scale"] = mean_scale, square_scale
         if not rest:
             mixed_adamw(param, mean, square, grad, None, 2, **extras)
-        elif rest[0].dtype == torch.int16:
-            split_adamw(*rest, mean, square, grad, param, 2, **extras)
-        else:
-            mixed_adamw(*rest, mean, square, grad, param, 2, **extras)
+            return
+        run = split_adamw if rest[0].dtype == torch.int16 else mixed_adamw
+        run(rest[0], mean, square, grad, param, 2, **extras)
 
     return update
 
