@@ -178,7 +178,7 @@ def test_updates_are_measured_with_the_threads_of_updates(monkeypatch: pytest.Mo
     monkeypatch.setattr(rates, "median_s", measured)
     monkeypatch.setitem(rates._WIDTHS, "host", 16)
     rates.measure_updates(CPU, 1.0)
-    assert num_threads == [usual, usual + 2, usual + 2]
+    assert num_threads == [usual, *[usual + 2] * (2 + len(rates._FORMS))]
     assert torch.get_num_threads() == usual
 
 
