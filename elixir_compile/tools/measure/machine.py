@@ -388,6 +388,8 @@ _FORMS = [
     if (dtype, form) != (torch.float32, MomentForm.FLOAT32)
 ]
 """The dtypes of parameters and the moments of host updates, but for those that are fp32 throughout."""
+_MOST_FORM_BYTES = 16
+"""Of an element in fp16: parameter and gradient, and master and moments in fp32."""
 _OVER_FP32 = "update.over_fp32."
 Allocate = Callable[[Sequence[tuple[int, ...]]], list[torch.Tensor]]
 
@@ -419,11 +421,11 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
         busy_s = as_update(lambda: median_s(update, host, share_s), threads)
     numel = sum(torch.Size(shape).numel() for shape in _layer_shapes(width))
     found = {"update.device": numel / device_s, "update.host": numel / host_s, "update.busy_host": numel / busy_s}
-    parts = {each: _state_tensors(numel, *each) for each in _FORMS}
-    sizes_bytes = [sum(aligned_bytes(size * own.itemsize) for own, size in each) for each in parts.values()]
-    slab = Slab(_NUM_BUCKETS * max(sizes_bytes), pin=platform_of(device).has_own_memory)
-    for (dtype, form), tensors in parts.items():
-        form_s = as_update(partial(median_s, _form_update(slab, tensors, form, device), host, share_s), threads)
+    nbytes = _NUM_BUCKETS * (_MOST_FORM_BYTES * numel + 4 * KIB)  # and what aligns their tensors
+    slab = Slab(nbytes, pin=platform_of(device).has_own_memory)
+    for dtype, form in _FORMS:
+        narrow = _form_update(slab, numel, dtype, form, device)
+        form_s = as_update(partial(median_s, narrow, host, share_s), threads)
         found[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"] = form_s / host_s
     return found
 
@@ -445,22 +447,17 @@ def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[]
     return update
 
 
-def _state_tensors(numel: int, dtype: torch.dtype, form: MomentForm) -> list[tuple[torch.dtype, int]]:
-    """Return dtype and elements of the tensors of a bucket of `numel` parameters in `dtype`, with fp32 masters if these
-    have 16 bits, and moments in `form`: parameter, gradient, moments, their scales and the rest of the masters."""
-    num_blocks = num_scales(numel) if form.has_scales else 0
-    rest = [(REST_DTYPES[dtype], numel)] if dtype in REST_DTYPES else []
-    return [*((own, numel) for own in (dtype, dtype, *form.dtypes)), *2 * [(torch.float32, num_blocks)], *rest]
-
-
 def _form_update(
-    slab: Slab, parts: Sequence[tuple[torch.dtype, int]], form: MomentForm, device: torch.device
+    slab: Slab, numel: int, dtype: torch.dtype, form: MomentForm, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that updates the next of several buckets in `slab` at each call, as `HybridAdamW` does on the
-    host of `device`; `parts` are the tensors of a bucket, whose moments are in `form`."""
-    sizes_bytes = [aligned_bytes(numel * dtype.itemsize) for dtype, numel in parts] * _NUM_BUCKETS
-    pairs = zip([*parts] * _NUM_BUCKETS, accumulate(sizes_bytes, initial=0), strict=False)
-    tensors = [slab.tensor(dtype, (numel,), offset).fill_(0.01) for (dtype, numel), offset in pairs]
+    host of `device`: `numel` parameters in `dtype`, with fp32 masters if that has 16 bits, and moments in `form`."""
+    num_blocks = num_scales(numel) if form.has_scales else 0
+    rest = [(REST_DTYPES[dtype], numel)] if dtype in REST_DTYPES else []
+    parts = [*((own, numel) for own in (dtype, dtype, *form.dtypes)), *2 * [(torch.float32, num_blocks)], *rest]
+    sizes_bytes = [aligned_bytes(size * own.itemsize) for own, size in parts] * _NUM_BUCKETS
+    pairs = zip(parts * _NUM_BUCKETS, accumulate(sizes_bytes, initial=0), strict=False)
+    tensors = [slab.tensor(own, (size,), offset).fill_(0.01) for (own, size), offset in pairs]
     turns = cycle([tensors[first : first + len(parts)] for first in range(0, len(tensors), len(parts))])
     extras = Extras(**_ADAMW, form=form, threads=host_threads_for(device))
 
