@@ -3,7 +3,7 @@
     $CC | cc | gcc | clang  +  C files  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
 
 The CPU is in the name because clusters are mixed and share home folders (DeepSpeed #5677: built on one node type, run
-on another). Compiling took 1.3 s of one core. Libraries in the cache are executed, so a file is used only if no other user could
+on another). Compiling took 1.1 s. Libraries in the cache are executed, so a file is used only if no other user could
 have written it.
 """
 
