@@ -1,6 +1,6 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
-from elixir_compile.ir.bucket import Activations, Bucket, Param, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Param, Placement, WholeUpdate
 from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
@@ -110,6 +110,7 @@ __all__ = [
     "Tier",
     "Update",
     "Verb",
+    "WholeUpdate",
     "fingerprint",
     "graph_at",
     "graph_from_json",

@@ -1,7 +1,7 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.base.codec import LEFT_OUT
@@ -11,8 +11,35 @@ from elixir_compile.ir.kinds import BucketId, GroupId, Kind, Saving, StorageId, 
 
 STATE_DTYPES = ("bfloat16", "int8")
 """The dtypes of moments that are narrower than fp32, from the most exact on."""
+NUM_WHOLE_ROOMS = 2
+"""Rooms on the device for parameters that are updated whole, one after another, with their state."""
 _REDUCED_BYTES = {"float32": 4}
 """The dtypes that may be a `reduce_dtype`, with their bytes per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeUpdate:
+    """What the update of a parameter takes, or those of all parameters of a bucket, if each reads its whole tensor."""
+
+    flops: int
+    moved_bytes: int
+    """Bytes that the ops of the update read and write in the memory beside which it runs."""
+    num_kernels: int
+    most_nbytes: int
+    """Bytes of the largest parameter."""
+    most_state_nbytes: int
+    """Bytes of the largest state of a parameter."""
+
+    @classmethod
+    def of_all(cls, each: Sequence["WholeUpdate"]) -> "WholeUpdate":
+        """Return what the updates of `each` take one after another."""
+        return cls(
+            flops=sum(one.flops for one in each),
+            moved_bytes=sum(one.moved_bytes for one in each),
+            num_kernels=sum(one.num_kernels for one in each),
+            most_nbytes=max(one.most_nbytes for one in each),
+            most_state_nbytes=max(one.most_state_nbytes for one in each),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +59,8 @@ class Param:
     """The dtype of the optimizer's moments if they are narrower than fp32: one of `STATE_DTYPES`."""
     narrower_nbytes: tuple[tuple[str, int], ...] = field(default=(), metadata=LEFT_OUT)
     """The dtypes of narrower moments that a plan may choose, each with the bytes of state under it."""
+    whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
+    """What its update takes if it reads the whole tensor; None if each element is updated by itself."""
     grad_nbytes: int = field(default=0, metadata=LEFT_OUT)
     """Bytes of the gradient after its reduce, over all ranks; 0 if nobody asks for them."""
     sum_nbytes: int = field(default=0, metadata=LEFT_OUT)
@@ -72,6 +101,8 @@ class Bucket:
     state_dtype: str | None = field(default=None, metadata=LEFT_OUT)
     """The dtype of the optimizer's moments if they are narrower than fp32: `bfloat16`, or `int8` with a scale for each
     block of values, which `state_nbytes` includes."""
+    whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
+    """What the updates of its parameters take if each reads a whole tensor; None if each element is updated alone."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
     rank: int = field(default=0, compare=False, repr=False, metadata=LEFT_OUT)
@@ -269,12 +300,22 @@ class Activations:
 def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
     """Return the bytes by kind that a streamed update of `bucket` adds on this rank; `param` is the parameters' home.
 
-    Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
+    Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update. If
+    parameters are updated whole, one passes while its neighbour arrives or leaves: two rooms of the largest.
     """
-    state = (Kind.MOMENT, bucket.shard_state_nbytes())
+    whole = bucket.whole_update
+    state_bytes, param_bytes, grad_bytes = (
+        bucket.shard_state_nbytes(),
+        bucket.shard_nbytes(),
+        bucket.update_grad_nbytes(),
+    )
+    if whole is not None:
+        state_bytes, param_bytes = (NUM_WHOLE_ROOMS * most for most in (whole.most_state_nbytes, whole.most_nbytes))
+        grad_bytes = param_bytes * bucket.update_grad_nbytes() // max(bucket.shard_nbytes(), 1)
+    state = (Kind.MOMENT, state_bytes)
     if param is Tier.DEVICE:
         return (state,)
-    return (state, (Kind.GATHERED, bucket.shard_nbytes()), (Kind.GRAD, bucket.update_grad_nbytes()))
+    return (state, (Kind.GATHERED, param_bytes), (Kind.GRAD, grad_bytes))
 
 
 def streamed_bytes(bucket: Bucket, param: Tier) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import MIB
-from elixir_compile.ir.bucket import Activations, Bucket, streamed_bytes
+from elixir_compile.ir.bucket import NUM_WHOLE_ROOMS, Activations, Bucket, WholeUpdate, streamed_bytes
 from elixir_compile.ir.graph import Op
 from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link, TensorRing
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
@@ -196,9 +196,12 @@ def host_memory_s(nbytes: int, cluster: Cluster) -> float:
 def update_bytes(bucket: Bucket) -> int:
     """Return the bytes of host memory that an update of `bucket` reads and writes on a rank.
 
-    State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32.
+    State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32 if
+    elements are updated by themselves.
     """
     nbytes = 2 * bucket.shard_state_nbytes() + 3 * bucket.shard_nbytes()
+    if bucket.whole_update is not None:
+        return nbytes if bucket.trainable else 0
     return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.own_numel) if bucket.trainable else 0
 
 
@@ -222,6 +225,8 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """
     if not bucket.trainable:
         return 0.0
+    if bucket.whole_update is not None and tier is not Tier.DISK:
+        return _whole_update_s(bucket.whole_update, bucket.dtype, tier, cluster)
     if tier is Tier.DEVICE:
         # What moves, over the bytes of the fused kernel for fp32.
         moved_bytes = ADAM_BYTES_PER_ELEMENT
@@ -250,6 +255,21 @@ def _host_over_fp32(bucket: Bucket, host: HostProfile) -> float:
 
 def _has_exact_master(bucket: Bucket) -> bool:
     return bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
+
+
+_HOST_FLOPS_PER_S = 1e11
+"""Floating-point operations per second of the cores of one rank: an order of magnitude, which tells matrix products
+from passes over memory."""
+
+
+def _whole_update_s(whole: WholeUpdate, dtype: str, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds of the updates of whole tensors by the roofline model."""
+    if tier is Tier.HOST:
+        return max(whole.flops / _HOST_FLOPS_PER_S, host_memory_s(whole.moved_bytes, cluster))
+    device = cluster.device
+    flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
+    moved_s = whole.moved_bytes / device.memory_bytes_per_s
+    return whole.num_kernels * device.launch_s + max(whole.flops / flops_per_s, moved_s)
 
 
 def add_bytes(bucket: Bucket) -> int:
@@ -310,16 +330,17 @@ def streamed_copies(bucket: Bucket, param: Tier, cluster: Cluster) -> StreamedCo
         return StreamedCopies(there_s=there_s, first_s=there_s, back_s=back_s, num_pieces=1.0)
     # Not the whole number of pieces that `streamed_rooms` gives: more bytes would take fewer seconds at some sizes.
     room_bytes = max(there_bytes / MOST_STREAMED_ROOMS, LEAST_STREAMED_ROOM_BYTES)
-    num_pieces = max(there_bytes / min(room_bytes, MOST_STREAMED_ROOM_BYTES), 1.0)
+    if bucket.whole_update is None:
+        room_bytes = min(room_bytes, MOST_STREAMED_ROOM_BYTES)
+    else:
+        room_bytes = streamed_bytes(bucket, param) / NUM_WHOLE_ROOMS
+    num_pieces = max(there_bytes / max(room_bytes, 1), 1.0)
     first_s, last_s = there_s / num_pieces, back_s / num_pieces
     blocked_s = first_s + back_s - last_s
     return StreamedCopies(there_s=max(there_s, blocked_s), first_s=first_s, back_s=back_s, num_pieces=num_pieces)
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
-    """Return the bytes that a streamed update copies to the device, which it holds there, and the bytes it copies back.
-
-    Both are the bytes of this rank.
-    """
+    """Return the bytes that a streamed update copies to the device, and the bytes it copies back, on this rank."""
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
-    return streamed_bytes(bucket, param), back_bytes
+    return back_bytes + (0 if param is Tier.DEVICE else bucket.update_grad_nbytes()), back_bytes

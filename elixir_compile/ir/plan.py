@@ -470,6 +470,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         *([] if bucket.state_dtype is None else [f"moments {word(bucket.state_dtype)}"]),
         f"param {placement.param}  optim {placement.optim}",
     ]
+    parts += ["whole"] if bucket.whole_update is not None else []
     parts += ["streamed"] if placement.streamed else []
     parts += ["resident"] if placement.resident else []
     parts += [f"shards {bucket.shards_text}", f"params {words(*bucket.params)}"]

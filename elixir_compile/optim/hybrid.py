@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
@@ -86,6 +87,8 @@ class Hybrid(torch.optim.Optimizer):
         self._is_accumulating = False
         self._has_stepped = False
         self._has_warned = False
+        self._is_checked = False
+        """Whether the class was watched for the step whose updates have begun."""
 
     # Called by the planner and by executors; see `StateOwner`.
 
@@ -95,7 +98,7 @@ class Hybrid(torch.optim.Optimizer):
 
         If not, warn once why.
         """
-        because = self._updater.rule.why_not_elementwise(self.param_groups)
+        because = self._updater.rule.why_not_placed(self.param_groups)
         if because and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -120,11 +123,10 @@ class Hybrid(torch.optim.Optimizer):
         return found
 
     def work_bytes(self, *, of_one: bool) -> int:
-        """Return the most bytes that `step()` holds at once beside weights, gradients and state, if it is one step for
-        all parameters, or for the parameter that needs the most if `of_one`; 0 if it updates bucket by bucket."""
-        if self.places_state:
-            return 0
-        found = 0
+        """Return the most bytes that `step()` holds at once beside weights, gradients and state: if it is one step for
+        all parameters, of all, or of the parameter that needs the most if `of_one`; else of that parameter. 0 if it
+        updates elements by themselves."""
+        of_one, found = of_one or self.places_state, 0
         for group in self.param_groups:
             params = [param for param in group["params"] if param.requires_grad]
             for together in [[param] for param in params] if of_one else [params]:
@@ -159,11 +161,11 @@ class Hybrid(torch.optim.Optimizer):
         states = self.state
         for param in [param for param, entry in states.items() if not entry]:
             del states[param]
-        found = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        names = saved_names(self._updater.rule, self.param_groups)
+        found, rule = super().state_dict(), self._updater.rule
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        names = saved_names(rule, self.param_groups)
         state = {
-            key: saved_entry(entry, params[key], names)
+            key: saved_entry(rule.as_class(params[key][0], entry, params[key][1]), params[key][0], names)
             if isinstance(key, int) and isinstance(entry, Mapping)
             else entry
             for key, entry in found["state"].items()
@@ -184,20 +186,31 @@ class Hybrid(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `updates_as`, and move the state to where the plan wants it."""
         self.wait()
-        saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        names = saved_names(self._updater.rule, saved)
-        entries = state_dict["state"].items()
+        own, rule, entries = self._params_of_all(), self._updater.rule, dict(state_dict["state"])
+        saved: list[dict[str, Any]] = []
+        for group in state_dict["param_groups"]:
+            saved.append({**self.defaults, **group, "params": [*islice(own, len(group["params"]))]})
+            for index, param in zip(group["params"], saved[-1]["params"], strict=False):
+                if index in entries:
+                    entries[index] = rule.from_class(param, entries[index], saved[-1])
+        names = saved_names(rule, saved)
         early, is_accumulating = self._early, self._is_accumulating
         early.overwrite(were_updated=self._has_stepped)
         super().load_state_dict(
-            {**state_dict, "state": {index: wrap_statistics(entry, names) for index, entry in entries}}
+            {**state_dict, "state": {index: wrap_statistics(entry, names) for index, entry in entries.items()}}
         )
         self._early, self._is_accumulating = early, is_accumulating  # `__setstate__`, called above, replaced them
         group_of = {id(param): group for group in self.param_groups for param in group["params"]}
+        rule = self._updater.rule
         for param, entry in self.state.items():
-            loaded = unwrap_statistics(entry, param, stays=is_off_device(param))
-            self.state[param] = self._updater.rule.as_planned(param, loaded, group_of[id(param)])
+            group = group_of[id(param)]
+            as_saved = rule.updates_whole(param, group)
+            loaded = unwrap_statistics(entry, param, stays=is_off_device(param), as_saved=as_saved)
+            self.state[param] = rule.as_planned(param, loaded, group)
         self.follow([param for param in self.state if is_off_device(param)])
+
+    def _params_of_all(self) -> Iterator[nn.Parameter]:
+        return (param for group in self.param_groups for param in group["params"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
@@ -222,6 +235,8 @@ class Hybrid(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._updater.line.check()
+        self._check_once()
+        self._is_checked = False
         if not self._has_stepped:
             warn_if_unplanned(self)
         factor = self._take_factor()
@@ -269,8 +284,15 @@ class Hybrid(torch.optim.Optimizer):
                 self._early.note([param for param in group["params"] if id(param) in wanted], group)
             if not self._has_stepped:
                 return  # The first step shows whether the user clips or scales gradients, which forbids such updates.
+            self._check_once()
             self._updater.update(own, self.param_groups, self.__dict__["state"], arrived)
             torch.autograd.graph.increment_version(own)
+
+    def _check_once(self) -> None:
+        """Raise OptimizerNotTensorWise before the first update of a step that joins two parameters."""
+        if not self._is_checked:
+            self._updater.rule.check_step(self.param_groups, self.__dict__["state"])
+        self._is_checked = True
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 and how many steps it has counted.
 """
 
+import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,32 +27,42 @@ class StatisticLayout:
     """The values of a statistic: one of `dtype` for each `block` elements of the parameter in the order of memory.
 
     A statistic with a value for each element has the shape and the strides of its parameter; with a value for each
-    block it is flat.
+    block it is flat. One of another `shape` belongs to the whole parameter.
     """
 
     dtype: torch.dtype
     block: int = 1
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_by_element(self) -> bool:
+        """Whether it has a value for each element of the parameter, in its order."""
+        return self.block == 1 and self.shape is None
 
     def numel(self, numel: int) -> int:
         """Return the number of values of the statistic for `numel` elements of the parameter."""
-        return -(-numel // self.block)
+        return -(-numel // self.block) if self.shape is None else math.prod(self.shape)
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the statistic for `numel` elements of the parameter."""
         return self.numel(numel) * self.dtype.itemsize
 
     def span(self, start: int, stop: int) -> slice:
-        """Return where the flat statistic has the elements `start` to `stop`; `start` is a multiple of `block`."""
+        """Return where the flat statistic has the elements `start` to `stop`; `start` is a multiple of `block`, and 0
+        for a statistic of the whole parameter."""
         return slice(start // self.block, self.numel(stop))
 
     def zeros(self, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """Return zeros for a parameter with the shape and strides of `like`, by default on the device of `like`."""
-        if self.block == 1:
+        if self.is_by_element:
             return torch.zeros_like(like, dtype=self.dtype, device=device)
-        return torch.zeros(self.numel(like.numel()), dtype=self.dtype, device=device or like.device)
+        shape = (self.numel(like.numel()),) if self.shape is None else self.shape
+        return torch.zeros(shape, dtype=self.dtype, device=device or like.device)
 
     def shaped(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the flat `values`, those of the whole parameter `like`, in the shape of the statistic, as a view."""
+        if self.shape is not None:
+            return values.view(self.shape)
         return values.as_strided(like.shape, like.stride()) if self.block == 1 else values
 
 
@@ -144,9 +155,24 @@ class UpdateRule:
         """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
         return self
 
-    def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return why `groups` may not be updated bucket by bucket; empty if the class is element-wise."""
+    def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return why `groups` may not be updated bucket by bucket, and their state placed by plans."""
         return ""
+
+    def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether the update of `param` reads the whole tensor."""
+        return False
+
+    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters; called before it changes any."""
+
+    def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state` as the optimizer class keeps it: its statistics may be in lists."""
+        return state
+
+    def from_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state`, which the optimizer class keeps, with each statistic as an entry of its own."""
+        return state
 
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
         """Return whether `update` wants the entry `step` of a state beside the weight, and only reads it and adds 1."""

@@ -139,16 +139,18 @@ def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> di
     }
 
 
-def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+def unwrap_statistics(
+    entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool, as_saved: bool = False
+) -> dict[str, Any]:
     """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
 
-    Codes and scales keep their dtype. The statistics are moved to the device of `param` unless `stays`. The master is
-    loaded too, and sets `param`.
+    Codes and scales keep their dtype, and if `as_saved` all statistics do. The statistics are moved to the device of
+    `param` unless `stays`. The master is loaded too, and sets `param`.
     """
     dtype = torch.float32 if has_master(param) else param.dtype
     found = {
         name: shard_like(value.tensor, param).to(
-            dtype=value.tensor.dtype if name in CODED else dtype, device=None if stays else param.device
+            dtype=value.tensor.dtype if as_saved or name in CODED else dtype, device=None if stays else param.device
         )
         if isinstance(value, _Wrapped)
         else value
@@ -267,6 +269,11 @@ class StateBuffers:
         """Return the host tensor of `kind` for `param`, zeros at first; by default in the dtype of `param`."""
         kinds = self._buffers.setdefault(bucket, {})
         layout = layout or StatisticLayout(param.dtype)
+        if layout.shape is not None:
+            own = kinds.setdefault((kind, layout), {})
+            if id(param) not in own:
+                own[id(param)] = bucket.host_tensor(layout.dtype, layout.shape)
+            return own[id(param)]
         if (kind, layout) not in kinds:
             tensors = bucket.state_buffers(layout.dtype, layout.block)
             kinds[kind, layout] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from elixir_compile.ir import BucketId, BucketRef, Lane, StateRef, Verb, label
+from elixir_compile.ir.bucket import NUM_WHOLE_ROOMS
 from elixir_compile.ir.cost import streamed_rooms
 from elixir_compile.optim.rule import (
     GroupSlice,
@@ -36,8 +37,9 @@ from elixir_compile.runtime.recording import Ledger
 #     in bf16   statistics             -> a block of them in fp32      -> statistics               `generic.class_rule`
 #
 # A segment holds the same elements of all tensors that pass. If a parameter passes whole, the rule sees its tensors in
-# the shape of the parameter. One that is cut passes as flat tensors: update rules are element-wise, and dry steps
-# (`generic.dry_step`) have found that a class gives flat parts the bits of the whole.
+# the shape of the parameter. One that is cut passes as flat tensors: its rule is element-wise, and dry steps
+# (`generic.dry_step`) have found that a class gives flat parts the bits of the whole. Parameters of other classes are
+# never cut.
 
 
 ALIGN_BYTES = 16
@@ -95,10 +97,11 @@ class MemoryParam(PassingParam):
         made: Mapping[str, torch.Tensor],
         *,
         is_away: bool = False,
+        is_whole: bool = False,
         home: torch.device | None = None,
     ) -> None:
         """`made` has memory for statistics that the update may make. `is_away` says that weight and gradient pass
-        through the room too."""
+        through the room too, `is_whole` that the parameter is not cut."""
         weight, _, state = of
         homes = dict(made)
         begun = [
@@ -107,14 +110,14 @@ class MemoryParam(PassingParam):
             if isinstance(value, torch.Tensor) and (name in layouts or (weight.dim() and value.shape == weight.shape))
         ]
         for name in begun:
-            if name not in layouts or layouts[name].block == 1:
+            if name not in layouts or layouts[name].is_by_element:
                 state[name] = in_order_of(state[name], weight)
             homes[name] = state[name]
         own = {name: layouts.get(name) or StatisticLayout(value.dtype) for name, value in homes.items()}
         super().__init__(of, own, begun)
         self.homes = homes
         """The statistics; those that no dry step had made are added when the update makes them."""
-        self.is_away = is_away
+        self.is_away, self.is_whole = is_away, is_whole
         self.home = home
         self._flat = {name: flat(value) for name, value in homes.items()}
 
@@ -132,8 +135,15 @@ class MemoryParam(PassingParam):
         sizes = [numel * tensor.element_size() for tensor in ((self.weight, self.grad) if self.is_away else ())]
         return sum(map(aligned, (*sizes, *(layout.nbytes(numel) for layout in self.layouts.values()))))
 
+    @property
+    def least_nbytes(self) -> int:
+        """Return the bytes of the smallest room that it can pass."""
+        return self.nbytes(self.numel if self.is_whole else min(CUT_NUMEL, self.numel))
+
     def numel_within(self, nbytes: int) -> int:
-        """Return a number of elements, a multiple of `CUT_NUMEL`, that fit into `nbytes`."""
+        """Return a number of elements, a multiple of `CUT_NUMEL`, that fit into `nbytes`; 0 if it is not cut."""
+        if self.is_whole:
+            return 0
         return nbytes // max(self.nbytes(CUT_NUMEL), 1) * CUT_NUMEL  # as `CUT_NUMEL` elements of any dtype leave no gap
 
     def keep_unforeseen(self, segment: "Segment[PassingParam]", name: str, value: torch.Tensor) -> None:
@@ -200,7 +210,8 @@ class Segment(Generic[R]):
         self.weight = self.shaped(self.of(self.param.weight) if weight is None else weight)
         self.grad = self.shaped(self.of(self.param.grad) if grad is None else grad)
         self.statistics = {
-            name: self.shaped(here) if layouts[name].block == 1 else here for name, here in statistics.items()
+            name: self.shaped(here) if layouts[name].is_by_element else layouts[name].shaped(here, here)
+            for name, here in statistics.items()
         }
         return self
 
@@ -340,13 +351,15 @@ class Streamed:
     parts: tuple[GroupSlice, ...]
     is_away: bool
     """Whether the home of weights and gradients is the host too."""
+    is_whole: bool = False
+    """Whether the rule updates whole tensors."""
 
     def params(self, part: GroupSlice) -> Iterator[MemoryParam]:
         """Yield each parameter of `part`."""
         made = part.buffers or ({},) * len(part.params)
         for param, each, own in zip(part.params, part.updates, made, strict=True):
             layouts = self.rule.state_layouts(param, part.group)
-            yield MemoryParam(each, layouts, own, is_away=self.is_away, home=_HOST)
+            yield MemoryParam(each, layouts, own, is_away=self.is_away, is_whole=self.is_whole, home=_HOST)
 
     @property
     def must_reorder_gradients(self) -> bool:
@@ -412,9 +425,10 @@ class Stream:
         most_bytes = max(
             (sum(param.nbytes(param.numel) for members in of for param in members) for of in params), default=0
         )
-        least_bytes = max((param.nbytes(min(CUT_NUMEL, param.numel)) for param in each), default=0)
         num_rooms, room_bytes = streamed_rooms(most_bytes)
-        room_bytes = max(room_bytes, least_bytes)
+        if any(param.is_whole for param in each):
+            num_rooms, room_bytes = min(num_rooms, NUM_WHOLE_ROOMS), 0
+        room_bytes = max(room_bytes, max((param.least_nbytes for param in each), default=0))
         memory = self._lanes.empty(num_rooms * room_bytes)
         self._rooms = [memory[at * room_bytes : (at + 1) * room_bytes] for at in range(num_rooms)]
         self._left = [self._lanes.mark_compute()] * num_rooms

@@ -209,7 +209,13 @@ class BucketUpdate:
 
     def streamed(self) -> Streamed:
         """Return the update as one that passes through the device."""
-        return Streamed(bucket=self.bucket.spec.id, rule=self.rule, parts=self.parts, is_away=self.bucket.is_on_host)
+        return Streamed(
+            bucket=self.bucket.spec.id,
+            rule=self.rule,
+            parts=self.parts,
+            is_away=self.bucket.is_on_host,
+            is_whole=self.bucket.spec.whole_update is not None,
+        )
 
     def work(self, arrived: Event | None) -> Job:
         """Return a function that updates the bucket on the host after the event `arrived`.

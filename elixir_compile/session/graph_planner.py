@@ -415,7 +415,7 @@ class GraphPlanner:
 
     def graph(self, captured: Captured) -> StepGraph:
         """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
-        graph = graph_of(captured, self._executor, self.sizes.values, self.step)
+        graph = graph_of(captured, self._executor, self.sizes.values, self.step, update=self.options.update)
         self.kernels.keep()
         return graph
 
@@ -457,7 +457,8 @@ class GraphPlanner:
         it has the sizes of the last forward.
         """
         captured = active.captured
-        graph = graph_of(captured, self._executor, self.sizes.as_run() if is_as_run else self.sizes.with_headroom())
+        sizes = self.sizes.as_run() if is_as_run else self.sizes.with_headroom()
+        graph = graph_of(captured, self._executor, sizes, update=self.options.update)
         problem = self.problem(captured, graph, external, base_bytes=base_bytes)
         if self.correction is None and self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, InvalidOption
-from elixir_compile.base.options import Options
+from elixir_compile.base.options import Options, UpdateTime
 from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.capture.convert import step_graph, storages_behind, with_siblings, with_update_workspace
 from elixir_compile.graph.capture.node_facts import tensor_of
@@ -190,13 +190,18 @@ the last have neighbours of another kind."""
 
 
 def graph_of(
-    captured: Captured, executor: Executor, sizes: Mapping[str, int], step: StepGraph | None = None
+    captured: Captured,
+    executor: Executor,
+    sizes: Mapping[str, int],
+    step: StepGraph | None = None,
+    *,
+    update: UpdateTime = "auto",
 ) -> StepGraph:
     """Return the step of `captured` with the symbols of dynamic shapes at `sizes`.
 
     It includes the siblings: parameters that the step does not read, but that are in a bucket in force with a parameter
     that it reads. `step` is the step of `captured` at the sizes of the capture, without siblings, if it is known:
-    converting the nodes again takes as long as the search of a small plan.
+    converting the nodes again takes as long as the search of a small plan. `update` says when optimizers update.
     """
     read = set(captured.param_names.values())
     siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
@@ -204,7 +209,8 @@ def graph_of(
     if not found.is_training:
         return found
     trained = [executor.slots[name].param for name in read if executor.slots[name].param.requires_grad]
-    return with_update_workspace(found, update_work_bytes(trained, executor.device))
+    work_bytes = update_work_bytes(trained, executor.device)
+    return with_update_workspace(found, work_bytes, in_backward=update == Update.IN_BACKWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +360,8 @@ def problem_of(
         params=_params_of(slots, ranks, known, plain_state, is_training=is_training),
         hybrid=bool(trained) and place_state(trained),
         memory=memory,
-        disk=executor.buckets.disk is not None,
+        # State passes between disk and host by elements.
+        disk=executor.buckets.disk is not None and not any(own.whole_update is not None for own in known.values()),
         accumulates=accumulates,
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,

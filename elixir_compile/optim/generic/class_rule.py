@@ -26,7 +26,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,10 +35,21 @@ from torch.optim import Optimizer
 from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.registry import gathered_numel
-from elixir_compile.ir import Param
+from elixir_compile.graph.ops.shards import is_dtensor
+from elixir_compile.ir import Param, WholeUpdate
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
-from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema, attributes_of, cut, dry_step, group_key
-from elixir_compile.optim.generic.tensor_step import TensorStep, tensor_step, work_bytes_of
+from elixir_compile.optim.generic.dry_step import (
+    ClassStep,
+    StateSchema,
+    UpdateKind,
+    Watch,
+    attributes_of,
+    cut,
+    dry_step,
+    group_key,
+    joined_at_shapes,
+)
+from elixir_compile.optim.generic.tensor_step import TensorStep, flat_state, nested_state, tensor_step, work_bytes_of
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
 from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise
@@ -50,6 +61,7 @@ from elixir_compile.optim.rule import (
     in_order_of,
     note_num_steps,
     num_steps,
+    state_nbytes,
 )
 from elixir_compile.optim.streaming import MemoryParam, Segment, update
 from elixir_compile.runtime.bucket import flat
@@ -74,6 +86,9 @@ class ClassRule(UpdateRule):
         self._schemas: dict[tuple[object, ...], StateSchema] = {}
         self._steps: dict[object, TensorStep] = {}
         self._said: set[str] = set()
+        self._reasons: dict[object, str] = {}
+        """Why groups are not placed: a cache, read at each bucket."""
+        self._watched = _Watched()
         self._passes = ClassPasses()
         self._dtypes: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         """By index of a param group, its number of parameters and their dtypes: a cache, read at each bucket."""
@@ -86,33 +101,119 @@ class ClassRule(UpdateRule):
 
     def schema(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSchema:
         """Return the state schema for parameters in `dtype` with the hyperparameters of `group`, from a dry step."""
-        key = (dtype, *group_key(group))
+        key = self._key(group, dtype)
         if key not in self._schemas:
             self._schemas[key] = dry_step(self._cls, self._attributes_now(), group, dtype)
         return self._schemas[key]
 
-    def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return why the class is not element-wise for some param group; empty if it is element-wise for all."""
+    def _key(self, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[object, ...]:
+        return (dtype, *group_key(group))
+
+    def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return why the class may not be updated bucket by bucket for some param group; empty if it may for all.
+
+        Each element must be updated by itself, or each tensor of a single rank.
+        """
         for index, group in enumerate(groups):
             num_params, dtypes = self._dtypes.get(index, (-1, ()))
             if num_params != len(group["params"]):
-                dtypes = tuple(dict.fromkeys(param.dtype for param in group["params"]))
-                self._dtypes[index] = (len(group["params"]), dtypes)
+                num_params, dtypes = len(group["params"]), tuple(dict.fromkeys(one.dtype for one in group["params"]))
+                self._dtypes[index] = (num_params, dtypes)
             for dtype in dtypes:
-                if because := self.schema(group, dtype).because:
+                key = (index, num_params, *self._key(group, dtype))
+                if key not in self._reasons:
+                    own = (param for param in group["params"] if param.dtype == dtype)
+                    self._reasons[key] = next(filter(None, (self._why_not_alone(param, group) for param in own)), "")
+                if because := self._reasons[key]:
                     return because
         return ""
 
+    def _why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
+        """Return why no plan may have the state of `param`; empty if elements, or the tensor, are updated alone."""
+        schema = self.schema(group, param.dtype)
+        if schema.kind is UpdateKind.ELEMENT:
+            return ""
+        if schema.kind is UpdateKind.GLOBAL:
+            return schema.because
+        if why := self._why_not_whole(param, group, schema):
+            return f"{schema.because}; and {why}"
+        return ""
+
+    def _why_not_whole(self, param: torch.Tensor, group: Mapping[str, Any], schema: StateSchema) -> str:
+        """Return why no plan may have the state of `param`, whose update reads the whole tensor and no other one."""
+        if not self._precision.is_exact:
+            return "its state is to be stored narrower, which is done element by element"
+        if is_dtensor(param):
+            return f"ranks have parts of a parameter of shape {tuple(param.shape)}"
+        if lists := set(schema.per_param) - {"param_names"}:
+            return f"its param group has {', '.join(sorted(lists))} by parameter"
+        step = self.tensor_step(param, group)
+        if step.unknown:
+            return step.unknown
+        if sum(one.nbytes for one in (step.state or {}).values()) != step.state_bytes:
+            return "tensors of its state share memory"
+        return ""
+
+    def _is_placed_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        return self.updates_whole(param, group) and not self._why_not_alone(param, group)
+
+    def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether the update of `param` reads the whole tensor, and no other one."""
+        return self._takes_whole(group, param.dtype)
+
+    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters.
+
+        Small tensors take it first, see `Watch`. Before the first step of a parameter, tensors of the sizes of all in
+        its group take it without memory.
+        """
+        watched = self._watched
+        watched.num_steps += 1
+        for index, group in enumerate(groups):
+            whole = {dtype for dtype in self._dtypes.get(index, (0, ()))[1] if self._takes_whole(group, dtype)}
+            params = [param for param in group["params"] if param.grad is not None] if whole else []
+            if not params:
+                continue
+            step = ClassStep(cls=self._cls, attributes=self._attributes_now(), group=group)
+            watch = watched.watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
+            watch.check(step, params, states, watched.num_steps)
+            if not watched.params.issuperset(map(id, params)):
+                updates = [
+                    ParamUpdate(param, param.grad, dict(self.as_class(param, states.get(param, {}), group)))
+                    for param in params
+                    if param.grad is not None
+                ]
+                because = joined_at_shapes(step, updates, watched.num_steps)
+                if because:
+                    log.info("%s was not tried at the sizes of its parameters: %s", self._cls.__name__, because)
+                watched.params.update(map(id, params))
+
+    def _takes_whole(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        return self.schema(group, dtype).kind is UpdateKind.TENSOR
+
+    def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state` as the optimizer class keeps it: its statistics may be in lists."""
+        return nested_state(state, self._entries(param, group))
+
+    def from_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state`, which the optimizer class keeps, with each statistic as an entry of its own."""
+        return flat_state(state, self._entries(param, group))
+
+    def _entries(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.tensor_step(param, group).entries if self.updates_whole(param, group) else {}
+
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics, each shaped like its parameter."""
-        return tuple(self.schema(group, torch.float32).dtypes)
+        """Return the names of the statistics, each shaped like its parameter unless parameters are updated whole."""
+        own = [param for param in group.get("params", ()) if self.updates_whole(param, group)]
+        whole = [name for param in own for name in self.state_layouts(param, group)]
+        return tuple(dict.fromkeys([*whole, *self.schema(group, torch.float32).dtypes]))
 
     def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
         """Return whether the entry `name` of a state must be on the device that updates the parameter.
 
         Statistics must. Counters stay on the host unless the class is `fused` or `capturable`.
         """
-        return name in self.statistics(group) or bool(group.get("fused") or group.get("capturable"))
+        return name in self.schema(group, torch.float32).dtypes or bool(group.get("fused") or group.get("capturable"))
 
     def counts_steps(self, group: Mapping[str, Any]) -> bool:
         """Return whether the class wants `step` beside the weight, and only counts with it, as dry steps have found."""
@@ -120,6 +221,13 @@ class ClassRule(UpdateRule):
 
     def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
         """Return the layout of each statistic of `param` by name."""
+        if self.updates_whole(param, group):
+            shape, found = tuple(param.shape), self.tensor_step(param, group).state or {}
+            return {
+                name: StatisticLayout(one.dtype, shape=None if one.shape == shape else one.shape)
+                for name, one in found.items()
+                if one.shape
+            }
         narrow = self._narrow(group, param.dtype)
         dtypes = self.schema(group, param.dtype).dtypes
         return {name: StatisticLayout(torch.bfloat16 if name in narrow else dtype) for name, dtype in dtypes.items()}
@@ -134,6 +242,16 @@ class ClassRule(UpdateRule):
     def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
         """Return the bytes of the state of `param`: if the class is not element-wise, those that a dry run at its shape
         found, and if no dry run can, those of two statistics."""
+        if self._is_placed_whole(param, group):
+            step, state_bytes = self.tensor_step(param, group), state_nbytes(param, self.state_layouts(param, group))
+            whole = WholeUpdate(
+                flops=step.flops,
+                moved_bytes=step.moved_bytes,
+                num_kernels=step.num_kernels,
+                most_nbytes=param.nbytes,
+                most_state_nbytes=state_bytes,
+            )
+            return Param(is_trained=True, state_nbytes=state_bytes, whole_update=whole)
         if self.schema(group, param.dtype).because:
             step = self.tensor_step(param, group)
             state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
@@ -164,7 +282,8 @@ class ClassRule(UpdateRule):
 
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
         """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
-        return work_bytes_of(self.tensor_step(param, group) for param in params)
+        steps = (param for param in params if self.schema(group, param.dtype).because)
+        return work_bytes_of(self.tensor_step(param, group) for param in steps)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""
@@ -180,6 +299,9 @@ class ClassRule(UpdateRule):
 
     def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update weights in place and the entries of states in place or by new values, as the class does."""
+        if updates and self.updates_whole(updates[0].weight, group):
+            self._take_whole(updates, group)
+            return
         narrow = self._narrow(group, torch.float32)
         whole: Sequence[ParamUpdate] = []
         for each in updates:
@@ -194,6 +316,17 @@ class ClassRule(UpdateRule):
             whole = self._passes.update(step, whole, self.schema(group, whole[0].weight.dtype))
         if whole:
             step.take(whole)
+
+    def _take_whole(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
+        """Update one tensor after another, so that the work space is that of one."""
+        step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
+        for one in updates:
+            own = one._replace(state=dict(self.as_class(one.weight, one.state, group)))
+            step.take([own])
+            found = self.from_class(one.weight, own.state, group)
+            for name in one.state.keys() - found.keys():
+                del one.state[name]
+            one.state.update(found)
 
     def _in_blocks(self, one: ParamUpdate, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
         """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
@@ -229,6 +362,17 @@ class ClassRule(UpdateRule):
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         return self._attributes if optimizer is None else attributes_of(optimizer)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What was seen of the steps of a class that updates whole tensors; all snapshots of its rule share it."""
+
+    num_steps: int = 0
+    watches: dict[int, Watch] = field(default_factory=dict)
+    """By index of the param group."""
+    params: set[int] = field(default_factory=set)
+    """The ids of the parameters at whose sizes a step was tried."""
 
 
 log = logging.getLogger("elixir_compile")

@@ -28,7 +28,7 @@ from elixir_compile.optim.rule import ParamUpdate, State
 
 _NOT_COPIED = frozenset(
     {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
-    | {"_is_accumulating", "_has_stepped", "_has_warned"}
+    | {"_is_accumulating", "_has_stepped", "_has_warned", "_is_checked"}
 )
 """Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
 

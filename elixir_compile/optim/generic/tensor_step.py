@@ -9,7 +9,7 @@ on tensors without memory takes some 0.1 ms whatever their shape: two steps of M
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -54,6 +54,8 @@ class TensorStep:
     state: Mapping[str, StateTensor] | None
     """The tensors of the state by path: `momentum_buffer`; `GG.0`, the first of a list. Numbers are left out. None if
     the state is not known either."""
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    """The entries of the state that are lists, tuples or mappings, with the path of each leaf in its place."""
     state_bytes: int = 0
     """Bytes of their memory, which two of them may share."""
     flops: int = 0
@@ -120,6 +122,7 @@ def tensor_step(
     more_bytes = min(max(0, three.work_bytes - two.work_bytes), alone.work_bytes)
     return TensorStep(
         state=alone.state,
+        entries=alone.entries,
         state_bytes=alone.state_bytes,
         flops=alone.seen.flops,
         moved_bytes=alone.seen.moved_bytes,
@@ -157,6 +160,7 @@ class _Trained:
     """What two steps left of the first tensor, and what the second of them did."""
 
     state: Mapping[str, StateTensor]
+    entries: Mapping[str, Any]
     state_bytes: int
     work_bytes: int
     seen: "_Seen"
@@ -188,9 +192,11 @@ def _two_steps(
             plain_step(asked.cls)(optimizer)
         made_bytes = _state_bytes(optimizer, params) - before_bytes
         work_bytes = max(work_bytes, seen.most_bytes - made_bytes)
-    leaves = _paths(optimizer.state.get(params[0], {}))
-    state = {path: leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    whole = dict(optimizer.state.get(params[0], {}))
+    state = {path: leaf for path, leaf in _paths(whole) if isinstance(leaf, torch.Tensor)}
+    nested = {name: value for name, value in whole.items() if isinstance(value, Mapping | list | tuple)}
     return _Trained(
+        entries={name: _with_paths(value, str(name)) for name, value in nested.items()},
         state={path: StateTensor(shape=tuple(leaf.shape), dtype=leaf.dtype) for path, leaf in state.items()},
         state_bytes=_state_bytes(optimizer, params[:1]),
         work_bytes=work_bytes,
@@ -220,6 +226,45 @@ def _paths(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, entry in entries:
         yield from _paths(entry, f"{path}.{key}" if path else str(key))
+
+
+def _with_paths(value: Any, path: str) -> Any:
+    """Return nested `value` with the path of each leaf in its place."""
+    if isinstance(value, Mapping):
+        return {key: _with_paths(entry, f"{path}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_paths(entry, f"{path}.{index}") for index, entry in enumerate(value))
+    return path
+
+
+def flat_state(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state`, as a class keeps it, with the leaves of its nested `entries` by path; see `nested_state`."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found.update(
+            _paths(value, name) if name in entries and _with_paths(value, name) == entries[name] else [(name, value)]
+        )
+    return found
+
+
+def nested_state(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state`, of which `flat_state` made the leaves of `entries` plain entries, as the class keeps it."""
+    leaves = {path: name for name, entry in entries.items() for _, path in _paths(entry)}
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name not in leaves:
+            found[name] = value
+        elif leaves[name] not in found:
+            found[leaves[name]] = _with_leaves(entries[leaves[name]], state)
+    return found
+
+
+def _with_leaves(entry: Any, state: Mapping[str, Any]) -> Any:
+    if isinstance(entry, Mapping):
+        return {key: _with_leaves(own, state) for key, own in entry.items()}
+    if isinstance(entry, list | tuple):
+        return type(entry)(_with_leaves(own, state) for own in entry)
+    return state[entry]
 
 
 class _Seen:

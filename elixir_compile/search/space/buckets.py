@@ -11,7 +11,19 @@ from fractions import Fraction
 
 from elixir_compile.base.errors import InvalidPlan, StateNotApart
 from elixir_compile.base.options import Fractions
-from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Param, Phase, Placement, Storage, StorageId, Tier
+from elixir_compile.ir import (
+    ITEM_BYTES,
+    Bucket,
+    BucketId,
+    Kind,
+    Param,
+    Phase,
+    Placement,
+    Storage,
+    StorageId,
+    Tier,
+    WholeUpdate,
+)
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.problem import Problem
@@ -135,8 +147,8 @@ def level_text(level: Level) -> str:
 #
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
-# parameter group in the optimizer. They are all trained or all frozen, and all sharded over the ranks or all complete
-# on each rank.
+# parameter group in the optimizer. They are all trained or all frozen, all updated whole or all by elements, and all
+# sharded over the ranks or all complete on each rank.
 
 
 MIN_BUCKETS = 16
@@ -185,7 +197,8 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     classes: dict[tuple[object, ...], list[_Used]] = {}
     for param in params:
         facts = param.facts
-        kind = (param.storage.dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group)
+        is_whole = facts.whole_update is not None
+        kind = (param.storage.dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole)
         # Of several ranks, each owns a shard of the parameter, or the complete parameter.
         is_sharded = problem.num_shards > 1 and set(facts.shard_numels) != {param.numel}
         classes.setdefault((*kind, is_sharded), []).append(param)
@@ -296,6 +309,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
             own = largest_remainder(param.numel, problem.state)
         for rank, part in enumerate(own or (-(-param.numel // num_shards),) * num_shards):
             shard_numels[rank] += part
+    whole = [param.facts.whole_update for param in group if param.facts.whole_update is not None]
     is_uneven = bool(problem.state) and any(own != numel for own in shard_numels)
     return Bucket(
         id=name,
@@ -310,6 +324,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         group=group[0].facts.group,
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
+        whole_update=WholeUpdate.of_all(whole) if whole else None,
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
     )

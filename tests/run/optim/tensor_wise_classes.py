@@ -295,13 +295,15 @@ class RareGlobalByNumpy(Plain):
 
 
 class EveryHundred(Plain):
-    """Adds the mean gradient of all parameters in every 100th step."""
+    """Adds the mean gradient of all parameters in every 100th step, or as `every` says."""
+
+    defaults_of_class: ClassVar[dict[str, Any]] = {"every": 100}
 
     def update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         for param in params:
             state = self.state[param]
             state["k"] = state.get("k", 0) + 1
-            if state["k"] % 100 == 0:
+            if state["k"] % group["every"] == 0:
                 param.sub_(sum(other.grad.mean() for other in params))
             param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
 

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import pickle
+import re
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import elixir_compile as elixir
-from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.generic import class_rule, code
 from elixir_compile.optim.generic.code import Form, TapeError
@@ -199,25 +199,41 @@ def test_hyperparameters_that_change_the_statistics() -> None:
     ("cls", "because"),
     [
         (torch.optim.LBFGS, "closure"),
+        (users.Noisy, "draws random numbers"),
+        (users.CountsInGroup, "a step changes count"),
+        (users.CountsInItself, "a step changes count"),
+    ],
+)
+def test_classes_whose_state_no_plan_places_warn_once_with_reason(
+    cls: type[torch.optim.Optimizer], because: str
+) -> None:
+    optimizer = made(cls)
+    with pytest.warns(elixir.ElixirWarning, match=f"Hybrid{cls.__name__} is not element-wise: .*{because}"):
+        assert not optimizer.places_state
+    assert not optimizer.places_state
+
+
+@pytest.mark.parametrize(
+    ("cls", "because"),
+    [
         (torch.optim.Adafactor, "parts"),
         (torch.optim.Muon, "2D"),
         (users.Scaled, "other weights"),
         (users.RowScaled, "other weights"),
         (users.Clipped, "other weights"),
-        (users.Noisy, "draws random numbers"),
         (users.Factored, r"keeps rows of shape \(16,\)"),
         (users.Centered, r"shape \(4, 4, 4, 2\) get other weights"),
         (users.FastNumbers, r"shape \(\) get other weights"),
         (users.SlowGiants, r"shape \(127, 256\) get other weights"),
-        (users.CountsInGroup, "a step changes count"),
-        (users.CountsInItself, "a step changes count"),
     ],
 )
-def test_classes_that_are_not_elementwise_warn_once_with_reason(cls: type[torch.optim.Optimizer], because: str) -> None:
+def test_classes_that_plans_place_by_whole_tensors(cls: type[torch.optim.Optimizer], because: str) -> None:
+    """Without a warning, and each for a reason."""
     optimizer = made(cls)
-    with pytest.warns(elixir.ElixirWarning, match=f"Hybrid{cls.__name__} is not element-wise: .*{because}"):
-        assert not optimizer.places_state
-    assert not optimizer.places_state
+    assert optimizer.places_state
+    (group,) = optimizer.param_groups
+    assert re.search(because, optimizer._updater.rule.schema(group, torch.float32).because)
+    assert all(state.whole_update is not None for state in optimizer.states_of(group["params"]))
 
 
 @pytest.mark.parametrize(
@@ -458,8 +474,7 @@ def test_a_pass_gives_the_bits_of_the_class_at_any_learning_rate(
 @pytest.mark.usefixtures("unplanned")
 def test_a_class_that_treats_large_tensors_otherwise_keeps_its_own_step(counted: dict[str, int]) -> None:
     pair = Pair(BySize)
-    with pytest.warns(ElixirWarning, match=r"the flat parts of a tensor of shape \(127, 256\) get other weights"):
-        pair.train()
+    pair.train()
     pair.assert_same()
     assert counted["passes"] == 0
 

@@ -19,6 +19,7 @@ from elixir_compile.optim.generic.dry_step import attributes_of
 from elixir_compile.optim.generic.tensor_step import StateTensor, TensorStep, tensor_step, work_bytes_of
 from tests.run import optimizers as users
 from tests.run.models import seeded
+from tests.run.optim.tensor_wise_classes import Prodigy
 from tests.run.training import assert_same, by_elixir, by_torch, on_host, planned_peak_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,9 +250,7 @@ def test_compiled_parts_of_a_class_are_not_compiled_by_a_dry_run_and_are_by_its_
     found = dry(Compiled, (30, 20))
     assert found.flops == 2 * 2 * 30 * 30 * 20
     assert not graphs
-    optimizer = elixir.hybrid(Compiled)([nn.Parameter(torch.ones(8, 8))])
-    with pytest.warns(elixir.ElixirWarning, match="not element-wise"):
-        assert not optimizer.places_state
+    assert elixir.hybrid(Compiled)([nn.Parameter(torch.ones(8, 8))]).places_state
     assert not graphs
     trained(Compiled, (30, 20), 1, torch.float32)
     assert len(graphs) == 1
@@ -271,7 +270,7 @@ def test_hyperparameters_that_are_lists_by_parameter() -> None:
 
     params = [nn.Parameter(torch.ones(6, 5)) for _ in range(2)]
     optimizer = elixir.hybrid(Ranked)([("a", params[0]), ("b", params[1])], ranks=[3, 2])
-    with pytest.warns(elixir.ElixirWarning, match="not element-wise"):
+    with pytest.warns(elixir.ElixirWarning, match="not element-wise: .*; and its param group has ranks by parameter"):
         assert not optimizer.places_state
     assert [state.state_nbytes for state in optimizer.states_of(params)] == [4 * 3 * 5, 4 * 2 * 5]
 
@@ -326,7 +325,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*not element-wise.*")
 @pytest.mark.parametrize("name", ["Muon", "Adafactor", pytest.param("Adafactor on lists", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", ["all on the device", "some on the host"])
 def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
@@ -337,7 +335,7 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     def batch_of(seed: int) -> torch.Tensor:
         return torch.randn(64, 512, generator=torch.Generator().manual_seed(seed))
 
-    parts = {"Muon": (3.7, 2.6), "Adafactor": (2.4, 1.9), "Adafactor on lists": (3.1, 2.5)}[name]
+    parts = {"Muon": (3.7, 1.3), "Adafactor": (2.4, 1.5), "Adafactor on lists": (3.1, 1.5)}[name]
     budget_bytes = int(parts[budget == "some on the host"] * 6 * 4 * 512**2) + (1 << 20)
     make = MAKERS[name]
 
@@ -357,10 +355,9 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     assert_same(by_torch(seeded(Wide), optimizer=make).train(map(batch_of, range(3))), run)
 
 
-@pytest.mark.filterwarnings("ignore:.*not element-wise.*")
 def test_muon_for_matrices_beside_adamw_for_the_rest() -> None:
-    """Both are counted, each with the bytes of its class."""
-    width = 320
+    """Both are counted, each with the bytes of its class. Products in bf16 on a CPU take 160 KiB that nobody counts."""
+    width = 448
 
     def make(params: Any) -> Optimizer:
         made = list(params)
@@ -389,7 +386,7 @@ def test_muon_for_matrices_beside_adamw_for_the_rest() -> None:
             return (batch.square().mean() + 1) * self.scale.square().mean()
 
     others: list[Optimizer] = []
-    run = by_elixir(seeded(Mixed), optimizer=make, device_memory="11MiB")
+    run = by_elixir(seeded(Mixed), optimizer=make, device_memory="21MiB")
     peaks = []
     for _ in range(2):
         batch = torch.randn(32, width)
@@ -398,19 +395,39 @@ def test_muon_for_matrices_beside_adamw_for_the_rest() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*not element-wise.*")
-def test_a_budget_below_the_state_is_refused_before_the_first_step() -> None:
-    """The state of Muon alone is 6 MiB, and no plan moves it from the memory of a CPU."""
-    run = by_elixir(seeded(Wide), optimizer=lambda params: elixir.hybrid(Muon)(params), device_memory="5MiB")
+def test_a_budget_below_the_state_of_a_global_class_is_refused_before_the_first_step() -> None:
+    """Its state alone is 6 MiB, and no plan moves it from the memory of its parameters."""
+    run = by_elixir(seeded(Wide), optimizer=lambda params: elixir.hybrid(Prodigy)(params), device_memory="5MiB")
     with pytest.raises(elixir.NoFeasiblePlan) as raised:
         run.train([torch.randn(4, 512)])
     assert raised.value.needed_bytes > 6 << 20
 
 
-@pytest.mark.filterwarnings("ignore:.*not element-wise.*")
+class Joined(Adafactor):
+    """Adafactor that ends with an op on two parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        params = self.param_groups[0]["params"]
+        params[-1].add_(params[0].sum() * 0)
+
+
 def test_state_and_work_space_that_plans_ask_for() -> None:
-    """On an accelerator ops on lists count for one tensor: which are there is what a plan decides."""
     params = [nn.Parameter(torch.ones(64, 32)) for _ in range(3)]
     optimizer = elixir.hybrid(Adafactor)(params, foreach=True)
+    assert [state.state_nbytes for state in optimizer.states_of(params)] == [4 * (64 + 32)] * 3
+    assert optimizers.place_state(params)
+    for device in ("cpu", "cuda"):  # one tensor after another
+        work_bytes = optimizers.update_work_bytes(params, torch.device(device))
+        assert work_bytes == pytest.approx(4 * 64 * 32, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*not element-wise.*")
+def test_state_and_work_space_of_a_global_class_that_plans_ask_for() -> None:
+    """On an accelerator ops on lists count for one tensor: which are there is what a plan decides."""
+    params = [nn.Parameter(torch.ones(64, 32)) for _ in range(3)]
+    optimizer = elixir.hybrid(Joined)(params, foreach=True)
     assert [state.state_nbytes for state in optimizer.states_of(params)] == [4 * (64 + 32 + 1)] * 3
     on_cpu = optimizers.update_work_bytes(params, torch.device("cpu"))
     on_accelerator = optimizers.update_work_bytes(params, torch.device("cuda"))

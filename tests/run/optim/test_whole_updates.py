@@ -1,0 +1,192 @@
+"""Classes that update whole tensors, placed by plans: the bits of the class alone at any homes, time and budget."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adafactor, Muon, Optimizer
+
+import elixir_compile as elixir
+from elixir_compile.ir import Update
+from tests.run.models import seeded
+from tests.run.optim.tensor_wise_classes import BySum, Came, EveryHundred, Lamb, Lars, Shampoo, Soap
+from tests.run.training import Run, assert_same_tensors, by_elixir, by_torch, planned_peak_bytes, same_losses
+from tests.run.updating import placed, small_buckets
+
+NUM_STEPS = 6
+WIDTHS = (48, 37)  # odd, so that kernels have tails
+LARGE_WIDTHS = (192, 171)
+"""On a CPU the small tensors of a watch and the scratch of products in bf16 take up to 150 KiB that no plan counts."""
+UPDATES = ("after_backward", "across_steps", "in_backward")
+MATRICES_ALONE = (Muon, Soap, Came)
+CLASSES: tuple[type[Optimizer], ...] = (Muon, Adafactor, Soap, Shampoo, Came, Lars, Lamb)
+
+
+class Tower(nn.Module):
+    """Wide and narrow layers in turn, so that neighbours differ in shape; returns the loss."""
+
+    def __init__(self, widths: tuple[int, int] = WIDTHS, *, bias: bool = False) -> None:
+        super().__init__()
+        sizes = [widths[number % 2] for number in range(9)]
+        self.layers = nn.ModuleList(nn.Linear(size, after, bias=bias) for size, after in pairwise(sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def batches(num: int = NUM_STEPS, width: int = WIDTHS[0]) -> list[torch.Tensor]:
+    """Return as many different batches."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, width, generator=generator) for _ in range(num)]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is not nested in `value`, with its path."""
+    if isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, entry in pairs:
+            yield from leaves(entry, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def assert_same_run(expected: Run, got: Run) -> None:
+    """Fail unless losses, weights and state dicts are equal, bit by bit."""
+    theirs, ours = ([loss.item() for loss in run.losses] for run in (expected, got))
+    assert same_losses(theirs, ours), (theirs, ours)
+    for (name, param), own in zip(expected.model.named_parameters(), got.model.parameters(), strict=True):
+        assert torch.equal(param, own), name
+    known, found = (dict(leaves(run.optimizer.state_dict()["state"])) for run in (expected, got))
+    assert known.keys() == found.keys()
+    for path, value in known.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[path])), path
+
+
+def model_for(cls: type[Optimizer], widths: tuple[int, int] = WIDTHS) -> nn.Module:
+    """Return a tower with the parameters that `cls` takes."""
+    return seeded(Tower, widths, bias=cls not in MATRICES_ALONE)
+
+
+def hybrid_of(cls: type[Optimizer]) -> Callable[[Any], Optimizer]:
+    """Return what makes the optimizer, in the warning filter of the suite: a warning fails the test."""
+    return lambda params: elixir.hybrid(cls)(params)
+
+
+@functools.cache
+def expected_of(cls: type[Optimizer], widths: tuple[int, int] = WIDTHS) -> Run:
+    """Return a run of the class itself, trained eagerly."""
+    return by_torch(model_for(cls, widths), optimizer=cls).train(batches(width=widths[0]))
+
+
+def some_slow(combinations: list[tuple[Any, ...]], is_quick: Callable[..., bool]) -> list[Any]:
+    """Return `combinations` as parameters of a test, marked `slow` if they are not quick."""
+    return [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.slow) for each in combinations]
+
+
+PLACES = (("device", 0.0), ("split", 0.0), ("split", 1.0), ("host", 0.0), ("host", 0.5))
+PLACED = [
+    (cls, home, share, update)
+    for cls in CLASSES
+    for home, share in PLACES
+    for update in UPDATES
+    if not (share and update == "in_backward")
+]
+QUICK_PLACED = {
+    (Muon, "split", 1.0, "across_steps"),
+    (Muon, "host", 0.5, "after_backward"),
+    (Soap, "host", 0.5, "across_steps"),
+    (Shampoo, "split", 0.0, "in_backward"),
+    (Adafactor, "host", 0.0, "in_backward"),
+    (Lamb, "split", 1.0, "after_backward"),
+    (Lars, "host", 0.0, "across_steps"),
+    (Came, "device", 0.0, "in_backward"),
+}
+
+
+@pytest.mark.parametrize(("cls", "home", "share", "update"), some_slow(PLACED, lambda *each: each in QUICK_PLACED))
+def test_the_bits_of_the_class_wherever_and_whenever_tensors_are_updated(
+    cls: type[Optimizer], home: str, share: float, update: str
+) -> None:
+    options: dict[str, Any] = {"update": update, "replan": False}
+    if home == "host":
+        options |= {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    with small_buckets(lambda plan: placed(plan, home, share, Update(update))):
+        run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options).train(batches())
+    (plan,) = {record.plan for record in elixir.compilations(run.model)}
+    assert all(bucket.whole_update is not None for bucket in plan.buckets)
+    assert any(placement.streamed for placement in plan.placements) is (share > 0)
+    assert_same_run(expected_of(cls), run)
+
+
+BUDGETS = [(cls, percent, update) for cls in CLASSES for percent in (60, 40, 25) for update in UPDATES]
+QUICK_BUDGETS = {(Muon, 60, "in_backward"), (Soap, 40, "across_steps"), (Adafactor, 25, "after_backward")}
+
+
+@functools.cache
+def keep_all_bytes(cls: type[Optimizer]) -> int:
+    """Return the bytes of a step of `cls` without a budget, as planned."""
+    run = by_elixir(model_for(cls, LARGE_WIDTHS), optimizer=hybrid_of(cls))
+    return planned_peak_bytes(run.train(batches(1, LARGE_WIDTHS[0])))
+
+
+@pytest.mark.parametrize(("cls", "percent", "update"), some_slow(BUDGETS, lambda *each: each in QUICK_BUDGETS))
+def test_the_bits_of_the_class_under_budgets(cls: type[Optimizer], percent: int, update: str) -> None:
+    budget_bytes = math.ceil(keep_all_bytes(cls) * percent / 100)
+    options: dict[str, Any] = {"device_memory": budget_bytes, "update": update}
+    run = by_elixir(model_for(cls, LARGE_WIDTHS), optimizer=hybrid_of(cls), **options)
+    run.train(batches(width=LARGE_WIDTHS[0]))
+    assert planned_peak_bytes(run) <= budget_bytes
+    assert_same_run(expected_of(cls, LARGE_WIDTHS), run)
+
+
+@pytest.mark.parametrize("cls", [Muon, pytest.param(Soap, marks=pytest.mark.slow)])
+def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
+    """From the hybrid optimizer into the class itself, and back, at other homes."""
+    expected, each = expected_of(cls), batches()
+    options = {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options).train(each[:2])
+    middle = by_torch(run.model, optimizer=cls)
+    middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    middle.train(each[2:4])
+    run.train(each[5:])  # to be overwritten
+    run.model.load_state_dict(middle.model.state_dict())
+    run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+    run.losses = expected.losses[:4]
+    assert_same_run(expected, run.train(each[4:]))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_step_that_joins_two_parameters_is_refused_before_it_changes_any(update: str) -> None:
+    """In its 15th step, which no dry run reaches; then the class itself trains on."""
+    expected = by_torch(seeded(Tower), optimizer=lambda params: EveryHundred(params, every=15)).train(batches(16))
+
+    def hybrid(params: Any) -> Optimizer:
+        return elixir.hybrid(EveryHundred)(params, every=15)
+
+    run = by_elixir(seeded(Tower), optimizer=hybrid, update=update, replan=False).train(batches(14))
+    weights = run.weights
+    with pytest.raises(elixir.OptimizerNotTensorWise, match=r"step 15.*aten\.add"):
+        run.train(batches(15)[14:])
+    assert_same_tensors(weights, run.weights)
+    plain = EveryHundred(run.model.parameters(), every=15)
+    plain.load_state_dict(run.optimizer.state_dict())
+    run.optimizer.zero_grad()
+    run.optimizer = plain
+    run.train(batches(16)[14:])
+    assert_same_tensors(expected.weights, run.weights)
+
+
+def test_code_for_large_tensors_that_joins_two_parameters_is_refused_in_the_first_step() -> None:
+    run = by_elixir(seeded(Tower, (400, 300)), optimizer=hybrid_of(BySum))
+    weights = run.weights
+    with pytest.raises(elixir.OptimizerNotTensorWise, match=r"step 1 "):
+        run.train(batches(1, 400))
+    assert_same_tensors(weights, run.weights)
