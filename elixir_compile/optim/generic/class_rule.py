@@ -26,7 +26,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ from elixir_compile.optim.rule import (
 from elixir_compile.optim.streaming import MemoryParam, Segment, update
 from elixir_compile.runtime.bucket import flat
 
+log = logging.getLogger("elixir_compile")
+
 _BLOCK = 1 << 20
 """Elements in fp32 at a time: 4 MiB for each statistic."""
 _NUM_UPDATES = "num_updates"
@@ -73,191 +75,54 @@ _NUM_UPDATES = "num_updates"
 own: with the same noise in every update, a statistic that decays slowly is rounded back to its value each time."""
 
 
-class ClassRule(UpdateRule):
-    """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`."""
+class DryRuns:
+    """What dry runs find out about the optimizer class `cls`, each run once; all snapshots of a rule share them."""
 
-    makes_state = True
-
-    def __init__(self, cls: type[Optimizer], optimizer: Optimizer, precision: StatePrecision = EXACT) -> None:
+    def __init__(self, cls: type[Optimizer], optimizer: Optimizer) -> None:
         self._cls = cls
-        self._precision = precision
         self._optimizer = weakref.ref(optimizer)
         self._attributes: Mapping[str, Any] = {}
         self._schemas: dict[tuple[object, ...], StateSchema] = {}
         self._steps: dict[object, TensorStep] = {}
         self._said: set[str] = set()
-        self._reasons: dict[object, str] = {}
-        """Why groups are not placed: a cache, read at each bucket."""
-        self._watched = _Watched()
-        self._passes = ClassPasses()
-        self._dtypes: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
-        """By index of a param group, its number of parameters and their dtypes: a cache, read at each bucket."""
+        self._num_steps = 0
+        self._watches: dict[int, Watch] = {}
+        """By index of the param group."""
+        self._tried: set[int] = set()
+        """The ids of the parameters at whose sizes a step was tried."""
 
-    def snapshot(self) -> "ClassRule":
-        """Return the rule with the present attributes of the optimizer, for updates that run later."""
-        rule = copy.copy(self)
-        rule._attributes = self._attributes_now()
-        return rule
+    def attributes(self) -> Mapping[str, Any]:
+        """Return the attributes of the optimizer, as they were last if it is gone."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._attributes = attributes_of(optimizer)
+        return self._attributes
 
     def schema(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSchema:
         """Return the state schema for parameters in `dtype` with the hyperparameters of `group`, from a dry step."""
-        key = self._key(group, dtype)
+        key = (dtype, *group_key(group))
         if key not in self._schemas:
-            self._schemas[key] = dry_step(self._cls, self._attributes_now(), group, dtype)
+            self._schemas[key] = dry_step(self._cls, self.attributes(), group, dtype)
         return self._schemas[key]
 
-    def _key(self, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[object, ...]:
-        return (dtype, *group_key(group))
-
-    def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return why the class may not be updated bucket by bucket for some param group; empty if it may for all.
-
-        Each element must be updated by itself, or each tensor of a single rank.
-        """
-        for index, group in enumerate(groups):
-            num_params, dtypes = self._dtypes.get(index, (-1, ()))
-            if num_params != len(group["params"]):
-                num_params, dtypes = len(group["params"]), tuple(dict.fromkeys(one.dtype for one in group["params"]))
-                self._dtypes[index] = (num_params, dtypes)
-            for dtype in dtypes:
-                key = (index, num_params, *self._key(group, dtype))
-                if key not in self._reasons:
-                    own = (param for param in group["params"] if param.dtype == dtype)
-                    self._reasons[key] = next(filter(None, (self._why_not_alone(param, group) for param in own)), "")
-                if because := self._reasons[key]:
-                    return because
-        return ""
-
-    def _why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
-        """Return why no plan may have the state of `param`; empty if elements, or the tensor, are updated alone."""
-        schema = self.schema(group, param.dtype)
-        if schema.kind is UpdateKind.ELEMENT:
-            return ""
-        if schema.kind is UpdateKind.GLOBAL:
-            return schema.because
-        if why := self._why_not_whole(param, group, schema):
-            return f"{schema.because}; and {why}"
-        return ""
-
-    def _why_not_whole(self, param: torch.Tensor, group: Mapping[str, Any], schema: StateSchema) -> str:
-        """Return why no plan may have the state of `param`, whose update reads the whole tensor and no other one."""
-        if not self._precision.is_exact:
-            return "its state is to be stored narrower, which is done element by element"
-        if is_dtensor(param):
-            return f"ranks have parts of a parameter of shape {tuple(param.shape)}"
-        if lists := set(schema.per_param) - {"param_names"}:
-            return f"its param group has {', '.join(sorted(lists))} by parameter"
-        step = self.tensor_step(param, group)
-        if step.unknown:
-            return step.unknown
-        if sum(one.nbytes for one in (step.state or {}).values()) != step.state_bytes:
-            return "tensors of its state share memory"
-        return ""
-
-    def _is_placed_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-        return self.updates_whole(param, group) and not self._why_not_alone(param, group)
-
-    def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
-        """Return whether the update of `param` reads the whole tensor, and no other one."""
-        return self._takes_whole(group, param.dtype)
-
-    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Raise OptimizerNotTensorWise if the next step joins two parameters.
-
-        Small tensors take it first, see `Watch`. Before the first step of a parameter, tensors of the sizes of all in
-        its group take it without memory.
-        """
-        watched = self._watched
-        watched.num_steps += 1
-        for index, group in enumerate(groups):
-            whole = {dtype for dtype in self._dtypes.get(index, (0, ()))[1] if self._takes_whole(group, dtype)}
-            params = [param for param in group["params"] if param.grad is not None] if whole else []
-            if not params:
-                continue
-            step = ClassStep(cls=self._cls, attributes=self._attributes_now(), group=group)
-            watch = watched.watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
-            watch.check(step, params, states, watched.num_steps)
-            if not watched.params.issuperset(map(id, params)):
-                updates = [
-                    ParamUpdate(param, param.grad, dict(self.as_class(param, states.get(param, {}), group)))
-                    for param in params
-                    if param.grad is not None
-                ]
-                because = joined_at_shapes(step, updates, watched.num_steps)
-                if because:
-                    log.info("%s was not tried at the sizes of its parameters: %s", self._cls.__name__, because)
-                watched.params.update(map(id, params))
-
-    def _takes_whole(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    def are_whole(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+        """Return whether an update in `dtype` reads a whole tensor, and no other one."""
         return self.schema(group, dtype).kind is UpdateKind.TENSOR
 
-    def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `state` as the optimizer class keeps it: its statistics may be in lists."""
-        return nested_state(state, self._entries(param, group))
-
-    def from_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `state`, which the optimizer class keeps, with each statistic as an entry of its own."""
-        return flat_state(state, self._entries(param, group))
-
-    def _entries(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self.tensor_step(param, group).entries if self.updates_whole(param, group) else {}
-
-    def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the statistics, each shaped like its parameter unless parameters are updated whole."""
-        own = [param for param in group.get("params", ()) if self.updates_whole(param, group)]
-        whole = [name for param in own for name in self.state_layouts(param, group)]
-        return tuple(dict.fromkeys([*whole, *self.schema(group, torch.float32).dtypes]))
-
-    def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
-        """Return whether the entry `name` of a state must be on the device that updates the parameter.
-
-        Statistics must. Counters stay on the host unless the class is `fused` or `capturable`.
-        """
-        return name in self.schema(group, torch.float32).dtypes or bool(group.get("fused") or group.get("capturable"))
-
-    def counts_steps(self, group: Mapping[str, Any]) -> bool:
-        """Return whether the class wants `step` beside the weight, and only counts with it, as dry steps have found."""
-        return self.moves_with_update("step", group) and self.schema(group, torch.float32).counts_steps
-
-    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
-        """Return the layout of each statistic of `param` by name."""
-        if self.updates_whole(param, group):
-            shape, found = tuple(param.shape), self.tensor_step(param, group).state or {}
-            return {
-                name: StatisticLayout(one.dtype, shape=None if one.shape == shape else one.shape)
-                for name, one in found.items()
-                if one.shape
-            }
-        narrow = self._narrow(group, param.dtype)
-        dtypes = self.schema(group, param.dtype).dtypes
-        return {name: StatisticLayout(torch.bfloat16 if name in narrow else dtype) for name, dtype in dtypes.items()}
-
-    def _narrow(self, group: Mapping[str, Any], dtype: torch.dtype) -> frozenset[str]:
-        """Return the names of the statistics of a parameter in `dtype` that the class has in fp32, and bf16 stores."""
-        if self._precision.is_exact:
-            return frozenset()
-        dtypes = self.schema(group, dtype).dtypes
-        return frozenset(name for name, own in dtypes.items() if own == torch.float32)
-
-    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
-        """Return the bytes of the state of `param`: if the class is not element-wise, those that a dry run at its shape
-        found, and if no dry run can, those of two statistics."""
-        if self._is_placed_whole(param, group):
-            step, state_bytes = self.tensor_step(param, group), state_nbytes(param, self.state_layouts(param, group))
-            whole = WholeUpdate(
-                flops=step.flops,
-                moved_bytes=step.moved_bytes,
-                num_kernels=step.num_kernels,
-                most_nbytes=param.nbytes,
-                most_state_nbytes=state_bytes,
-            )
-            return Param(is_trained=True, state_nbytes=state_bytes, whole_update=whole)
-        if self.schema(group, param.dtype).because:
-            step = self.tensor_step(param, group)
-            state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
-            return Param(is_trained=True, state_nbytes=state_bytes)
-        found = super().param_state(param, group)
-        return replace(found, state_dtype="bfloat16") if self._narrow(group, param.dtype) else found
+    def why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
+        """Return why no plan may have the state of `param`; empty if elements, or the tensor, are updated alone."""
+        schema = self.schema(group, param.dtype)
+        if schema.kind is not UpdateKind.TENSOR:
+            return schema.because
+        step = self.tensor_step(param, group)
+        why = step.unknown
+        if is_dtensor(param):
+            why = f"ranks have parts of a parameter of shape {tuple(param.shape)}"
+        elif lists := set(schema.per_param) - {"param_names"}:
+            why = f"its param group has {', '.join(sorted(lists))} by parameter"
+        elif not why and sum(one.nbytes for one in (step.state or {}).values()) != step.state_bytes:
+            why = "tensors of its state share memory"
+        return f"{schema.because}; and {why}" if why else ""
 
     def tensor_step(self, param: torch.Tensor, group: Mapping[str, Any]) -> TensorStep:
         """Return what a step of the class does to `param`, from a dry run at its shape."""
@@ -269,7 +134,7 @@ class ClassRule(UpdateRule):
         numbers = [value for value in leaves_of(values) if isinstance(value, int)]
         key = (tuple(param.shape), param.dtype, param.device.type, *numbers, *group_key(group))
         if key not in self._steps:
-            found = tensor_step(self._cls, self._attributes_now(), group, param, per_param=per_param)
+            found = tensor_step(self._cls, self.attributes(), group, param, per_param=per_param)
             self._steps[key] = found
             if found.unknown and found.unknown not in self._said:
                 self._said.add(found.unknown)
@@ -280,10 +145,159 @@ class ClassRule(UpdateRule):
                 )
         return self._steps[key]
 
+    def entries(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the nested entries of the state of `param` as `TensorStep.entries`; none if elements are updated."""
+        return self.tensor_step(param, group).entries if self.are_whole(group, param.dtype) else {}
+
+    def watch(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters.
+
+        Small tensors take it first, see `Watch`. Before the first step of a parameter, tensors of the sizes of all in
+        its group take it without memory.
+        """
+        self._num_steps += 1
+        for index, group in enumerate(groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params or not self.are_whole(group, params[0].dtype):
+                continue
+            step = ClassStep(cls=self._cls, attributes=self.attributes(), group=group)
+            watch = self._watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
+            watch.check(step, params, states, self._num_steps)
+            if self._tried.issuperset(map(id, params)):
+                continue
+            updates = [
+                ParamUpdate(param, param.grad, nested_state(states.get(param, {}), self.entries(param, group)))
+                for param in params
+            ]
+            if because := joined_at_shapes(step, updates, self._num_steps):
+                log.info("%s was not tried at the sizes of its parameters: %s", self._cls.__name__, because)
+            self._tried.update(map(id, params))
+
+
+class ClassRule(UpdateRule):
+    """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`."""
+
+    makes_state = True
+
+    def __init__(self, cls: type[Optimizer], optimizer: Optimizer, precision: StatePrecision = EXACT) -> None:
+        self._cls = cls
+        self._precision = precision
+        self.known = DryRuns(cls, optimizer)
+        """What dry runs found out about the class."""
+        self._attributes: Mapping[str, Any] = {}
+        self._passes = ClassPasses()
+        self._reasons: dict[int, tuple[object, str]] = {}
+        """By index of a param group why it is not placed, and for which parameters: a cache, read at each bucket."""
+
+    def snapshot(self) -> "ClassRule":
+        """Return the rule with the present attributes of the optimizer, for updates that run later."""
+        rule = copy.copy(self)
+        rule._attributes = self.known.attributes()
+        return rule
+
+    def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return why the class may not be updated bucket by bucket for some param group; empty if it may for all.
+
+        Each element must be updated by itself, or each tensor of a single rank with exact state.
+        """
+        for index, group in enumerate(groups):
+            key = (len(group["params"]), group_key(group))
+            if self._reasons.get(index, ((), ""))[0] != key:
+                because = next(filter(None, (self._why_not_alone(param, group) for param in group["params"])), "")
+                self._reasons[index] = (key, because)
+            if because := self._reasons[index][1]:
+                return because
+        return ""
+
+    def _why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
+        because = self.known.why_not_alone(param, group)
+        if not because and self.updates_whole(param, group) and not self._precision.is_exact:
+            because = self.known.schema(group, param.dtype).because
+            because += "; and its state is to be stored narrower, which is done element by element"
+        return because
+
+    def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether the update of `param` reads the whole tensor, and no other one."""
+        return self.known.are_whole(group, param.dtype)
+
+    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters."""
+        self.known.watch(groups, states)
+
+    def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state` as the optimizer class keeps it: its statistics may be in lists."""
+        return nested_state(state, self.known.entries(param, group))
+
+    def from_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `state`, which the optimizer class keeps, with each statistic as an entry of its own."""
+        return flat_state(state, self.known.entries(param, group))
+
+    def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the statistics, each shaped like its parameter unless parameters are updated whole."""
+        own = [param for param in group.get("params", ()) if self.updates_whole(param, group)]
+        whole = [name for param in own for name in self.state_layouts(param, group)]
+        return tuple(dict.fromkeys([*whole, *self.known.schema(group, torch.float32).dtypes]))
+
+    def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
+        """Return whether the entry `name` of a state must be on the device that updates the parameter.
+
+        Statistics must. Counters stay on the host unless the class is `fused` or `capturable`.
+        """
+        return name in self.known.schema(group, torch.float32).dtypes or bool(
+            group.get("fused") or group.get("capturable")
+        )
+
+    def counts_steps(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the class wants `step` beside the weight, and only counts with it, as dry steps have found."""
+        return self.moves_with_update("step", group) and self.known.schema(group, torch.float32).counts_steps
+
+    def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
+        """Return the layout of each statistic of `param` by name."""
+        if self.updates_whole(param, group):
+            shape, found = tuple(param.shape), self.known.tensor_step(param, group).state or {}
+            return {
+                name: StatisticLayout(one.dtype, shape=None if one.shape == shape else one.shape)
+                for name, one in found.items()
+                if one.shape
+            }
+        narrow = self._narrow(group, param.dtype)
+        dtypes = self.known.schema(group, param.dtype).dtypes
+        return {name: StatisticLayout(torch.bfloat16 if name in narrow else dtype) for name, dtype in dtypes.items()}
+
+    def _narrow(self, group: Mapping[str, Any], dtype: torch.dtype) -> frozenset[str]:
+        """Return the names of the statistics of a parameter in `dtype` that the class has in fp32, and bf16 stores."""
+        if self._precision.is_exact:
+            return frozenset()
+        dtypes = self.known.schema(group, dtype).dtypes
+        return frozenset(name for name, own in dtypes.items() if own == torch.float32)
+
+    def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
+        """Return the bytes of the state of `param`: if the class is not element-wise, those that a dry run at its shape
+        found, and if no dry run can, those of two statistics."""
+        if self.updates_whole(param, group) and not self._why_not_alone(param, group):
+            step, state_bytes = (
+                self.known.tensor_step(param, group),
+                state_nbytes(param, self.state_layouts(param, group)),
+            )
+            whole = WholeUpdate(
+                flops=step.flops,
+                moved_bytes=step.moved_bytes,
+                num_kernels=step.num_kernels,
+                most_nbytes=param.nbytes,
+                most_state_nbytes=state_bytes,
+            )
+            return Param(is_trained=True, state_nbytes=state_bytes, whole_update=whole)
+        if self.known.schema(group, param.dtype).because:
+            step = self.known.tensor_step(param, group)
+            state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
+            return Param(is_trained=True, state_nbytes=state_bytes)
+        found = super().param_state(param, group)
+        return replace(found, state_dtype="bfloat16") if self._narrow(group, param.dtype) else found
+
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
         """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
-        steps = (param for param in params if self.schema(group, param.dtype).because)
-        return work_bytes_of(self.tensor_step(param, group) for param in steps)
+        steps = (param for param in params if self.known.schema(group, param.dtype).because)
+        return work_bytes_of(self.known.tensor_step(param, group) for param in steps)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""
@@ -313,7 +327,7 @@ class ClassRule(UpdateRule):
             return
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
-            whole = self._passes.update(step, whole, self.schema(group, whole[0].weight.dtype))
+            whole = self._passes.update(step, whole, self.known.schema(group, whole[0].weight.dtype))
         if whole:
             step.take(whole)
 
@@ -336,7 +350,7 @@ class ClassRule(UpdateRule):
         entries = {name: value for name, value in state.items() if name != _NUM_UPDATES}
         layouts = {
             name: StatisticLayout(torch.bfloat16 if name in narrow else dtype)
-            for name, dtype in self.schema(group, weight.dtype).dtypes.items()
+            for name, dtype in self.known.schema(group, weight.dtype).dtypes.items()
         }
         made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
         own = MemoryParam(ParamUpdate(weight, one.grad, entries), layouts, made)
@@ -359,23 +373,6 @@ class ClassRule(UpdateRule):
         elif self.counts_steps(group):
             note_num_steps(state["step"], number)
 
-    def _attributes_now(self) -> Mapping[str, Any]:
-        optimizer = self._optimizer()
-        return self._attributes if optimizer is None else attributes_of(optimizer)
-
-
-@dataclass(slots=True)
-class _Watched:
-    """What was seen of the steps of a class that updates whole tensors; all snapshots of its rule share it."""
-
-    num_steps: int = 0
-    watches: dict[int, Watch] = field(default_factory=dict)
-    """By index of the param group."""
-    params: set[int] = field(default_factory=set)
-    """The ids of the parameters at whose sizes a step was tried."""
-
-
-log = logging.getLogger("elixir_compile")
 
 _COMPARED = 4099
 """Elements on which a pass is compared with its class: a prime, so that every vector width has a remainder."""

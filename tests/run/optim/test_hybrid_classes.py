@@ -232,7 +232,7 @@ def test_classes_that_plans_place_by_whole_tensors(cls: type[torch.optim.Optimiz
     optimizer = made(cls)
     assert optimizer.places_state
     (group,) = optimizer.param_groups
-    assert re.search(because, optimizer._updater.rule.schema(group, torch.float32).because)
+    assert re.search(because, optimizer._updater.rule.known.schema(group, torch.float32).because)
     assert all(state.whole_update is not None for state in optimizer.states_of(group["params"]))
 
 
