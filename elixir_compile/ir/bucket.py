@@ -134,11 +134,11 @@ class Bucket:
     def is_sharded(self) -> bool:
         """True if each rank owns a shard of the bucket, so that every use gathers it; False if each rank owns all of
         it."""
-        return any(numel != self.numel for numel in self.shard_numels)
+        return self.shard_numels.count(self.numel) < len(self.shard_numels)
 
     def is_gathered_from(self, param: Tier) -> bool:
         """Return whether uses read a gathered copy if the parameters are at home in the memory `param`."""
-        return self.is_sharded or param is not Tier.DEVICE
+        return param is not Tier.DEVICE or self.is_sharded
 
     @property
     def shards_text(self) -> str:

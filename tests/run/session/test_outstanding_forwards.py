@@ -77,8 +77,8 @@ def wrong_of(seeds: Iterable[int], draw: Callable[[int], Draw] = Draw.of) -> lis
     return [str(outcome) for outcome in found if outcome.faults] + apart_from_saved(found)
 
 
-QUICK_SEEDS = (0, 3, 5, 8)
-"""Both models and planners, prepared or not, one to four micro-batches, clipped or not, all moments of the update."""
+QUICK_SEEDS = (0, 5, 8)
+"""Both models and planners, prepared or not, two or three micro-batches, clipped or not, all moments of the update."""
 
 
 @pytest.mark.parametrize(
