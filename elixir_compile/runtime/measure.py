@@ -273,11 +273,12 @@ _PATIENCE_S = 60.0
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
     """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
-    `device_peak_bytes` counts all tensors on the device, also those from before the step. On an accelerator it is the
-    most bytes that tensors asked torch's allocator for; the peak statistics that you read yourself stay. If somebody
-    else reads the history of the allocator, it may be a higher peak since you reset these statistics. On a CPU it is
-    computed from the storages of all live tensors and the memory events of torch.profiler, without slabs, which are
-    host memory. `host_peak_bytes` are the slabs. On a CPU `step_s` includes the profiler, so time steps without it.
+    `device_peak_bytes` counts all tensors on the device, also those from before the step, but no garbage, which is
+    collected first. On an accelerator it is the most bytes that tensors asked torch's allocator for; the peak
+    statistics that you read yourself stay. If somebody else reads the history of the allocator, it may be a higher peak
+    since you reset these statistics. On a CPU it is computed from the storages of all live tensors and the memory
+    events of torch.profiler, without slabs, which are host memory. `host_peak_bytes` are the slabs. On a CPU `step_s`
+    includes the profiler, so time steps without it.
 
     `device` is `cpu` or `cuda`; None means the accelerator if any tensor is there. An exception of `fn` passes
     through. Raises NestedMeasurement if another measurement is running, or if another thread trains on the CPU and its
@@ -327,6 +328,8 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
                 fn()
                 step_s = time.perf_counter() - began_s
             return step_s, peak_bytes(resident.nbytes_at, resident.freed, cpu_allocations(profiler))
+    # As `Resident` does: frames of a compilation hold the outputs of the first call of a model in cycles (torch 2.13).
+    gc.collect()
     platform.synchronize(device)
     with PeakRecord(platform, device) as record:
         began_s = time.perf_counter()

@@ -118,6 +118,25 @@ def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeyp
     assert record.peak_bytes is None
 
 
+@pytest.mark.usefixtures("no_workspaces")
+def test_the_peak_of_a_step_has_no_garbage_from_before() -> None:
+    """As the frames of a compilation are, which hold what the first call returned."""
+    held_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
+
+    def made(nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+
+    gc.disable()
+    try:
+        cycle: list[object] = [made(2 << 20)]
+        cycle.append(cycle)
+        del cycle
+        record = elixir.measure_step(lambda: made(4 << 20), device=emulated.NAME)
+    finally:
+        gc.enable()
+    assert record.device_peak_bytes == held_bytes + (4 << 20)
+
+
 def foreign_bytes_in_steps() -> int:
     profiler = StepProfiler(Executor(DEVICE, "model"), "model", parse_options({}), records=False)
     problem = cast(Problem, SimpleNamespace(budget_bytes=GIB))
