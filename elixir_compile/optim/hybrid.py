@@ -186,7 +186,8 @@ class Hybrid(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `updates_as`, and move the state to where the plan wants it."""
         self.wait()
-        own, rule, entries = self._params_of_all(), self._updater.rule, dict(state_dict["state"])
+        own = (param for group in self.param_groups for param in group["params"])
+        rule, entries = self._updater.rule, dict(state_dict["state"])
         saved: list[dict[str, Any]] = []
         for group in state_dict["param_groups"]:
             saved.append({**self.defaults, **group, "params": [*islice(own, len(group["params"]))]})
@@ -208,9 +209,6 @@ class Hybrid(torch.optim.Optimizer):
             loaded = unwrap_statistics(entry, param, stays=is_off_device(param), as_saved=as_saved)
             self.state[param] = rule.as_planned(param, loaded, group)
         self.follow([param for param in self.state if is_off_device(param)])
-
-    def _params_of_all(self) -> Iterator[nn.Parameter]:
-        return (param for group in self.param_groups for param in group["params"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()

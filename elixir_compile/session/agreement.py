@@ -219,7 +219,10 @@ def plan_of_class(
         made, said = control.run_on_all_ranks(
             "plans of classes", lambda: answer(work, own) if is_first else None, _text_of, {}
         )
-        plans = [_plan_or_error(said[first]) for first in firsts]
+        plans = [
+            NoFeasiblePlan(*json.loads(text)) if text.startswith("[") else plan_from_json(text)
+            for text in (said[first] for first in firsts)
+        ]
         errors = [plan for plan in plans if isinstance(plan, NoFeasiblePlan)]
         if errors:
             worst = _shortest(errors)
@@ -244,10 +247,6 @@ def _text_of(made: Plan | NoFeasiblePlan | None) -> str:
     if made is None:
         return ""
     return json.dumps(made.args, default=int) if isinstance(made, NoFeasiblePlan) else plan_to_json(made)
-
-
-def _plan_or_error(text: str) -> Plan | NoFeasiblePlan:
-    return NoFeasiblePlan(*json.loads(text)) if text.startswith("[") else plan_from_json(text)
 
 
 def _own_plan(control: ControlChannel, graph: StepGraph, planned: Plan) -> Plan:
@@ -282,26 +281,23 @@ _Made = TypeVar("_Made")
 
 def agreed_plan(
     control: ControlChannel,
-    problem: Problem | None,
+    problem: Problem,
     search: Callable[[Problem], Plan],
     *,
     settings: Mapping[str, str] | None = None,
     may_differ: bool = False,
-    failure: Exception | None = None,
 ) -> Plan:
     """Return the plan of all ranks of `control`, verified for the graph of this rank; all ranks must call this.
 
     `settings` are further options, not in `problem`, to be equal on all ranks. If plans `may_differ`, ranks that differ
-    in memory get plans of their own. If this rank has no problem, `failure` is the error it raised instead, and it is
-    raised here again.
+    in memory get plans of their own.
 
     If a rank fails, all raise: NoFeasiblePlan as raised on the failing rank, another error as PeerFailed on the other
     ranks. Raises RanksDiffer if parameters, settings or versions differ, or if ops differ so much that a rank cannot
     follow the plan.
     """
-    ops, facts = agreed_facts(control, problem, settings, failure)
+    ops, facts = agreed_facts(control, problem, settings)
     leader = control.rank if control.is_echo else leader_of(facts)
-    assert problem is not None  # without a problem, `agreed_facts` has raised `failure`
     classes = classes_of(facts)
     if may_differ and len(classes) > 1:
         own_plan = plan_of_class(control, problem, facts, classes, search)
@@ -324,9 +320,10 @@ def agreed_facts(
 ) -> tuple[tuple[str, ...], list[RankFacts]]:
     """Return the lines of ops of this rank and the facts of all ranks, after a check of their equality.
 
-    Arguments and errors are as in `agreed_plan`.
+    Arguments and errors are as in `agreed_plan`. If this rank has no problem, `failure` is the error it raised instead,
+    and it is raised here again.
     """
-    same = {**(settings or {}), **_versions()}
+    same = {**(settings or {}), "elixir_compile": __version__, "torch": str(torch.__version__)}
     lines: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
 
@@ -360,7 +357,10 @@ def _taken_over(
                 raise
             return fault.renewed()
 
-    plan, said = run_on_all_ranks(control, "plans taken over", own_plan, _digest_or_fault)
+    def said_of(plan: Plan | InvalidPlan) -> str:
+        return f"{_FAULT}{plan.sentence}" if isinstance(plan, InvalidPlan) else plan_digest(plan)
+
+    plan, said = run_on_all_ranks(control, "plans taken over", own_plan, said_of)
     faults = [
         f"{ranks_text([rank])} cannot follow the plan: {text.removeprefix(_FAULT)}"
         for rank, text in zip(control.ranks, said, strict=True)
@@ -383,7 +383,7 @@ def asked_by_all(executor: Executor, ask: Callable[[], _Made]) -> _Made:
     except Exception as error:
         if executor.peers is not None:
             with suppress(ElixirError):
-                agreed_plan(executor.peers.control, None, _never, failure=error)
+                agreed_facts(executor.peers.control, None, failure=error)
         raise
 
 
@@ -427,24 +427,11 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     return "yes" in executor.peers.control.exchange("yes" if is_so else "no", what)
 
 
-def _never(problem: Problem) -> Plan:
-    raise AssertionError("a rank that has no problem is not asked for a plan")
-
-
-def _versions() -> dict[str, str]:
-    # `__version__` of torch is a public name.
-    return {"elixir_compile": __version__, "torch": str(torch.__version__)}
-
-
 def _as_own(graph: StepGraph, text: str) -> Plan:
     """Return the plan in `text` for `graph`, the graph of this rank, whose sizes may differ from the leader's."""
     plan = resized(graph, replace(plan_from_json(text), graph=fingerprint(graph)))
     verify(graph, plan)
     return plan
-
-
-def _digest_or_fault(plan: Plan | InvalidPlan) -> str:
-    return f"{_FAULT}{plan.sentence}" if isinstance(plan, InvalidPlan) else plan_digest(plan)
 
 
 def run_on_all_ranks(

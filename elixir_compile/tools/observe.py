@@ -132,7 +132,11 @@ class Study:
         self._full: dict[int, FullStep] = {}
         self._writer = None if folder is None else TraceWriter(folder, model, _rank())
         self._sink: Summaries | None = None
-        self._counters = CounterThread(counters_hz, self._uuid) if counters_hz else None
+        self._counters = (
+            CounterThread(counters_hz, lambda: None if self._sink is None else self._sink.uuid())
+            if counters_hz
+            else None
+        )
         full_steps = FullSteps(
             model,
             wants,
@@ -232,9 +236,6 @@ class Study:
             del self._full[min(self._full)]
         if self._writer is not None:
             self._writer.full_step(full)
-
-    def _uuid(self) -> str | None:
-        return None if self._sink is None else self._sink.uuid()
 
 
 _MOST_FULL = 16

@@ -21,7 +21,7 @@ from elixir_compile.ir.hardware import Cluster
 from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.search import Problem, plan
-from elixir_compile.session.agreement import RollCall, Step, agreed_plan, roll_call
+from elixir_compile.session.agreement import RollCall, Step, agreed_facts, agreed_plan, roll_call
 from elixir_compile.session.rank_facts import plan_digest
 from elixir_compile.step import plan_timeline, verify
 from tests.pure.problems import CLUSTERS, needed_bytes, problem_of
@@ -156,7 +156,7 @@ def checks(rank: int, world_size: int) -> dict[str, Any]:
     leader = world_size - 1
     last = rank == world_size - 1
 
-    def agreed(problem: Problem | None, search: Callable[[Problem], Plan] = greedy, **more: Any) -> dict[str, Any]:
+    def agreed(problem: Problem, search: Callable[[Problem], Plan] = greedy, **more: Any) -> dict[str, Any]:
         return outcome(lambda: agreed_plan(control, problem, search, **more))
 
     def renamed(number: int) -> Problem:
@@ -181,7 +181,7 @@ def checks(rank: int, world_size: int) -> dict[str, Any]:
         "batches at little memory": with_batches(needed_bytes(question(world_size, graph_of(64 + 8 * leader)))),
         "leader fails": agreed(batches, fails_with(ValueError("no idea")) if rank == leader else greedy),
         "nothing fits": agreed(batches, small_search if rank == leader else greedy),
-        "one fails before": agreed(None if last else same, failure=own_error if last else None),
+        "one fails before": outcome(lambda: agreed_facts(control, None, failure=own_error)) if last else agreed(same),
         "no room on one": agreed(uneven, lambda problem: with_own_peak(greedy(problem))),
         "long regions": agreed(plain),
         "another op inside": agreed(renamed(num_inside(greedy(plain), plain.graph))),
