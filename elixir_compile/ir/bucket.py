@@ -1,6 +1,7 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,9 @@ _REDUCED_BYTES = {"float32": 4}
 class WholeUpdate:
     """What the update of a parameter takes, or those of all parameters of a bucket, if each reads its whole tensor."""
 
-    flops: int
+    flops: tuple[tuple[str, int], ...]
+    """Floating-point operations of products and factorisations of matrices, by the dtype in which these are: Muon
+    multiplies in bfloat16, whatever the dtype of the parameter."""
     moved_bytes: int
     """Bytes that the ops of the update read and write in the memory beside which it runs."""
     num_kernels: int
@@ -29,17 +32,28 @@ class WholeUpdate:
     """Bytes of the largest parameter."""
     most_state_nbytes: int
     """Bytes of the largest state of a parameter."""
+    work_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """The most bytes that the update of a parameter holds beside weight, gradient and state, at once."""
 
     @classmethod
     def of_all(cls, each: Sequence["WholeUpdate"]) -> "WholeUpdate":
         """Return what the updates of `each` take one after another."""
+        flops: Counter[str] = Counter()
+        for one in each:
+            flops.update(dict(one.flops))
         return cls(
-            flops=sum(one.flops for one in each),
+            flops=tuple(sorted(flops.items())),
             moved_bytes=sum(one.moved_bytes for one in each),
             num_kernels=sum(one.num_kernels for one in each),
             most_nbytes=max(one.most_nbytes for one in each),
             most_state_nbytes=max(one.most_state_nbytes for one in each),
+            work_nbytes=max(one.work_nbytes for one in each),
         )
+
+    @property
+    def total_flops(self) -> int:
+        """Floating-point operations in all dtypes."""
+        return sum(flops for _, flops in self.flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

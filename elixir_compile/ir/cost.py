@@ -226,7 +226,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     if not bucket.trainable:
         return 0.0
     if bucket.whole_update is not None and tier is not Tier.DISK:
-        return _whole_update_s(bucket.whole_update, bucket.dtype, tier, cluster)
+        return _whole_update_s(bucket.whole_update, tier, cluster)
     if tier is Tier.DEVICE:
         # What moves, over the bytes of the fused kernel for fp32.
         moved_bytes = ADAM_BYTES_PER_ELEMENT
@@ -257,19 +257,27 @@ def _has_exact_master(bucket: Bucket) -> bool:
     return bucket.state_nbytes >= _LEAST_STATE_WITH_MASTER_BYTES * bucket.numel
 
 
-_HOST_FLOPS_PER_S = 1e11
-"""Floating-point operations per second of the cores of one rank: an order of magnitude, which tells matrix products
-from passes over memory."""
+_ROUGH_HOST_FLOPS_PER_S = 1e11
+"""Floating-point operations per second of the cores of one rank where they were not measured: an order of magnitude,
+which tells matrix products from passes over memory."""
 
 
-def _whole_update_s(whole: WholeUpdate, dtype: str, tier: Tier, cluster: Cluster) -> float:
+def products_s(whole: WholeUpdate, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds of the matrix products of the updates of whole tensors, by the device or the host."""
+    flops_per_s, share = cluster.device.flops_per_s, 1
+    if tier is Tier.HOST:
+        flops_per_s, share = cluster.host.flops_per_s, cluster.num_local_ranks
+    if flops_per_s is None:
+        return whole.total_flops / _ROUGH_HOST_FLOPS_PER_S
+    return share * sum(flops / flops_per_s.get(dtype, flops_per_s["float32"]) for dtype, flops in whole.flops)
+
+
+def _whole_update_s(whole: WholeUpdate, tier: Tier, cluster: Cluster) -> float:
     """Return the seconds of the updates of whole tensors by the roofline model."""
     if tier is Tier.HOST:
-        return max(whole.flops / _HOST_FLOPS_PER_S, host_memory_s(whole.moved_bytes, cluster))
-    device = cluster.device
-    flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
-    moved_s = whole.moved_bytes / device.memory_bytes_per_s
-    return whole.num_kernels * device.launch_s + max(whole.flops / flops_per_s, moved_s)
+        return max(products_s(whole, tier, cluster), host_memory_s(whole.moved_bytes, cluster))
+    moved_s = whole.moved_bytes / cluster.device.memory_bytes_per_s
+    return whole.num_kernels * cluster.device.launch_s + max(products_s(whole, tier, cluster), moved_s)
 
 
 def add_bytes(bucket: Bucket) -> int:

@@ -122,10 +122,16 @@ class HostProfile:
     """Rate of writes of large blocks; None if not measured."""
     update_forms: tuple[FormPrice, ...] = field(default=(), metadata=LEFT_OUT)
     """The prices of updates whose parameters or moments are not fp32, as far as they were measured."""
+    flops_per_s: Mapping[str, float] | None = field(default=None, metadata=LEFT_OUT)
+    """Rates of matrix products by dtype, as `DeviceProfile.flops_per_s`; None if not measured."""
 
     def __post_init__(self) -> None:
+        flops_per_s = {"float32": None} if self.flops_per_s is None else self.flops_per_s
+        if "float32" not in flops_per_s:
+            raise InvalidProfile("host", "flops_per_s", "an entry for float32", dict(flops_per_s))
         require_positive(
             "host",
+            **{f"flops_per_s.{dtype}": rate for dtype, rate in flops_per_s.items()},
             disk_read_bytes_per_s=self.disk_read_bytes_per_s,
             disk_write_bytes_per_s=self.disk_write_bytes_per_s,
             memory_bytes=self.memory_bytes,
@@ -333,7 +339,10 @@ def along_data(cluster: Cluster, num_tensor: int) -> Cluster:
     rates = {name: getattr(first.host, name) for name in _HOST_RATES}
     rates = {name: None if rate is None else rate / num_slices for name, rate in rates.items()}
     sizes = {name: getattr(first.host, name) // num_slices for name in _HOST_SIZES}
-    host = replace(first.host, **rates, **sizes)
+    flops_per_s = first.host.flops_per_s
+    if flops_per_s is not None:
+        flops_per_s = {dtype: rate / num_slices for dtype, rate in flops_per_s.items()}
+    host = replace(first.host, **rates, **sizes, flops_per_s=flops_per_s)
     node = replace(first, num_devices=num_devices, peer=first.peer if num_devices > 1 else None, host=host)
     between = cluster.network if cluster.is_over_nodes else first.peer
     link = first.peer if is_within else between

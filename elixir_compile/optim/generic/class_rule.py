@@ -280,11 +280,12 @@ class ClassRule(UpdateRule):
                 state_nbytes(param, self.state_layouts(param, group)),
             )
             whole = WholeUpdate(
-                flops=step.flops,
+                flops=tuple(sorted(step.flops.items())),
                 moved_bytes=step.moved_bytes,
                 num_kernels=step.num_kernels,
                 most_nbytes=param.nbytes,
                 most_state_nbytes=state_bytes,
+                work_nbytes=step.work_bytes,
             )
             return Param(is_trained=True, state_nbytes=state_bytes, whole_update=whole)
         if self.known.schema(group, param.dtype).because:

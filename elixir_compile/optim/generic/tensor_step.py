@@ -8,6 +8,7 @@ on tensors without memory takes some 0.1 ms whatever their shape: two steps of M
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -58,8 +59,8 @@ class TensorStep:
     """The entries of the state that are lists, tuples or mappings, with the path of each leaf in its place."""
     state_bytes: int = 0
     """Bytes of their memory, which two of them may share."""
-    flops: int = 0
-    """Floating-point operations of products and factorisations of matrices."""
+    flops: Mapping[str, int] = field(default_factory=dict)
+    """Floating-point operations of products and factorisations of matrices, by the dtype of their tensors."""
     moved_bytes: int = 0
     """Bytes that all ops read and write; views move none."""
     num_kernels: int = 0
@@ -124,7 +125,7 @@ def tensor_step(
         state=alone.state,
         entries=alone.entries,
         state_bytes=alone.state_bytes,
-        flops=alone.seen.flops,
+        flops=dict(alone.seen.flops),
         moved_bytes=alone.seen.moved_bytes,
         num_kernels=alone.seen.num_kernels,
         work_bytes=alone.work_bytes,
@@ -272,7 +273,8 @@ class _Seen:
 
     def __init__(self, given: Iterable[torch.Tensor], state: Iterable[torch.Tensor]) -> None:
         """`given` are the weights and gradients, `state` the tensors of the state before the step."""
-        self.flops = self.moved_bytes = self.num_kernels = 0
+        self.flops: Counter[str] = Counter()
+        self.moved_bytes = self.num_kernels = 0
         self.most_bytes = 0
         """The most bytes of memory that was made in the step, less that of the state that was freed, at once."""
         self._more_bytes = 0
@@ -298,11 +300,13 @@ class _Seen:
             # A tensor that was expanded is in fewer bytes of memory than it has.
             self.moved_bytes += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in moved)
             formula, factorise = flop_registry.get(op.overloadpacket), _FACTORISATIONS.get(str(op.overloadpacket))
-            if formula is not None:
-                self.flops += formula(*args, **kwargs, out_val=result)
-            elif factorise is not None:
-                *batch, rows, columns = args[0].shape
-                self.flops += prod(batch) * factorise(max(rows, columns), min(rows, columns))
+            if formula is not None or factorise is not None:
+                dtype = str(given[-1].dtype).removeprefix("torch.")  # the first may be a list, or a bias
+                if formula is not None:
+                    self.flops[dtype] += formula(*args, **kwargs, out_val=result)
+                else:
+                    *batch, rows, columns = args[0].shape
+                    self.flops[dtype] += prod(batch) * factorise(max(rows, columns), min(rows, columns))
         for each in new:
             if compat.storage_key(each) not in self._known:
                 self._more_bytes += each.untyped_storage().nbytes()

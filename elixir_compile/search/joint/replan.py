@@ -168,7 +168,15 @@ def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_OnLane, float]) -
         if on_host is not None:
             busy_per_s = _slowed_rate(host.busy_update_elements_per_s, on_host)
             own_per_s = host.update_elements_per_s / on_host
-            host = replace(host, update_elements_per_s=own_per_s, busy_update_elements_per_s=busy_per_s)
+            flops_per_s = host.flops_per_s
+            if flops_per_s is not None:
+                flops_per_s = {dtype: rate / on_host for dtype, rate in flops_per_s.items()}
+            host = replace(
+                host,
+                update_elements_per_s=own_per_s,
+                busy_update_elements_per_s=busy_per_s,
+                flops_per_s=flops_per_s,
+            )
         return replace(node, device=device, host=host)
 
     return replace(cluster, nodes=tuple(map(slowed, cluster.nodes)))

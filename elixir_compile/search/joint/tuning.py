@@ -146,7 +146,7 @@ def again_bound_s(problem: Problem, deadline: Deadline) -> float:
         return replace(node, device=device, host=host)
 
     cluster = replace(problem.cluster, nodes=tuple(map(instant, problem.cluster.nodes)))
-    params = {name: replace(param, state_nbytes=0) for name, param in problem.params.items()}
+    params = {name: replace(param, state_nbytes=0, whole_update=None) for name, param in problem.params.items()}
     free = replace(problem, cluster=cluster, params=params, hybrid=False, update=None, disk=False)
     evaluator = evaluator_of(free)
     bound_s = relaxed_bound_s(evaluator, max(sum(evaluator.prices.before_s[-1:]), 1e-12), deadline)

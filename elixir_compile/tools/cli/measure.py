@@ -139,6 +139,8 @@ def machine_table(cluster: Cluster) -> Table:
     for form in host.update_forms:
         elements_per_s = host.update_elements_per_s / form.over_fp32
         table.add_row(f"  {form.dtype}, moments in {form.state_dtype}", f"{_count(elements_per_s)}elements/s")
+    for dtype, flops_per_s in (host.flops_per_s or {}).items():
+        table.add_row(f"matrix products on the host, {dtype}", f"{_count(flops_per_s)}FLOP/s")
     if host.disk_read_bytes_per_s is not None and host.disk_write_bytes_per_s is not None:
         rates = f"{_count(host.disk_read_bytes_per_s)}B/s read, {_count(host.disk_write_bytes_per_s)}B/s written"
         table.add_row("disk", rates)

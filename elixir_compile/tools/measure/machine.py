@@ -296,6 +296,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYERS = {"host": (512, 768), "accelerator": (4096, 4096)}
 _GROWTH = 8
 """Twice the tokens and twice the width make 2 * 2 * 2 times the arithmetic."""
+_HOST_DTYPES = (torch.float32, torch.bfloat16)
+"""In which optimizer classes multiply matrices: Shampoo and SOAP, and Muon."""
+_SQUARE = 1024
+"""Rows and columns of a matrix on the host."""
+_HOST_FLOPS_PER_S = "host.flops_per_s."
 _POINTWISE_ROWS = {"host": 6144, "accelerator": 262144}
 """Rows of 256 floats: 6 MiB, an activation of a small transformer; 256 MiB, more than an accelerator's cache holds."""
 _DRAM_NUMEL = 16 * 2**20
@@ -339,26 +344,53 @@ def measure_kernels(device: torch.device, at_most_s: float) -> dict[str, float]:
 
 
 def measure_products(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return the floating-point operations per second of matrix products by dtype, as `flops_per_s.float32`.
+    """Return the floating-point operations per second of matrix products by dtype, as `flops_per_s.float32`, and those
+    of the host with the threads of an update, as `host.flops_per_s.float32`.
 
-    Timed are the three products of a linear layer in a training step, of the size in `_LAYERS`, or of a smaller size
-    if that would take too long. A dtype may be emulated: float16 on a CPU without instructions for it is 40 times
-    slower than float32.
+    Timed are the three products of a linear layer in a training step, of the size in `_LAYERS`, and on the host the
+    product of two squares, as in an update of whole matrices; each of a smaller size if that would take too long. A
+    dtype may be emulated: float16 on a CPU without instructions for it is 40 times slower than float32.
     """
-    share_s = at_most_s / len(_DTYPES)
-    most_width = _LAYERS[_kind(device)][1]
+    share_s = at_most_s / (len(_DTYPES) + len(_HOST_DTYPES))
+    host, threads = torch.device("cpu"), update_threads(device)
     found: dict[str, float] = {}
     for dtype in _DTYPES:
-        tokens, width = (size // 8 for size in _LAYERS[_kind(device)])
-        products, flops = _products(device, dtype, tokens, width)
-        while width < most_width and _GROWTH * median_s(products, device, 0.0) * 4 <= share_s:
-            tokens, width = 2 * tokens, 2 * width
-            products, flops = _products(device, dtype, tokens, width)
-        found[f"flops_per_s.{str(dtype).removeprefix('torch.')}"] = flops / median_s(products, device, share_s / 2)
+        tokens, width = _LAYERS[_kind(device)]
+        found[f"flops_per_s.{_name(dtype)}"] = _flops_per_s(
+            partial(_products, device, dtype, tokens, width), device, share_s
+        )
+    for dtype in _HOST_DTYPES:
+        rate = as_update(partial(_flops_per_s, partial(_square, dtype), host, share_s), threads)
+        found[f"{_HOST_FLOPS_PER_S}{_name(dtype)}"] = rate
     return found
 
 
-def _products(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> tuple[Callable[[], None], int]:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _flops_per_s(
+    make: Callable[[int], tuple[Callable[[], object], int]], device: torch.device, at_most_s: float
+) -> float:
+    """Return the rate of the products that `make` returns, with their FLOPs, in full size or divided by 2, 4 or 8."""
+    divisor = 8
+    products, flops = make(divisor)
+    while divisor > 1 and _GROWTH * median_s(products, device, 0.0) * 4 <= at_most_s:
+        divisor //= 2
+        products, flops = make(divisor)
+    return flops / median_s(products, device, at_most_s / 2)
+
+
+def _square(dtype: torch.dtype, divisor: int) -> tuple[Callable[[], object], int]:
+    size = _SQUARE // divisor
+    matrix = torch.full((size, size), 0.01, dtype=dtype)
+    return lambda: torch.matmul(matrix, matrix), 2 * size**3
+
+
+def _products(
+    device: torch.device, dtype: torch.dtype, tokens: int, width: int, divisor: int
+) -> tuple[Callable[[], None], int]:
+    tokens, width = tokens // divisor, width // divisor
     x = torch.full((tokens, width), 0.5, dtype=dtype, device=device)
     weight = torch.full((4 * width, width), 0.01, dtype=dtype, device=device)
     gradient = torch.full((tokens, 4 * width), 0.01, dtype=dtype, device=device)
@@ -426,7 +458,7 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
     for dtype, form in _FORMS:
         narrow = _form_update(slab, numel, dtype, form, device)
         form_s = as_update(partial(median_s, narrow, host, share_s), threads)
-        found[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"] = form_s / host_s
+        found[f"{_OVER_FP32}{_name(dtype)}.{form.value}"] = form_s / host_s
     return found
 
 
@@ -623,12 +655,15 @@ def _node(device: torch.device, rates: Mapping[str, float], num_local: int, sour
         busy_update_elements_per_s=_rounded(num_local * min(rates["update.busy_host"], rates["update.host"])),
         update_forms=tuple(
             FormPrice(
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=_name(dtype),
                 state_dtype=form.value,
-                over_fp32=_rounded(rates[f"{_OVER_FP32}{str(dtype).removeprefix('torch.')}.{form.value}"]),
+                over_fp32=_rounded(rates[f"{_OVER_FP32}{_name(dtype)}.{form.value}"]),
             )
             for dtype, form in _FORMS
         ),
+        flops_per_s={
+            _name(dtype): _rounded(num_local * rates[f"{_HOST_FLOPS_PER_S}{_name(dtype)}"]) for dtype in _HOST_DTYPES
+        },
         source=source,
     )
     h2d, d2h = (

@@ -22,13 +22,24 @@ from elixir_compile.ir import (
     StepGraph,
     StorageId,
     Tier,
+    WholeUpdate,
     fingerprint,
     graph_at,
     graph_from_json,
     graph_to_json,
     sizes,
 )
-from elixir_compile.ir.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, ring_s, update_s
+from elixir_compile.ir.cost import (
+    Stretch,
+    average_s,
+    collective_s,
+    copy_s,
+    corrected_s,
+    host_memory_s,
+    op_s,
+    ring_s,
+    update_s,
+)
 from elixir_compile.ir.hardware import Cluster, FormPrice, TensorRing, along_data, profile_for
 from elixir_compile.ir.kinds import Batched, Kernel, Kind
 from elixir_compile.tools.preview.few_layers import graph_of_line, line_of
@@ -329,6 +340,41 @@ def test_a_host_update_has_the_price_of_its_form(
     copy = replace(node.h2d, overlaps_compute=False)
     device_s = update_s(one, Tier.DEVICE, Cluster(nodes=(replace(node, h2d=copy, d2h=copy),)))
     assert device_s == pytest.approx(node.device.launch_s + measured * numel / node.device.update_elements_per_s)
+
+
+WHOLE = WholeUpdate(
+    flops=(("bfloat16", 4 * 10**15), ("float32", 10**15)),
+    moved_bytes=1000,
+    num_kernels=30,
+    most_nbytes=4000,
+    most_state_nbytes=4000,
+)
+
+
+def test_an_update_of_whole_tensors_has_the_rates_of_the_dtypes_of_its_products() -> None:
+    """Whatever the dtype of the parameters. On a host that was not measured all dtypes have one rough rate."""
+    one = replace(bucket(4000), whole_update=WHOLE)
+    rates = CUDA.device.flops_per_s
+    on_device_s = 4e15 / rates["bfloat16"] + 1e15 / rates["float32"] + 30 * CUDA.device.launch_s
+    assert update_s(one, Tier.DEVICE, CUDA) == pytest.approx(on_device_s)
+    assert update_s(replace(one, dtype="bfloat16"), Tier.DEVICE, CUDA) == pytest.approx(on_device_s)
+    assert update_s(one, Tier.HOST, CUDA) == pytest.approx(5e15 / 1e11)
+    host = replace(CUDA.host, flops_per_s={"float32": 2e12, "bfloat16": 8e12})
+    node = replace(CUDA.nodes[0], host=host, num_devices=4, peer=CUDA.h2d)
+    assert update_s(one, Tier.HOST, Cluster(nodes=(node,))) == pytest.approx(4 * (4 / 8 + 1 / 2) * 1e3)
+    assert update_s(one, Tier.HOST, along_data(Cluster(nodes=(node,)), 4)) == pytest.approx(4e3)
+    moved = replace(one, whole_update=replace(WHOLE, flops=(), moved_bytes=10**12))
+    assert update_s(moved, Tier.HOST, CUDA) == pytest.approx(host_memory_s(10**12, CUDA))
+    assert update_s(moved, Tier.DEVICE, CUDA) == pytest.approx(
+        30 * CUDA.device.launch_s + 1e12 / CUDA.device.memory_bytes_per_s
+    )
+
+
+def test_updates_one_after_another_take_the_work_space_of_the_largest() -> None:
+    first, second = replace(WHOLE, work_nbytes=70), replace(WHOLE, flops=(("float32", 5),), work_nbytes=90)
+    both = WholeUpdate.of_all([first, second])
+    assert both.flops == (("bfloat16", 4 * 10**15), ("float32", 10**15 + 5))
+    assert (both.total_flops, both.work_nbytes, both.moved_bytes) == (5 * 10**15 + 5, 90, 2000)
 
 
 def test_measured_seconds_are_divided_in_proportion_to_the_roofline() -> None:

@@ -306,6 +306,7 @@ HOSTS = st.builds(
     update_forms=st.lists(
         st.builds(FormPrice, dtype=st.text(), state_dtype=st.text(), over_fp32=RATES), max_size=3
     ).map(tuple),
+    flops_per_s=st.none() | st.dictionaries(st.text(), RATES).map(lambda rates: {"float32": 1.5} | rates),
 )
 NODES = st.builds(Node, device=DEVICES, host=HOSTS, h2d=LINKS, d2h=LINKS, peer=LINKS, num_devices=st.integers(1, 9))
 CLUSTERS = st.builds(
@@ -334,10 +335,15 @@ def test_the_file_states_its_kind_and_format() -> None:
     assert data["nodes"][0]["h2d"]["bytes_per_s"] == pytest.approx(20.65e9)
 
 
-def test_a_profile_without_prices_of_forms_is_as_it_was_before_they_were_measured() -> None:
+def test_a_profile_without_later_figures_of_the_host_is_as_it_was_before_they_were_measured() -> None:
     host = json.loads(cluster_to_json(CLUSTER))["nodes"][0]["host"]
-    assert "update_forms" not in host
+    assert not {"update_forms", "flops_per_s"} & host.keys()
     assert cluster_from_json(cluster_to_json(CLUSTER)).host.update_forms == ()
+    assert cluster_from_json(cluster_to_json(CLUSTER)).host.flops_per_s is None
+    with pytest.raises(ProfileFileError, match="flops_per_s: expected an entry for float32"):
+        cluster_from_json(changed([*HOST, "flops_per_s"], {"bfloat16": 1e12}))
+    with pytest.raises(ProfileFileError, match=r"host\.flops_per_s\.float32: expected a positive finite number"):
+        cluster_from_json(changed([*HOST, "flops_per_s"], {"float32": 0}))
     bad = [{"dtype": "float32", "state_dtype": "int8", "over_fp32": 0}]
     with pytest.raises(
         ProfileFileError, match=r"host\.update_forms\[0\]\.over_fp32: expected a positive finite number"

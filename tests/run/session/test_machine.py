@@ -117,6 +117,9 @@ def test_a_measured_cpu_profile_is_plausible(measured: Cluster) -> None:
         if (dtype, state_dtype) != ("float32", "float32")
     }
     assert all(0.05 < form.over_fp32 < 50 for form in host.update_forms)
+    assert host.flops_per_s is not None
+    assert set(host.flops_per_s) == {"float32", "bfloat16"}
+    assert all(1e8 < flops_per_s < 1e14 for flops_per_s in host.flops_per_s.values())
     assert 1e-8 < device.launch_s < 1e-3
     assert device.source == f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
 
