@@ -300,13 +300,12 @@ class _Seen:
             # A tensor that was expanded is in fewer bytes of memory than it has.
             self.moved_bytes += sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in moved)
             formula, factorise = flop_registry.get(op.overloadpacket), _FACTORISATIONS.get(str(op.overloadpacket))
-            if formula is not None or factorise is not None:
-                dtype = str(given[-1].dtype).removeprefix("torch.")  # the first may be a list, or a bias
-                if formula is not None:
-                    self.flops[dtype] += formula(*args, **kwargs, out_val=result)
-                else:
-                    *batch, rows, columns = args[0].shape
-                    self.flops[dtype] += prod(batch) * factorise(max(rows, columns), min(rows, columns))
+            flops = 0 if formula is None else formula(*args, **kwargs, out_val=result)
+            if formula is None and factorise is not None:
+                *batch, rows, columns = args[0].shape
+                flops = prod(batch) * factorise(max(rows, columns), min(rows, columns))
+            if flops:
+                self.flops[str(given[-1].dtype).removeprefix("torch.")] += flops
         for each in new:
             if compat.storage_key(each) not in self._known:
                 self._more_bytes += each.untyped_storage().nbytes()
