@@ -79,6 +79,10 @@ class Shop(Protocol):
         """Return the seconds of the longest path at each column of `xs`: choices x numbers of x, to as many seconds."""
         ...
 
+    def slower(self, factor: float) -> "Shop":
+        """Return this shop with the seconds of all lanes but compute times `factor`."""
+        ...
+
 
 def longest_s(shop: Shop, x: NDArray[np.float64]) -> float:
     """Return the seconds of the longest path of `shop` at x."""
@@ -120,6 +124,13 @@ class Phase:
     def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of the longest path at each column of `xs`."""
         return self.longest_of_s(self.constants_s[:, None] + self.matrix_s @ xs)
+
+    def slower(self, factor: float) -> "Phase":
+        """Return this shop with the seconds of all lanes but compute times `factor`."""
+        factors = np.repeat([1.0 if lane is Lane.COMPUTE else factor for lane in self.lanes], self.num_events)
+        matrix_s = self.matrix_s.copy()
+        matrix_s.data *= np.repeat(factors, np.diff(matrix_s.indptr))
+        return replace(self, constants_s=self.constants_s * factors, matrix_s=matrix_s)
 
     def longest_of_s(self, work_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of the longest path for each column of `work_s`, seconds by row of the matrix."""
@@ -246,7 +257,7 @@ class Gated:
     """
 
     def __init__(self, *, phase: Phase, gate: Gate, starts: NDArray[np.int64]) -> None:
-        self.phase, self.gate = phase, gate
+        self.phase, self.gate, self._starts = phase, gate, starts
         work, num_takers = phase.matrix_s.tocoo(), len(gate.takers)
         taker_of = np.full(phase.matrix_s.shape[1], -1)  # pyright: ignore[reportOptionalSubscript] (stubs)
         for number, taker in enumerate(gate.takers):
@@ -286,6 +297,10 @@ class Gated:
         work_s = self._whole_s @ xs + products.matrix_s @ products.of(xs, y) + self._constants_of_y_s @ y
         return self.phase.longest_of_s(self._always_s[:, None] + work_s)
 
+    def slower(self, factor: float) -> "Gated":
+        """Return this shop with the seconds of all lanes but compute times `factor`."""
+        return Gated(phase=self.phase.slower(factor), gate=self.gate, starts=self._starts)
+
     def _counted(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Phase:
         """Return the shop of the work that counts, linear in x and y, a lower limit that is exact here."""
         behind, products = len(x) + self.gate.first, self._products
@@ -323,6 +338,10 @@ class Chain:
     def longest_each_s(self, xs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of the longest paths of the shops, one behind the other, at each column of `xs`."""
         return np.sum([shop.longest_each_s(xs) for shop in self.shops], axis=0)
+
+    def slower(self, factor: float) -> "Chain":
+        """Return these shops with the seconds of all lanes but compute times `factor`."""
+        return replace(self, shops=[shop.slower(factor) for shop in self.shops])
 
 
 class _Work(NamedTuple):

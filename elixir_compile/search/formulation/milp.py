@@ -89,6 +89,8 @@ class Milp:
         columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
         self.bytes_of = np.array(columns, dtype=np.float64).T
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
+        self._slower = 1.0
+        """The seconds of all lanes but compute, over those of the prices."""
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
         host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self.streams)
@@ -99,8 +101,9 @@ class Milp:
         self._lasting_constraints = [self.host_constraint, *self._constraints_of_choices(gates)]
         self.constraints += self._lasting_constraints
 
-    def with_trips(self) -> "Milp":
-        """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
+    def with_trips(self, slower: float = 1.0) -> "Milp":
+        """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks,
+        and with all work but that of compute `slower` times as long.
 
         Copies of activations share links with the copies of buckets, so this MILP finds better candidates. Its
         optimum proves no bound, because a collective need not wait for a copy of activations. Memory constraints are
@@ -114,7 +117,11 @@ class Milp:
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = self._num_counts
         # The same gates, because copies of activations are no takers.
-        other.phases, other.across, other.spanned, other.whole_step, _ = flow_shops(self._runs, counts_trips=True)
+        shops = flow_shops(self._runs, counts_trips=True)
+        other.phases = [[shop.slower(slower) for shop in phase] for phase in shops.phases]
+        other.across = [shop.slower(slower) for shop in shops.across]
+        other.whole_step = [shop.slower(slower) for shop in shops.whole_step]
+        other._slower = slower
         return other
 
     @property
@@ -347,8 +354,11 @@ class Milp:
         return self.lower_s(x) * SCALE / self.reference_s > bound * (1 + TOLERANCE)
 
     def seconds(self, bound: float) -> float:
-        """Return the scaled objective `bound` in seconds, rounded down by more than the solver's tolerances."""
-        return bound * self.reference_s / SCALE * (1 - 1e-6)
+        """Return the scaled objective `bound` in seconds, rounded down by more than the solver's tolerances.
+
+        No path is longer than at the prices by more than the factor `_slower`.
+        """
+        return bound * self.reference_s / SCALE * (1 - 1e-6) / self._slower
 
     def forbid(self, candidate: Candidate) -> None:
         """Add a constraint that excludes `candidate`, whatever it streams, and no other candidate."""

@@ -246,6 +246,23 @@ def test_a_path_found_between_answers_is_no_longer_than_the_work_that_counts_at_
     assert num_exact > 100
 
 
+def test_slower_paths_count_the_seconds_of_all_lanes_but_compute_more() -> None:
+    num_longer, draw = 0, random.Random(0)
+    for milp in milps():
+        plain, slow = milp.with_trips(), milp.with_trips(1.5)
+        assert slow.seconds(SCALE) == pytest.approx(plain.seconds(SCALE) / 1.5)
+        for usual, own in zip(itertools.chain(*plain.phases), itertools.chain(*slow.phases), strict=True):
+            if isinstance(usual, Phase) and isinstance(own, Phase):
+                factors = np.repeat([1.0 if lane is Lane.COMPUTE else 1.5 for lane in usual.lanes], usual.num_events)
+                assert np.array_equal(own.constants_s, usual.constants_s * factors)
+                assert np.array_equal(own.matrix_s.toarray(), usual.matrix_s.toarray() * factors[:, None])
+        for _ in range(5):
+            x = milp.vector(random_answer(draw, milp.evaluator))
+            assert plain.lower_s(x) <= slow.lower_s(x) * (1 + 1e-9) <= 1.5 * plain.lower_s(x) * (1 + 2e-9)
+            num_longer += slow.lower_s(x) > plain.lower_s(x)
+    assert num_longer > 20
+
+
 def test_the_work_of_a_phase_is_computed_once_for_all_flow_shops(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     table = RunTables._table
