@@ -166,9 +166,9 @@ def hybrid(cls: type[C], state_dtype: str = "float32", *, state_seed: int = 0) -
 
     An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
     flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `ClassPasses`.
-    Dry steps on small tensors measure which state `cls` keeps and whether `cls` is element-wise. If `cls` is not
-    element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
-    parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+    Dry steps on small tensors measure which state `cls` keeps, and whether an update reads elements, whole tensors, as
+    that of Muon, or other parameters, as that of LBFGS. In the last case the step of `cls` runs for all parameters, its
+    state stays beside the parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
     With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically; `cls`
     computes in fp32. `int8` stores a signed first moment and the root of a second one, which only `HybridAdamW` is

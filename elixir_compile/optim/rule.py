@@ -151,8 +151,9 @@ class UpdateRule:
     makes_state = False
     """Whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
 
-    def snapshot(self) -> "UpdateRule":
-        """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
+    def snapshot(self, *, on_host: bool = False) -> "UpdateRule":
+        """Return the rule with the optimizer's attributes as they are now, for an update that runs later, `on_host` or
+        on the device: what it keeps from update to update must not be shared by the two."""
         return self
 
     def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:

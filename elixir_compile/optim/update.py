@@ -102,7 +102,7 @@ class Updater:
 
         Their state is in its place. Parameters without a bucket are updated already.
         """
-        rule = self.rule.snapshot()
+        rule, host_rule = self.rule.snapshot(), self.rule.snapshot(on_host=True)
         parts: dict[RunningBucket, list[GroupSlice]] = {}
         executors: dict[RunningBucket, Executor] = {}
         unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
@@ -131,7 +131,7 @@ class Updater:
             BucketUpdate(
                 bucket=bucket,
                 executor=executors[bucket],
-                rule=rule,
+                rule=rule if bucket.placement.update is Tier.DEVICE else host_rule,
                 buffers=self.placer.buffers,
                 parts=tuple(parts[bucket]),
                 disk=self.placer.disk.prepare(

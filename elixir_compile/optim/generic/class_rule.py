@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from elixir_compile import compat
@@ -44,6 +45,7 @@ from elixir_compile.optim.generic.dry_step import (
     UpdateKind,
     Watch,
     attributes_of,
+    copied,
     cut,
     dry_step,
     group_key,
@@ -174,6 +176,44 @@ class DryRuns:
             self._tried.update(map(id, params))
 
 
+class HostAttributes:
+    """The attributes of an optimizer for updates on the host, which may run beside those on the device.
+
+    Plain values are the present ones. Tensors, and what the class keeps in lists and dictionaries, are copied when the
+    optimizer has other ones, and stay between updates: caches and scratch."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, tuple[object, Any, object]] = {}
+        """By name what an attribute was copied from, the copy, and the origins, so that no other takes their id."""
+
+    def of(self, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `attributes` for the host. Waits for devices with tensors in them."""
+        found: dict[str, Any] = {}
+        for name, value in attributes.items():
+            found[name] = value
+            if isinstance(value, torch.Tensor | torch.Generator | dict | list | set):
+                origin = _origin_of(value)
+                if name not in self._copies or self._copies[name][0] != origin:
+                    self._copies[name] = (
+                        origin,
+                        copied(value, lambda tensor: tensor.detach().to("cpu", copy=True)),
+                        leaves_of(value),
+                    )
+                found[name] = self._copies[name][1]
+        return found
+
+
+def _origin_of(value: Any) -> object:
+    """Return what differs for two values if they have other tensors, such as were written since, or other numbers."""
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if isinstance(value, nn.Parameter) else value._version
+    if isinstance(value, Mapping):
+        return id(value), *((key if isinstance(key, str) else id(key), _origin_of(own)) for key, own in value.items())
+    if isinstance(value, list | tuple | set):
+        return id(value), *map(_origin_of, value)
+    return value if isinstance(value, bool | int | float | str) else id(value)
+
+
 class ClassRule(UpdateRule):
     """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`."""
 
@@ -185,14 +225,16 @@ class ClassRule(UpdateRule):
         self.known = DryRuns(cls, optimizer)
         """What dry runs found out about the class."""
         self._attributes: Mapping[str, Any] = {}
+        self._host_attributes = HostAttributes()
         self._passes = ClassPasses()
         self._reasons: dict[int, tuple[object, str]] = {}
         """By index of a param group why it is not placed, and for which parameters: a cache, read at each bucket."""
 
-    def snapshot(self) -> "ClassRule":
-        """Return the rule with the present attributes of the optimizer, for updates that run later."""
-        rule = copy.copy(self)
-        rule._attributes = self.known.attributes()
+    def snapshot(self, *, on_host: bool = False) -> "ClassRule":
+        """Return the rule with the present attributes of the optimizer, for updates that run later; if `on_host`, with
+        attributes of their own: scratch of the device, or scratch that the training thread writes, would mix two."""
+        rule, present = copy.copy(self), self.known.attributes()
+        rule._attributes = self._host_attributes.of(present) if on_host else present
         return rule
 
     def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 much of the parameters the update of one of them reads: its elements one by one, the whole tensor, or other parameters.
 """
 
+import copy
 import inspect
 import warnings
 from collections import OrderedDict, defaultdict
@@ -282,10 +283,15 @@ class _Trained:
     """Which attributes of the optimizer or its group later steps changed, as text; empty if none."""
 
 
+_Sample = tuple[torch.Tensor, list[torch.Tensor]]
+"""A weight, and its gradients by step."""
+
+
 def _compare(make: _Maker, dtype: torch.dtype) -> StateSchema:
     whole = _train(make, *_samples(_SHAPE, dtype))
     statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
     because = whole.counted or _difference(_SHAPE, whole, _train_parts(make, _SHAPE, dtype), statistics)
+    because = because or _kept_elsewhere(make, [_samples(_SHAPE, dtype)] * 2, [whole])
     for shape in () if because else _OTHER_SHAPES:
         try:
             other = _train(make, *_samples(shape, dtype))
@@ -300,7 +306,7 @@ def _compare(make: _Maker, dtype: torch.dtype) -> StateSchema:
     )
 
 
-def _samples(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _samples(shape: tuple[int, ...], dtype: torch.dtype) -> _Sample:
     """Return a weight of `shape` and the gradients of its steps, those of the first part larger than the others."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(shape, generator=generator, device="cpu").to(dtype)
@@ -351,6 +357,28 @@ def _train(make: _Maker, start: torch.Tensor, grads: Sequence[torch.Tensor]) -> 
     state = dict(optimizer.state[param]) if param in optimizer.state else {}
     counted = f"a step changes {', '.join(changed)} of the optimizer" if changed else ""
     return _Trained(weight=param.detach(), state=state, counted=counted)
+
+
+def _kept_elsewhere(make: _Maker, samples: Sequence[_Sample], expected: Sequence[_Trained]) -> str:
+    """Return whether tensors are updated otherwise if the class sees of the steps before nothing but their state, as in
+    updates, which hand it other parameter objects each time; empty if they become what is `expected` of the first."""
+    params = [nn.Parameter(start.clone()) for start, _ in samples]
+    optimizer = replace(make, attributes=copied(make.attributes))(params, range(len(params)))
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    step = ClassStep(cls=type(optimizer), attributes=attributes_of(optimizer), group=group)
+    states = [dict(optimizer.state.get(param, {})) for param in params]
+    try:
+        with torch.no_grad():
+            for number in range(len(samples[0][1])):
+                for place, (param, (_, grads), state) in enumerate(zip(params, samples, states, strict=True)):
+                    one = ParamUpdate(param.detach(), grads[number].clone(), state)
+                    replace(step, group=cut(group, make.lists, [place])).take([one])
+    except Exception as error:
+        return f"a step of a parameter by its state alone fails with {_text_of(error)}"
+    for param, state, known in zip(params, states, expected, strict=False):
+        if not (_is_same(param.detach(), known.weight) and _are_same(state, known.state)):
+            return "the optimizer keeps more of a parameter from step to step than its state, such as in an attribute"
+    return ""
 
 
 def _difference(shape: tuple[int, ...], whole: _Trained, parts: Sequence[_Trained], statistics: Container[str]) -> str:
@@ -534,7 +562,8 @@ class _Trials:
             for factor in _READ_FACTORS if owners.readers.intersection(bent) else ():
                 if self._reaches(places, bent, usual, owners=Owners(bent, factor)):
                     return "a number that the step reads of a parameter changes another one"
-        return ""
+        samples = [(start, grads[:_NUM_BENT_STEPS]) for start, grads in (self._samples[place] for place in places)]
+        return _kept_elsewhere(self._make, samples, usual)
 
     def _reaches(self, places: Sequence[int], bent: Sequence[int], usual: Sequence[_Trained], **changed: Any) -> bool:
         try:
@@ -545,9 +574,7 @@ class _Trials:
         return any(place not in bent and not _is_same_result(one, other) for place, one, other in rows)
 
 
-def _small(
-    place: int, shape: tuple[int, ...], dtype: torch.dtype, count: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _small(place: int, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> _Sample:
     """Return the start of small tensor number `place`, and `count` gradients of several magnitudes."""
     generator = torch.Generator().manual_seed(place)
     values = [torch.randn(shape, generator=generator, device="cpu") for _ in range(1 + count)]
@@ -567,20 +594,22 @@ def _take_small(optimizer: Optimizer, owners: Owners | None) -> None:
     owners.forget()
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of the random generators, dictionaries, lists and small tensors in `value`; other objects as they
-    are, among them the parameters of the user."""
+def _copied_if_small(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone() if tensor.numel() <= _MOST_COPIED else tensor
+
+
+def copied(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = _copied_if_small) -> Any:
+    """Return a copy of the random generators, dictionaries, lists and tensors in `value`; other objects as they are,
+    among them the parameters of the user. `tensor` makes the copy of a tensor."""
     if isinstance(value, torch.Tensor):
-        is_own = not isinstance(value, nn.Parameter) and value.numel() <= _MOST_COPIED
-        return value.detach().clone() if is_own else value
+        return value if isinstance(value, nn.Parameter) else tensor(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
-    if type(value) in (dict, list, tuple, set):
-        items = (
-            [(copied(key), copied(own)) for key, own in value.items()] if type(value) is dict else map(copied, value)
-        )
-        return type(value)(items)
-    return value
+    if isinstance(value, dict):
+        own = copy.copy(value)  # a `defaultdict` keeps its factory
+        own.update({key: copied(each, tensor) for key, each in value.items()})
+        return own
+    return type(value)(copied(each, tensor) for each in value) if type(value) in (list, tuple, set) else value
 
 
 def _plain_values(value: Any, owners: Owners | None) -> Any:
@@ -624,7 +653,7 @@ class Watch:
     def __init__(self, schema: StateSchema) -> None:
         self._per_param = schema.per_param
         self._optimizer: Optimizer | None = None
-        self._samples: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._samples: list[_Sample] = []
         self._num_steps = 0
         self.owners = Owners()
 

@@ -421,3 +421,34 @@ class MaskedSize(Plain):
     def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         count = len(param.grad[param.grad.abs() > 1])
         param.sub_(param.grad, alpha=group["lr"] / (1 + count))
+
+
+class KeepsElsewhere(Plain):
+    """Keeps its momentum in an attribute, by the object that `key` makes of a parameter."""
+
+    key: ClassVar[Callable[[Any], Any]] = staticmethod(lambda param: param)
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.momenta: dict[Any, torch.Tensor] = {}
+
+    def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = self.momenta.setdefault(self.key(param), torch.zeros_like(param))
+        momentum.mul_(0.9).add_(self.direction(param.grad))
+        param.sub_(momentum, alpha=group["lr"])
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad / grad.norm()
+
+
+class KeepsElsewhereById(KeepsElsewhere):
+    """By its id."""
+
+    key = staticmethod(id)
+
+
+class KeepsElementsElsewhere(KeepsElsewhere):
+    """Each element by itself."""
+
+    def direction(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad

@@ -54,22 +54,32 @@ def both(cls: type[Optimizer], **options: Any) -> tuple[Make, Make]:
     return lambda params: cls(params, **options), lambda params: elixir.hybrid(cls)(params, **options)
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "home", "update", "share"),
-    [
-        (SGD, {"lr": 0.1}, "host", "in_backward", 0.0),
-        (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "host", "across_steps", 0.0),
-        (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True, "maximize": True}, "host", "after_backward", 0.5),
-        (Adam, {"foreach": False}, "split", "across_steps", 0.5),
-        (Adam, {"amsgrad": True, "lr": torch.tensor(0.01)}, "host", "in_backward", 0.0),
-        (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "host", "across_steps", 0.25),
-        (RMSprop, {"centered": True, "momentum": 0.5}, "split", "in_backward", 0.0),
-        (NAdam, {}, "device", "across_steps", 0.0),
-        (Rprop, {}, "host", "after_backward", 1.0),
-        (users.Lion, {}, "host", "across_steps", 0.5),
-        (users.Lion, {}, "device", "in_backward", 0.0),
-    ],
-)
+QUICK = [
+    (SGD, {"lr": 0.1}, "host", "in_backward", 0.0),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "host", "across_steps", 0.0),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True, "maximize": True}, "host", "after_backward", 0.5),
+    (Adam, {"foreach": False}, "split", "across_steps", 0.5),
+    (Adam, {"amsgrad": True, "lr": torch.tensor(0.01)}, "host", "in_backward", 0.0),
+    (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "host", "across_steps", 0.25),
+    (RMSprop, {"centered": True, "momentum": 0.5}, "split", "in_backward", 0.0),
+    (NAdam, {}, "device", "across_steps", 0.0),
+    (Rprop, {}, "host", "after_backward", 1.0),
+    (users.Lion, {}, "host", "across_steps", 0.5),
+    (users.Lion, {}, "device", "in_backward", 0.0),
+]
+TRAINED = [
+    *QUICK,
+    *(
+        pytest.param(cls, options, home, update.value, share, marks=pytest.mark.slow)
+        for cls, options in ((SGD, {"lr": 0.1, "momentum": 0.9}), (users.Lion, {}), (RMSprop, {}), (Adagrad, {}))
+        for home, share in (("device", 0.0), ("split", 0.0), ("split", 0.5), ("host", 0.0), ("host", 0.5))
+        for update in Update
+        if not (share and update is Update.IN_BACKWARD)
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "home", "update", "share"), TRAINED)
 def test_bitwise_equal_to_the_class(
     cls: type[Optimizer], options: dict[str, Any], home: str, update: str, share: float
 ) -> None:

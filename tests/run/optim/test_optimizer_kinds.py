@@ -95,6 +95,7 @@ NORM = r"aten\.linalg_vector_norm joins two parameters"
 ALONE = r"is updated otherwise beside others than alone"
 READS = r"a number that the step reads of a parameter changes another one"
 GRADIENT = r"the gradient of a parameter changes another one"
+ELSEWHERE = r"the optimizer keeps more of a parameter from step to step than its state"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,9 @@ GRADIENT = r"the gradient of a parameter changes another one"
         (users.Noisy, {}, r"aten\.randn_like draws random numbers"),
         (classes.MaskedSize, {}, r"aten\.index makes a size out of values"),
         (classes.CountsInDict, {}, "a step changes facts of the optimizer"),
+        (classes.KeepsElsewhere, {}, ELSEWHERE),
+        (classes.KeepsElsewhereById, {}, f"{ELSEWHERE}|a step of a parameter by its state alone fails"),
+        (classes.KeepsElementsElsewhere, {}, ELSEWHERE),
         (users.CountsInGroup, {}, "a step changes count of the optimizer"),
         (users.CountsInItself, {}, "a step changes count of the optimizer"),
     ],
