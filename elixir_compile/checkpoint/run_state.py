@@ -289,8 +289,7 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
         for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
     ]
     states = {
-        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources)
-        for name, state in _states(optimizer, [name for own in names for name in own])
+        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources) for name, state in _states(optimizer, names)
     }
     return {
         "kind": type(optimizer).__qualname__,
@@ -387,19 +386,21 @@ def fill_optimizer(
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name of the parameter, its state) for each parameter with state."""
+def _states(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (name of the parameter, its state) for each parameter with state; `names` are by param group."""
     states = optimizer.state
     if all(isinstance(state, dict) for state in states.values()):
+        of_all = [name for own in names for name in own]
         for index, state in optimizer.state_dict()["state"].items():
-            yield names[index], state
+            yield of_all[index], state
         return
     # State on disk or on the device is read at each access, so each statistic is read when it is written.
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for name, param in zip(names, params, strict=True):
-        if param in states:
-            state = states[param]
-            yield name, dict(found for kind in state for found in _deferred(state, kind, param))
+    for own, group in zip(names, optimizer.param_groups, strict=True):
+        for name, param in zip(own, group["params"], strict=True):
+            if param in states:
+                state = states[param]
+                found = dict(entry for kind in state for entry in _deferred(state, kind, param))
+                yield name, optimizer.as_class(found, param, group) if isinstance(optimizer, Hybrid) else found
 
 
 def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,10 @@ from elixir_compile.ir.kinds import OpId, Tier
 #     buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
 #     ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
 #
+# If parameters are updated whole, a buffer holds the state of the largest of them, in whole blocks. Their optimizer is
+# another than that of parameters whose elements are updated alone, so both have a ring. Less than a cache line of gap
+# for each statistic is not counted.
+#
 # The narrowest statistic is guessed from the bytes of all statistics of one element: its width is the largest power of
 # two that divides them, at most 4 bytes. Not counted: tensors held by `state_dict()` or `load_state_dict()`.
 
@@ -37,13 +41,22 @@ _WIDEST_BYTES = 4
 
 
 def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of the ring for `buckets` with their state on disk, or 0 if they have no state."""
-    widths = [-(-bucket.state_nbytes // max(bucket.numel, 1)) for bucket in buckets if bucket.state_nbytes]
-    if not widths:
-        return 0
-    least_bytes = max(DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width for width in widths)
-    buffer_bytes = -(-max(DISK_STAGING_BYTES, least_bytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    return NUM_DISK_STAGING * buffer_bytes + HUGE_PAGE_BYTES
+    """Return the bytes of the rings for `buckets` with their state on disk, or 0 if they have no state."""
+    buffer_bytes: dict[bool, int] = {}
+    for bucket in buckets:
+        if bucket.state_nbytes:
+            is_whole = bucket.whole_update is not None
+            buffer_bytes[is_whole] = max(buffer_bytes.get(is_whole, DISK_STAGING_BYTES), _least_piece_bytes(bucket))
+    aligned = (-(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for nbytes in buffer_bytes.values())
+    return sum(NUM_DISK_STAGING * nbytes + HUGE_PAGE_BYTES for nbytes in aligned)
+
+
+def _least_piece_bytes(bucket: Bucket) -> int:
+    """Return the bytes of the smallest piece in which the state of `bucket` passes between disk and host."""
+    if bucket.whole_update is not None:
+        return -(-bucket.whole_update.most_state_nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+    width = -(-bucket.state_nbytes // max(bucket.numel, 1))
+    return DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width
 
 
 MOST_STREAMED_ROOMS = 4

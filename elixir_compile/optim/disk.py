@@ -6,7 +6,8 @@ import copy
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from elixir_compile.ir.cost import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
 from elixir_compile.optim.streaming import PassingParam, Segment, update
 from elixir_compile.runtime import disk_file
-from elixir_compile.runtime.bucket import ALIGN_BYTES, RunningBucket, Slab
+from elixir_compile.runtime.bucket import ALIGN_BYTES, RunningBucket, Slab, aligned_bytes
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead
 from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.updates import finish_updates
@@ -34,6 +35,11 @@ from elixir_compile.runtime.updates import finish_updates
 #     b1.exp_avg_sq   |--- weight ---|- bias -|
 #
 # Each file has the layout of its statistic, so the same element is at different bytes in different files.
+#
+# If parameters are updated whole, all statistics of a parameter follow each other in one file, because they have any
+# shape and are needed at once:
+#
+#     b2.state        |- GG.0, GG.1, Q.0, Q.1 of a weight -| the same of the next |
 #
 # `state[p]` is then a `DiskState`. Reading a statistic returns a new tensor, and assigning a statistic writes it;
 # changes of the returned tensor are not written. Other entries, such as the step count, are in memory.
@@ -57,14 +63,43 @@ class Extent:
         self.start = start
         self.end = start + param.numel()
 
-    def nbytes_in(self, piece: Piece, layouts: Iterable[StatisticLayout]) -> int:
-        """Return the bytes of the parameter's statistics of `layouts` in `piece`."""
-        numel = min(self.end, piece.end) - max(self.start, piece.start)
-        return sum(layout.nbytes(max(numel, 0)) for layout in layouts)
+
+Kinds = Mapping[str, StatisticLayout]
+"""The statistics of a parameter on disk by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The bytes of a statistic of a parameter: `nbytes` of `region` from `start_bytes` on."""
+
+    region: DiskRegion
+    start_bytes: int
+    nbytes: int
+    piece: tuple[int, int] = (0, 0)
+    """The bytes of `region`, first and past the last, that are read with it if the parameter is updated whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements `start` to `stop` of a parameter in a piece."""
+
+    start: int
+    stop: int
+    bytes_of: Mapping[str, tuple[int, slice]]
+    """By name of a statistic, the number of the region among those of the piece, and which bytes in it."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the statistics."""
+        return sum(own.stop - own.start for _, own in self.bytes_of.values())
+
+    def flat(self, views: Sequence[torch.Tensor], kinds: Kinds) -> dict[str, torch.Tensor]:
+        """Return the values of the statistics by name, flat; `views` are the bytes of the piece, by region."""
+        return {name: views[at][own].view(kinds[name].dtype) for name, (at, own) in self.bytes_of.items()}
 
 
 class DiskHome:
-    """A bucket's files in `store`, which hold the state of `params`."""
+    """A bucket's files in `store`, which hold the state of `params`, a file for each statistic."""
 
     def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         self.label = label
@@ -77,6 +112,7 @@ class DiskHome:
             extent = Extent(own_shard(param).detach(), -(-self._numel // step) * step)
             self._extents[id(param)], self._numel = extent, extent.end
         self._regions: dict[Kind, DiskRegion] = {}
+        self._files: list[DiskRegion] = []
         self._written: set[tuple[int, Kind]] = set()
         self._inside: set[int] = set()
         self.is_free = False
@@ -84,17 +120,28 @@ class DiskHome:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return the statistics on disk."""
-        return tuple(self._regions)
+    def require(self, kinds: Mapping[int, Kinds]) -> None:
+        """Allocate disk space for the statistics `kinds`, by the id of the parameter, that have none.
 
-    def require(self, kinds: Iterable[Kind]) -> None:
-        """Allocate a file for each statistic in `kinds` that has none. Raises DiskFull if the disk is full."""
-        for name, layout in kinds:
+        Raises DiskFull if the disk is full.
+        """
+        for name, layout in dict.fromkeys(kind for own in kinds.values() for kind in own.items()):
             if (name, layout) not in self._regions:
-                region = self._store.allocate(f"{self.label}.{name}", layout.nbytes(self._numel))
-                self._regions[name, layout] = region
+                self._regions[name, layout] = self._allocate(name, layout.nbytes(self._numel))
+
+    def can_add(self, param: int, kinds: Kinds) -> bool:
+        """Return whether `require` finds room for `kinds` while the parameter with the id `param` is on disk."""
+        return True
+
+    def _allocate(self, name: str, nbytes: int) -> DiskRegion:
+        region = self._store.allocate(f"{self.label}.{name}", nbytes)
+        self._files.append(region)
+        return region
+
+    def place(self, kind: Kind, param: int) -> Place:
+        """Return where the statistic `kind` of the parameter with the id `param` is."""
+        extent, (_, layout) = self._extents[param], kind
+        return Place(self._regions[kind], layout.nbytes(extent.start), layout.nbytes(extent.end - extent.start))
 
     def fail(self, error: BaseException) -> None:
         """Mark the state as invalid because of `error`."""
@@ -117,23 +164,23 @@ class DiskHome:
     def read(self, kind: Kind, param: int) -> torch.Tensor:
         """Read the statistic `kind` of the parameter with the id `param` into a new tensor."""
         self.check("read")
-        extent, (_, layout) = self._extents[param], kind
-        blocks, own, start_bytes = self._around(extent, layout)
-        self._regions[kind].read_into(blocks, start_bytes).wait()
+        extent, (_, layout), place = self._extents[param], kind, self.place(kind, param)
+        blocks, own, start_bytes = _around(place, layout.dtype)
+        place.region.read_into(blocks, start_bytes).wait()
         found = layout.shaped(own, extent.like)
         return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="cpu").copy_(found)
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
         """Write `value` as the statistic `kind` of the parameter with the id `param`."""
         self.check("write")
-        extent, region = self._extents[param], self._regions[kind]
-        blocks, own, start_bytes = self._around(extent, kind[1])
+        extent, place = self._extents[param], self.place(kind, param)
+        blocks, own, start_bytes = _around(place, kind[1].dtype)
         if blocks.nbytes > own.nbytes:
-            region.read_into(blocks, start_bytes).wait()  # the first and last block may hold other parameters
+            place.region.read_into(blocks, start_bytes).wait()  # the first and last block may hold something else
         kind[1].shaped(own, extent.like).copy_(value)
         self._written.add((param, kind))
         try:
-            region.write_from(blocks, start_bytes).wait()
+            place.region.write_from(blocks, start_bytes).wait()
         except BaseException as error:
             self.fail(error)
             raise
@@ -148,7 +195,7 @@ class DiskHome:
         """Return the bytes in memory of the smallest possible piece."""
         return sum(layout.nbytes(self._unit) for _, layout in self._regions)
 
-    def pieces(self, params: Iterable[int], nbytes: int) -> tuple[Piece, ...]:
+    def pieces(self, params: Collection[int], nbytes: int) -> tuple[Piece, ...]:
         """Return the pieces that hold any of the parameters with the ids `params`, in file order.
 
         A piece takes at most `nbytes` of memory, but at least `least_bytes`.
@@ -162,6 +209,19 @@ class DiskHome:
             if any(extent.start < end and start < extent.end for extent in extents):
                 found.append(Piece(columns, start, end, stride))
         return tuple(found)
+
+    def part(self, param: int, kinds: Kinds, piece: Piece) -> Part | None:
+        """Return what `piece` has of the parameter with the id `param` and the statistics `kinds`; None if nothing."""
+        extent = self._extents[param]
+        start, end = max(piece.start, extent.start), min(piece.end, extent.end)
+        if start >= end:
+            return None
+        bytes_of: dict[str, tuple[int, slice]] = {}
+        for at, (name, layout) in enumerate(self._regions):
+            if kinds.get(name) == layout:
+                own, size_bytes = layout.span(start - piece.start, end - piece.start), layout.dtype.itemsize
+                bytes_of[name] = at, slice(own.start * size_bytes, own.stop * size_bytes)
+        return Part(start - extent.start, end - extent.start, bytes_of)
 
     def note_update(self, params: Iterable[int]) -> None:
         """Record the statistics of `params` as written: `clear` must then write zeros."""
@@ -178,8 +238,9 @@ class DiskHome:
         """
         self._inside.discard(param)
         if not self._inside:
-            regions, self._regions, self.is_free = self._regions, {}, True
-            for region in regions.values():
+            regions, self._files, self.is_free = self._files, [], True
+            self._regions.clear()
+            for region in regions:
                 self._store.free(region)
 
     @property
@@ -188,21 +249,95 @@ class DiskHome:
         blocks = [disk_file.DISK_BLOCK_BYTES * layout.block // layout.dtype.itemsize for _, layout in self._regions]
         return max(blocks, default=disk_file.DISK_BLOCK_BYTES)
 
-    def _around(self, extent: Extent, layout: StatisticLayout) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return memory for the disk blocks that hold `extent` in a file of `layout`, and a view of the extent in it.
 
-        The third result is the byte of the file at which the blocks start.
-        """
+class WholeHome(DiskHome):
+    """A bucket's files in `store`, which hold the state of `params`, each updated whole: one parameter after another.
+
+    A piece has whole parameters: one, or as many that follow each other as fit a staging buffer.
+    """
+
+    def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(store, label, params)
+        self._places: dict[tuple[int, Kind], Place] = {}
+
+    def require(self, kinds: Mapping[int, Kinds]) -> None:
+        """Allocate disk space as `DiskHome.require`; all statistics of a parameter come at once: see `can_add`."""
+        missing = {
+            param: {kind: kind[1].nbytes(self._extents[param].like.numel()) for kind in own.items()}
+            for param, own in kinds.items()
+            if any((param, kind) not in self._places for kind in own.items())
+        }
+        block_bytes, end_bytes = disk_file.DISK_BLOCK_BYTES, 0
+        pieces: list[list[tuple[int, Kind, int, int]]] = []
+        starts_bytes: list[int] = []
+        for param, own in missing.items():
+            own_bytes = sum(map(aligned_bytes, own.values()))
+            if not pieces or end_bytes + own_bytes > starts_bytes[-1] + _STAGING_BYTES:
+                end_bytes = -(-end_bytes // block_bytes) * block_bytes
+                pieces.append([])
+                starts_bytes.append(end_bytes)
+            for kind, nbytes in own.items():
+                pieces[-1].append((param, kind, end_bytes, nbytes))
+                end_bytes += aligned_bytes(nbytes)
+        if not pieces:
+            return
+        region = self._allocate("state", end_bytes)
+        for of_piece, start, end in zip(pieces, starts_bytes, [*starts_bytes[1:], end_bytes], strict=True):
+            for param, kind, at_bytes, nbytes in of_piece:
+                self._places[param, kind] = Place(region, at_bytes, nbytes, (start, end))
+
+    def can_add(self, param: int, kinds: Kinds) -> bool:
+        """Return whether the parameter has no statistics yet, or all of `kinds`: one piece has all that it has."""
+        known = {kind for of, kind in self._places if of == param}
+        return not known or known >= set(kinds.items())
+
+    def place(self, kind: Kind, param: int) -> Place:
+        """Return where the statistic `kind` of the parameter with the id `param` is."""
+        return self._places[param, kind]
+
+    @property
+    def least_bytes(self) -> int:
+        """Return the bytes in memory of the largest piece, in whole disk blocks."""
         block_bytes = disk_file.DISK_BLOCK_BYTES
-        first_bytes = layout.nbytes(extent.start)
-        last_bytes = first_bytes + layout.nbytes(extent.end - extent.start)
-        start_bytes = first_bytes // block_bytes * block_bytes
-        end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, layout.nbytes(self._numel))
-        nbytes = max(end_bytes - start_bytes, 0)
-        slab = Slab(nbytes, pin=False)
-        slab.keep_from_children()
-        blocks = slab.tensor(torch.uint8, (nbytes,), 0)
-        return blocks, blocks[first_bytes - start_bytes : last_bytes - start_bytes].view(layout.dtype), start_bytes
+        sizes = (end - start for start, end in {place.piece for place in self._places.values()})
+        return -(-max(sizes, default=0) // block_bytes) * block_bytes
+
+    def pieces(self, params: Collection[int], nbytes: int) -> tuple[Piece, ...]:
+        """Return the pieces that hold any of the parameters with the ids `params`, each in `least_bytes` or less."""
+        wanted = ((place.region, *place.piece) for (param, _), place in self._places.items() if param in params)
+        pieces = ((region, start, end) for region, start, end in dict.fromkeys(wanted) if start < end)
+        return tuple(Piece([(region, 1, 1)], start, end, end - start) for region, start, end in pieces)
+
+    def part(self, param: int, kinds: Kinds, piece: Piece) -> Part | None:
+        """Return the whole parameter with the id `param` if `piece` has its statistics `kinds`, else None."""
+        bytes_of: dict[str, tuple[int, slice]] = {}
+        for kind in kinds.items():
+            place = self._places[param, kind]
+            if (place.region, *place.piece) != (piece.columns[0][0], piece.start, piece.end):
+                return None
+            start_bytes = place.start_bytes - piece.start
+            bytes_of[kind[0]] = 0, slice(start_bytes, start_bytes + place.nbytes)
+        return Part(0, self._extents[param].like.numel(), bytes_of) if bytes_of else None
+
+    def leave(self, param: int) -> None:
+        """Record the state of a parameter as removed from disk, as `DiskHome.leave`."""
+        self._places = {(of, kind): place for (of, kind), place in self._places.items() if of != param}
+        super().leave(param)
+
+
+def _around(place: Place, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return memory for the disk blocks that hold `place`, and a view of the place in it, in `dtype`.
+
+    The third result is the byte of the region at which the blocks start.
+    """
+    block_bytes, last_bytes = disk_file.DISK_BLOCK_BYTES, place.start_bytes + place.nbytes
+    start_bytes = place.start_bytes // block_bytes * block_bytes
+    end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, place.region.nbytes)
+    nbytes = max(end_bytes - start_bytes, 0)
+    slab = Slab(nbytes, pin=False)
+    slab.keep_from_children()
+    blocks = slab.tensor(torch.uint8, (nbytes,), 0)
+    return blocks, blocks[place.start_bytes - start_bytes : last_bytes - start_bytes].view(dtype), start_bytes
 
 
 class DiskState(MutableMapping[str, Any]):
@@ -225,6 +360,12 @@ class DiskState(MutableMapping[str, Any]):
     def names(self) -> tuple[str, ...]:
         """Return the existing statistics, in the order of `kinds`."""
         return tuple(name for name in self.kinds if name in self.made)
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """Return the state with tensors on `meta`, which have no values, in place of those on disk."""
+        like = self.home.extent(self.param).like
+        return {**{name: self.kinds[name].zeros(like) for name in self.names}, **self.in_memory}
 
     def begin(self, name: str) -> None:
         """Create the statistic `name` as zeros."""
@@ -290,12 +431,16 @@ class DiskState(MutableMapping[str, Any]):
 # Rules are element-wise, and pieces start at multiples of the cache line, as the tasks of torch's fused kernels do. So
 # the result is bitwise equal to an update of whole tensors.
 #
+# If the rule updates whole tensors, a piece holds all statistics of a parameter, and a staging buffer those of the
+# largest.
+#
 # A class that creates statistics at its first update creates them slice by slice; each slice is stored in its piece.
 
 
 _HOST = torch.device("cpu")
 _STAGING_BYTES = DISK_STAGING_BYTES
-"""Bytes of a staging buffer. Buffers take 20 MiB if a bucket has 2-byte statistics, such as low halves of masters."""
+"""Bytes of a staging buffer. Buffers take 20 MiB if a bucket has 2-byte statistics, such as low halves of masters, and
+the state of the largest parameter if parameters are updated whole."""
 
 
 class DiskStates:
@@ -308,16 +453,20 @@ class DiskStates:
         self._rule = rule
         self._fail = fail
         self._stores: dict[tuple[Path, bool], DiskStore] = {}
-        self._homes: dict[tuple[int, ...], DiskHome] = {}
+        self._homes: dict[tuple[type[DiskHome], tuple[int, ...]], DiskHome] = {}
         self._reads: ReadAhead | None = None
+        self._least_bytes = 0
+        """Bytes that a staging buffer needs for any home, so that no update of a step waits with a ring too small for
+        the next."""
 
     def reserve(self, bucket: RunningBucket, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> DiskHome:
         """Return the home of the bucket's state, with files for the statistics of `params`.
 
         Raises DiskFull if there is too little disk space, and InvalidOption if the option `disk_path` is not set.
         """
-        home = self._home(bucket)
-        home.require(dict.fromkeys(kind for param in params for kind in self._rule.state_layouts(param, group).items()))
+        home = self._home(bucket, group)
+        home.require({id(param): self._rule.state_layouts(param, group) for param in params})
+        self._least_bytes = max(self._least_bytes, home.least_bytes)
         return home
 
     def place(
@@ -328,14 +477,17 @@ class DiskStates:
         params: Iterable[nn.Parameter],
     ) -> None:
         """Move the state of `params`, which are in `group`, to disk; create missing state unless its update does."""
-        home, left = self._home(bucket), dict[nn.Parameter, Mapping[str, StatisticLayout]]()
+        home, left = self._home(bucket, group), dict[nn.Parameter, Kinds]()
         for param in params:
             state, kinds = states.get(param), self._rule.state_layouts(param, group)
             if not (isinstance(state, DiskState) and state.home is home and kinds.keys() <= state.kinds.keys()):
                 left[param] = kinds
         if not left:
             return
-        self.reserve(bucket, left, group)
+        for param, kinds in left.items():
+            if not home.can_add(id(param), kinds):
+                self.fetch(states, param)
+        home = self.reserve(bucket, left, group)
         for param, kinds in left.items():
             before = states[param]
             if before:
@@ -378,13 +530,14 @@ class DiskStates:
         if not on_disk:
             return None
         home = on_disk[0].home
-        if self._reads is None or self._reads.nbytes < home.least_bytes:
+        if self._reads is None or self._reads.nbytes < self._least_bytes:
             self.wait_for_writes()
             self._reads = None  # frees its staging buffers before larger ones are allocated
-            self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
-        pieces = home.pieces([state.param for state in on_disk], self._reads.nbytes)
+            self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, self._least_bytes))
+        pieces = home.pieces({state.param for state in on_disk}, self._reads.nbytes)
         for number, piece in enumerate(pieces):
-            nbytes = sum(home.extent(state.param).nbytes_in(piece, state.kinds.values()) for state in on_disk)
+            parts = (home.part(state.param, state.kinds, piece) for state in on_disk)
+            nbytes = sum(part.nbytes for part in parts if part is not None)
             piece.begins = partial(_timed, ledger, StateRef(bucket.spec.id), nbytes, number)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)
@@ -401,11 +554,12 @@ class DiskStates:
             before.home.leave(id(param))
             self._homes = {key: home for key, home in self._homes.items() if not home.is_free}
 
-    def _home(self, bucket: RunningBucket) -> DiskHome:
-        key = tuple(id(slot.param) for slot in bucket.slots)
+    def _home(self, bucket: RunningBucket, group: Mapping[str, Any]) -> DiskHome:
+        params = [slot.param for slot in bucket.slots]
+        kind = WholeHome if any(self._rule.updates_whole(param, group) for param in params) else DiskHome
+        key = kind, tuple(map(id, params))
         if key not in self._homes:
-            params = [slot.param for slot in bucket.slots]
-            self._homes[key] = DiskHome(self._store(bucket), str(bucket.spec.id), params)
+            self._homes[key] = kind(self._store(bucket), str(bucket.spec.id), params)
         return self._homes[key]
 
     def _store(self, bucket: RunningBucket) -> DiskStore:
@@ -449,19 +603,12 @@ class DiskParam(PassingParam):
 
     def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskParam] | None":
         """Return the elements of the parameter in `piece`, whose bytes are `views`; None if it has none."""
-        start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
-        if start >= end:
-            return None
-        statistics = {
-            name: view.view(layout.dtype)[layout.span(start - piece.start, end - piece.start)]
-            for (name, layout), view in zip(self._state.home.kinds, views, strict=True)
-            if self.layouts.get(name) == layout
-        }
-        return Segment(self, start - self.extent.start, end - self.extent.start).put(statistics)
+        found = self._state.home.part(self._state.param, self.layouts, piece)
+        return None if found is None else Segment(self, found.start, found.stop).put(found.flat(views, self.layouts))
 
-    def empty(self) -> "Segment[DiskParam]":
-        """Return a segment without elements, for a parameter that is empty on this rank."""
-        return Segment(self, 0, 0).put(
+    def without_bytes(self) -> "Segment[DiskParam]":
+        """Return a segment of a parameter that no piece has, because its statistics have no bytes on this rank."""
+        return Segment(self, 0, self.numel).put(
             {name: torch.empty(0, dtype=layout.dtype, device="cpu") for name, layout in self.layouts.items()}
         )
 
@@ -495,15 +642,16 @@ class DiskUpdate:
         """
         self._home.check("update")
         params = [[DiskParam(each) for each in part.updates] for part in parts]
-        has_begun = False
+        has_begun, passed = False, set[DiskParam]()
         try:
             for piece in self._pieces:
                 views = self._reads.take(piece)
                 has_begun = True
                 try:
                     for part, members in zip(parts, params, strict=True):
-                        found = (param.segment(piece, views) for param in members)
-                        update([each for each in found if each is not None], rule, part.group, _HOST)
+                        found = [each for param in members if (each := param.segment(piece, views)) is not None]
+                        update(found, rule, part.group, _HOST)
+                        passed.update(each.param for each in found)
                 except BaseException:
                     self._reads.give_back(piece)
                     raise
@@ -511,7 +659,7 @@ class DiskUpdate:
                 self._reads.write(piece, self._wrote)
             for part, members in zip(parts, params, strict=True):
                 # The shard of this rank may be empty, but all ranks count steps.
-                update([param.empty() for param in members if not param.numel], rule, part.group, _HOST)
+                update([param.without_bytes() for param in members if param not in passed], rule, part.group, _HOST)
         except BaseException as error:
             if has_begun:
                 self._home.fail(error)

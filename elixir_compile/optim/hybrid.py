@@ -161,16 +161,20 @@ class Hybrid(torch.optim.Optimizer):
         states = self.state
         for param in [param for param, entry in states.items() if not entry]:
             del states[param]
-        found, rule = super().state_dict(), self._updater.rule
+        found = super().state_dict()
         params = [(param, group) for group in self.param_groups for param in group["params"]]
-        names = saved_names(rule, self.param_groups)
+        names = saved_names(self._updater.rule, self.param_groups)
         state = {
-            key: saved_entry(rule.as_class(params[key][0], entry, params[key][1]), params[key][0], names)
+            key: saved_entry(self.as_class(entry, *params[key]), params[key][0], names)
             if isinstance(key, int) and isinstance(entry, Mapping)
             else entry
             for key, entry in found["state"].items()
         }
         return {**found, "state": state}
+
+    def as_class(self, entry: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `entry`, the state of `param` in `group`, as `updates_as` keeps it: statistics may be in lists."""
+        return self._updater.rule.as_class(param, entry, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None without waiting: queued updates hold their gradients themselves.

@@ -125,6 +125,11 @@ State = MutableMapping[str, Any]
 """The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
 
 
+def forms_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `state` for readers of shapes, dtypes and counters, which is not read from disk: see `disk.DiskState`."""
+    return getattr(state, "forms", state)
+
+
 class ParamUpdate(NamedTuple):
     """The tensors of a parameter in an update, all on one device."""
 

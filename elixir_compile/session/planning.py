@@ -360,8 +360,7 @@ def problem_of(
         params=_params_of(slots, ranks, known, plain_state, is_training=is_training),
         hybrid=bool(trained) and place_state(trained),
         memory=memory,
-        # State passes between disk and host by elements.
-        disk=executor.buckets.disk is not None and not any(own.whole_update is not None for own in known.values()),
+        disk=executor.buckets.disk is not None,
         accumulates=accumulates,
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,

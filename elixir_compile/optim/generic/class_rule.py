@@ -60,6 +60,7 @@ from elixir_compile.optim.rule import (
     State,
     StatisticLayout,
     UpdateRule,
+    forms_of,
     in_order_of,
     note_num_steps,
     num_steps,
@@ -168,7 +169,9 @@ class DryRuns:
             if self._tried.issuperset(map(id, params)):
                 continue
             updates = [
-                ParamUpdate(param, param.grad, nested_state(states.get(param, {}), self.entries(param, group)))
+                ParamUpdate(
+                    param, param.grad, nested_state(forms_of(states.get(param, {})), self.entries(param, group))
+                )
                 for param in params
             ]
             if because := joined_at_shapes(step, updates, self._num_steps):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from elixir_compile import compat
 from elixir_compile.base.errors import OptimizerNotTensorWise
 from elixir_compile.optim.generic.owners import Owners
-from elixir_compile.optim.rule import ParamUpdate, State
+from elixir_compile.optim.rule import ParamUpdate, State, forms_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Run the step of an optimizer class on chosen tensors, for an update.
@@ -669,7 +669,8 @@ class Watch:
         for _ in range(2):
             optimizer = self._optimizer or self._begin(step, params)
             try:
-                self._take(optimizer, step, [states.get(params[place % len(params)], {}) for place in range(_NUM_BENT)])
+                known = (states.get(params[place % len(params)], {}) for place in range(_NUM_BENT))
+                self._take(optimizer, step, [*map(forms_of, known)])
                 break
             except Exception as error:
                 if self.owners.refused:
@@ -716,7 +717,7 @@ class Watch:
                 self._step(optimizer, params)
             for param, state in zip(params, known, strict=True):
                 own = optimizer.state.get(param, {})
-                for name, value in state.items():
+                for name, value in list(state.items()):  # a copy: a queued update may add entries
                     if _is_counter(value) and _is_counter(own.get(name)) and (is_younger or value > own[name]):
                         own[name] = own[name].fill_(value) if isinstance(own[name], torch.Tensor) else value
             self._step(optimizer, params)
@@ -759,7 +760,7 @@ def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: in
             optimizer = own._transient(params, updates[0].weight)
             for param, one in zip(params, updates, strict=True):
                 if one.state:
-                    optimizer.state[param] = _without_values(dict(one.state))
+                    optimizer.state[param] = _without_values(dict(one.state), one.weight.device)
             for _ in range(2):
                 for place, (param, one) in enumerate(zip(params, updates, strict=True)):
                     param.grad = _without_values(one.grad)
@@ -781,10 +782,16 @@ def with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, A
     return {**group, "foreach": compat.uses_foreach(like.device)} if is_open else group
 
 
-def _without_values(value: Any) -> Any:
-    """Return `value` with a new tensor for each in it, of its shape, dtype and device, under `compat.fake_tensors`."""
+def _without_values(value: Any, device: torch.device | None = None) -> Any:
+    """Return `value` with a new tensor for each in it, of its shape and dtype, under `compat.fake_tensors`.
+
+    All but counters are on `device`, by default that of the tensor.
+    """
     if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        there = device if value.dim() and device is not None else value.device
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=there)
     if isinstance(value, dict):
-        return {name: _without_values(own) for name, own in value.items()}
-    return type(value)(map(_without_values, value)) if type(value) in (list, tuple) else value
+        return {name: _without_values(own, device) for name, own in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_values(own, device) for own in value)
+    return value

@@ -251,7 +251,7 @@ def flat_state(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str
 def nested_state(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return `state`, of which `flat_state` made the leaves of `entries` plain entries, as the class keeps it."""
     leaves = {path: name for name, entry in entries.items() for _, path in _paths(entry)}
-    found: dict[str, Any] = {}
+    state, found = dict(state), dict[str, Any]()  # each statistic on disk is read once
     for name, value in state.items():
         if name not in leaves:
             found[name] = value

@@ -27,6 +27,7 @@ from elixir_compile.ir import (
     StorageId,
     Tier,
     Verb,
+    WholeUpdate,
     graph_at,
     sizes,
 )
@@ -232,6 +233,15 @@ def test_three_buffers_and_a_page(width: int, buffer_mib: int) -> None:
     """Adam in fp32; with a float16 parameter's master; with a bfloat16 parameter's low half; AMSGrad of it; SGD."""
     bucket = replace(BUCKET, state_nbytes=width * 1000)
     assert disk_staging_bytes([bucket, BUCKET]) == (3 * buffer_mib + 2) * MIB
+
+
+@pytest.mark.parametrize(("most_mib", "buffer_mib"), [(1, 16), (21, 24), (24, 24)])
+def test_buffers_hold_the_state_of_the_largest_parameter_updated_whole(most_mib: int, buffer_mib: int) -> None:
+    """The optimizer of parameters whose elements are updated alone is another, with buffers of its own."""
+    whole = WholeUpdate(flops=0, moved_bytes=0, num_kernels=1, most_nbytes=1, most_state_nbytes=most_mib * MIB)
+    bucket = replace(BUCKET, state_nbytes=100 * MIB, whole_update=whole)
+    assert disk_staging_bytes([bucket]) == (3 * buffer_mib + 2) * MIB
+    assert disk_staging_bytes([bucket, BUCKET]) == (3 * buffer_mib + 2 + 3 * 16 + 2) * MIB
 
 
 @pytest.mark.parametrize(

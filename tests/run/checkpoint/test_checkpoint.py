@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Adafactor, Muon
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import dcp
@@ -25,10 +26,22 @@ from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import Update
 from tests.run.checkpointing import Elsewhere, Training, assert_resumed, by_elixir_noisy, eager, everything, other
 from tests.run.models import hf_batches, small_gpt2
+from tests.run.optim.tensor_wise_classes import Shampoo, Soap
+from tests.run.optim.test_whole_updates import STATIC, assert_same_run, expected_of, model_for, some_slow
+from tests.run.optim.test_whole_updates import batches as tower_batches
 from tests.run.processes import spawn
 from tests.run.ranks_checks import most_resident_bytes
-from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw
-from tests.run.updating import controlled_worker, hybrid_run, in_flight, ladder, rows
+from tests.run.training import Run, assert_same_tensors, by_elixir, by_torch, fused_adamw, hybrid_adamw
+from tests.run.updating import (
+    controlled_worker,
+    hybrid_run,
+    in_flight,
+    ladder,
+    placed,
+    rows,
+    small_buckets,
+    small_pieces,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A run that is saved and resumed goes on bitwise as one that was never interrupted.
@@ -69,6 +82,36 @@ def test_a_checkpoint_resumes_under_another_plan_and_in_plain_torch(
         assert_resumed(expected, eager_resumed(tmp_path / "planned"), num_steps=2)
         planned.train(BATCHES[4:])
     assert_resumed(expected, planned, num_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("cls", "home"),
+    some_slow(
+        [(cls, home) for cls in (Muon, Soap, Shampoo, Adafactor) for home in ("split disk", "host")],
+        lambda *each: each in {(Soap, "split disk"), (Adafactor, "host")},
+    ),
+)
+def test_state_of_whole_tensors_resumes_under_another_plan_and_in_its_class(
+    tmp_path: Path, cls: type[torch.optim.Optimizer], home: str
+) -> None:
+    """From all on the device to another home, saved with updates in flight, and from there to the class itself; nothing
+    in a checkpoint is a pickle."""
+    model, each = model_for(cls), tower_batches()
+    expected = expected_of(cls)
+    options: dict[str, Any] = {"disk_path": tmp_path, "replan": False} | (STATIC if home == "host" else {})
+    first = by_elixir(model, optimizer=elixir.hybrid(cls)).train(each[:2])
+    elixir.save(tmp_path / "device", first.model, first.optimizer)
+    with small_pieces(), small_buckets(lambda plan: placed(plan, home, 0.0, Update.ACROSS_STEPS)):
+        run = by_elixir(other(model), optimizer=elixir.hybrid(cls), **options)
+        elixir.load(tmp_path / "device", run.model, run.optimizer)
+        run.losses = first.losses[:2]
+        run.train(each[2:4])
+        elixir.save(tmp_path / "away", run.model, run.optimizer)
+        plain = by_torch(other(model), optimizer=cls)
+        elixir.load(tmp_path / "away", plain.model, plain.optimizer)
+        plain.losses = run.losses[:4]
+        assert_same_run(expected, plain.train(each[4:]))
+        assert_same_run(expected, run.train(each[4:]))
 
 
 def eager_resumed(path: Path) -> Training:

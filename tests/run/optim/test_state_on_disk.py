@@ -447,15 +447,16 @@ def test_amsgrad_with_checksums(tmp_path: Path) -> None:
 
 def test_a_statistic_may_have_another_dtype_per_parameter(tmp_path: Path) -> None:
     params = [nn.Parameter(torch.zeros(3, 50)), nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(0))]
-    home = DiskHome(DiskStore(tmp_path), "b0", params)
+    store = DiskStore(tmp_path)
+    home = DiskHome(store, "b0", params)
     dtypes = [torch.float32, BF16, torch.int16]
     states = []
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
-        home.require({("average", StatisticLayout(dtype)): None})
+        home.require({id(param): {"average": StatisticLayout(dtype)}})
         states.append(DiskState(home, param, {"average": StatisticLayout(dtype)}, {}))
         assert len(states[-1]) == 0
         states[-1]["average"] = torch.full_like(param, number + 1, dtype=dtype)
-    assert home.kinds == tuple(("average", StatisticLayout(dtype)) for dtype in dtypes)
+    assert len(os.listdir(store.path)) == len(dtypes)
     for number, (param, dtype) in enumerate(zip(params, dtypes, strict=True)):
         assert torch.equal(states[number]["average"], torch.full_like(param, number + 1, dtype=dtype))
         states[number].begin("average")
@@ -466,7 +467,7 @@ def test_disk_space_is_freed_after_the_last_parameter(tmp_path: Path) -> None:
     """The third parameter is frozen and never comes; the first leaves and comes again."""
     params, store = [nn.Parameter(torch.ones(50)) for _ in range(3)], DiskStore(tmp_path)
     home = DiskHome(store, "b0", params)
-    home.require({("average", StatisticLayout(torch.float32)): None})
+    home.require({id(params[0]): {"average": StatisticLayout(torch.float32)}})
     states = [DiskState(home, param, {"average": StatisticLayout(torch.float32)}, {}) for param in params[:2]]
     home.leave(id(params[0]))
     states[0] = DiskState(home, params[0], {"average": StatisticLayout(torch.float32)}, {})

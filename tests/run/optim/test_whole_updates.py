@@ -3,21 +3,37 @@
 import copy
 import functools
 import math
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.optim import Adafactor, Muon, Optimizer
 
 import elixir_compile as elixir
-from elixir_compile.ir import Update
+from elixir_compile.base.errors import NoGraphCaptured
+from elixir_compile.ir import Tier, Update
+from elixir_compile.optim.disk import DiskHome, DiskState
+from tests.pure.problems import disk_staging
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import BySum, Came, EveryHundred, Lamb, Lars, Shampoo, Soap
-from tests.run.training import Run, assert_same_tensors, by_elixir, by_torch, planned_peak_bytes, same_losses
-from tests.run.updating import placed, small_buckets
+from tests.run.training import (
+    Run,
+    assert_same_tensors,
+    by_elixir,
+    by_torch,
+    planned_peak_bytes,
+    same_losses,
+    tight_bytes,
+)
+from tests.run.updating import buckets_of, move_state, placed, small_buckets, small_pieces
 
 NUM_STEPS = 6
 WIDTHS = (48, 37)  # odd, so that kernels have tails
@@ -91,7 +107,10 @@ def some_slow(combinations: list[tuple[Any, ...]], is_quick: Callable[..., bool]
     return [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.slow) for each in combinations]
 
 
-PLACES = (("device", 0.0), ("split", 0.0), ("split", 1.0), ("host", 0.0), ("host", 0.5))
+PLACES = (
+    *(("device", 0.0), ("split", 0.0), ("split", 1.0), ("host", 0.0), ("host", 0.5)),
+    *(("split disk", 0.0), ("host disk", 0.0)),
+)
 PLACED = [
     (cls, home, share, update)
     for cls in CLASSES
@@ -108,22 +127,30 @@ QUICK_PLACED = {
     (Lamb, "split", 1.0, "after_backward"),
     (Lars, "host", 0.0, "across_steps"),
     (Came, "device", 0.0, "in_backward"),
+    (Soap, "split disk", 0.0, "across_steps"),
+    (Adafactor, "host disk", 0.0, "in_backward"),
 }
+STATIC = {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+"""Options under which parameters and state are on the host."""
 
 
 @pytest.mark.parametrize(("cls", "home", "share", "update"), some_slow(PLACED, lambda *each: each in QUICK_PLACED))
 def test_the_bits_of_the_class_wherever_and_whenever_tensors_are_updated(
-    cls: type[Optimizer], home: str, share: float, update: str
+    cls: type[Optimizer], home: str, share: float, update: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"update": update, "replan": False}
-    if home == "host":
-        options |= {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
-    with small_buckets(lambda plan: placed(plan, home, share, Update(update))):
+    if home.startswith("host"):
+        options |= STATIC
+    if home.endswith("disk"):
+        options |= {"disk_path": tmp_path, "disk_check": True}
+    with small_pieces(), small_buckets(lambda plan: placed(plan, home, share, Update(update))):
         run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options).train(batches())
+        assert_same_run(expected_of(cls), run)
     (plan,) = {record.plan for record in elixir.compilations(run.model)}
     assert all(bucket.whole_update is not None for bucket in plan.buckets)
     assert any(placement.streamed for placement in plan.placements) is (share > 0)
-    assert_same_run(expected_of(cls), run)
+    are_on_disk = {isinstance(state, DiskState) for state in run.optimizer.state.values()}
+    assert are_on_disk == {home.endswith("disk")}
 
 
 BUDGETS = [(cls, percent, update) for cls in CLASSES for percent in (60, 40, 25) for update in UPDATES]
@@ -151,8 +178,7 @@ def test_the_bits_of_the_class_under_budgets(cls: type[Optimizer], percent: int,
 def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
     """From the hybrid optimizer into the class itself, and back, at other homes."""
     expected, each = expected_of(cls), batches()
-    options = {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
-    run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options).train(each[:2])
+    run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **STATIC).train(each[:2])
     middle = by_torch(run.model, optimizer=cls)
     middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     middle.train(each[2:4])
@@ -161,6 +187,67 @@ def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
     run.losses = expected.losses[:4]
     assert_same_run(expected, run.train(each[4:]))
+
+
+@contextmanager
+def run_on_disk(cls: type[Optimizer], folder: Path) -> Iterator[Run]:
+    """Yield a run with all state on disk, in several pieces."""
+    with small_pieces(), small_buckets(lambda plan: placed(plan, "split disk", 0.0, Update.ACROSS_STEPS)):
+        options: dict[str, Any] = {"disk_path": folder, "replan": False}
+        yield by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options)
+
+
+@pytest.mark.parametrize("cls", [Soap, pytest.param(Adafactor, marks=pytest.mark.slow)])
+def test_state_of_whole_tensors_moves_between_disk_and_host(cls: type[Optimizer], tmp_path: Path) -> None:
+    expected, each = expected_of(cls), batches()
+    with run_on_disk(cls, tmp_path) as run:
+        for number, optim in enumerate([Tier.HOST, Tier.DISK, Tier.HOST]):
+            run.train(each[2 * number : 2 * number + 1])
+            move_state(run, optim)
+            assert {isinstance(state, DiskState) for state in run.optimizer.state.values()} == {optim is Tier.DISK}
+            files = [name for folder in tmp_path.iterdir() if folder.is_dir() for name in os.listdir(folder)]
+            assert len(files) == (len(buckets_of(run)) if optim is Tier.DISK else 0)
+            run.train(each[2 * number + 1 : 2 * number + 2])
+        assert_same_run(expected, run)
+
+
+def test_copies_and_pickles_of_an_optimizer_with_state_on_disk_continue(tmp_path: Path) -> None:
+    expected, each = expected_of(Soap), batches()
+    with run_on_disk(Soap, tmp_path) as run:
+        run.train(each[:3])
+        copies = copy.deepcopy(run.optimizer), pickle.loads(pickle.dumps(run.optimizer))
+    for optimizer in copies:
+        model = model_for(Soap)
+        names = [name for name, _ in model.named_parameters()]
+        own = dict(zip(names, optimizer.param_groups[0]["params"], strict=True))
+        with pytest.warns(NoGraphCaptured):
+            for batch in each[3:]:
+                functional_call(model, own, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_tensors(expected.weights, own)
+
+
+def test_a_plan_keeps_state_of_whole_tensors_on_disk_if_the_host_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps read it in pieces alone, not to see whether they join two parameters."""
+    reads: list[object] = []
+    read = DiskHome.read
+    monkeypatch.setattr(DiskHome, "read", lambda *given: (reads.append(given), read(*given))[1])
+    model, optimizer = model_for(Muon), hybrid_of(Muon)
+    with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
+        budget = tight_bytes(model, batches(1)[0], planned_by=("small buckets", "Muon"), optimizer=optimizer)
+        host_bytes = int(2.2 * sum(param.nbytes for param in model.parameters()))
+        options = {"device_memory": budget, "host_memory": host_bytes, "replan": False}
+        with pytest.raises(elixir.NoFeasiblePlan):
+            by_elixir(model, optimizer=optimizer, **options).train(batches(1))
+        run = by_elixir(model, optimizer=optimizer, disk_path=tmp_path, **options).train(batches())
+    (plan,) = {record.plan for record in elixir.compilations(run.model)}
+    assert any(placement.optim is Tier.DISK for placement in plan.placements)
+    assert not reads
+    assert_same_run(expected_of(Muon), run)
+    assert reads
 
 
 @pytest.mark.parametrize("update", UPDATES)
