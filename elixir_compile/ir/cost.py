@@ -44,19 +44,17 @@ def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
     """Return the bytes of the rings for `buckets` with their state on disk, or 0 if they have no state."""
     buffer_bytes: dict[bool, int] = {}
     for bucket in buckets:
-        if bucket.state_nbytes:
-            is_whole = bucket.whole_update is not None
-            buffer_bytes[is_whole] = max(buffer_bytes.get(is_whole, DISK_STAGING_BYTES), _least_piece_bytes(bucket))
+        whole, width = bucket.whole_update, -(-bucket.state_nbytes // max(bucket.numel, 1))
+        if not width:
+            continue
+        if whole is None:
+            least_bytes = DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width
+        else:
+            least_bytes = -(-whole.most_state_nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+        key = whole is not None
+        buffer_bytes[key] = max(buffer_bytes.get(key, DISK_STAGING_BYTES), least_bytes)
     aligned = (-(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for nbytes in buffer_bytes.values())
     return sum(NUM_DISK_STAGING * nbytes + HUGE_PAGE_BYTES for nbytes in aligned)
-
-
-def _least_piece_bytes(bucket: Bucket) -> int:
-    """Return the bytes of the smallest piece in which the state of `bucket` passes between disk and host."""
-    if bucket.whole_update is not None:
-        return -(-bucket.whole_update.most_state_nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
-    width = -(-bucket.state_nbytes // max(bucket.numel, 1))
-    return DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width
 
 
 MOST_STREAMED_ROOMS = 4

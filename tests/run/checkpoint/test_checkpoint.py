@@ -94,8 +94,7 @@ def test_a_checkpoint_resumes_under_another_plan_and_in_plain_torch(
 def test_state_of_whole_tensors_resumes_under_another_plan_and_in_its_class(
     tmp_path: Path, cls: type[torch.optim.Optimizer], home: str
 ) -> None:
-    """From all on the device to another home, saved with updates in flight, and from there to the class itself; nothing
-    in a checkpoint is a pickle."""
+    """From all on the device to another home, saved with updates in flight, and from there to the class itself."""
     model, each = model_for(cls), tower_batches()
     expected = expected_of(cls)
     options: dict[str, Any] = {"disk_path": tmp_path, "replan": False} | (STATIC if home == "host" else {})
