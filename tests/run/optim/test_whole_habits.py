@@ -194,12 +194,8 @@ USED = [
 ]
 QUICK = {
     ("groups of Muon", Muon, "host", 0.5, Update.ACROSS_STEPS),
-    ("schedulers", Muon, "host", 0.0, Update.IN_BACKWARD),
     ("accumulation", Soap, "host", 0.0, Update.IN_BACKWARD),
     ("scaler", Muon, "host", 0.5, Update.ACROSS_STEPS),
-    ("added group", Muon, "split", 0.0, Update.ACROSS_STEPS),
-    ("unused layers", Adafactor, "split", 0.0, Update.IN_BACKWARD),
-    ("tied parameters", Muon, "host", 0.5, Update.ACROSS_STEPS),
 }
 
 
@@ -234,6 +230,7 @@ def test_the_bits_of_the_class_in_the_hands_of_users(
     assert_same_run(expected, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clipping", "scaler"])
 def test_gradients_that_change_after_their_update_in_the_backward_are_refused(name: str) -> None:
     run = by_elixir(model_for(Muon), optimizer=elixir.hybrid(Muon), update="in_backward", replan=False)
@@ -345,7 +342,8 @@ def test_updates_on_the_host_have_a_scratch_of_their_own() -> None:
     assert not [names for names in writers if len(names) > 1]
 
 
-@pytest.mark.parametrize(("percent", "update"), some_slow(SHARES, lambda *each: each == (60, Update.IN_BACKWARD)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("percent", "update"), SHARES)
 def test_classes_with_caches_in_attributes_under_budgets(percent: int, update: Update) -> None:
     hybrid = elixir.hybrid(SharedScratch)
     budget_bytes = math.ceil(peak_bytes(wide_tower, hybrid) * percent / 100)
@@ -467,6 +465,7 @@ class Summed(Tower):
         return x.square().sum()
 
 
+@pytest.mark.slow
 def test_the_micro_batches_of_a_plan_are_one_step_of_the_class() -> None:
     def by_halves(compiled: Any, optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
         losses = [compiled(half) for half in batch.chunk(2)]
