@@ -237,7 +237,8 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     if not bucket.trainable:
         return 0.0
     if bucket.whole_update is not None and tier is not Tier.DISK:
-        return _whole_update_s(bucket.whole_update, tier, cluster)
+        launches_s = bucket.whole_update.num_kernels * cluster.device.launch_s if tier is Tier.DEVICE else 0.0
+        return launches_s + max(whole_update_s(bucket.whole_update, tier, cluster))
     if tier is Tier.DEVICE:
         # What moves, over the bytes of the fused kernel for fp32.
         moved_bytes = ADAM_BYTES_PER_ELEMENT
@@ -273,22 +274,22 @@ _ROUGH_HOST_FLOPS_PER_S = 1e11
 which tells matrix products from passes over memory."""
 
 
-def products_s(whole: WholeUpdate, tier: Tier, cluster: Cluster) -> float:
-    """Return the seconds of the matrix products of the updates of whole tensors, by the device or the host."""
-    flops_per_s, share = cluster.device.flops_per_s, 1
+def whole_update_s(whole: WholeUpdate, tier: Tier, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of the matrix products, and those of the memory, of updates of whole tensors on `tier`: the
+    longer of them count, beside the launches on a device."""
     if tier is Tier.HOST:
-        flops_per_s, share = cluster.host.flops_per_s, cluster.num_local_ranks
+        flops_per_s, share, moved_s = (
+            cluster.host.flops_per_s,
+            cluster.num_local_ranks,
+            host_memory_s(whole.moved_bytes, cluster),
+        )
+    else:
+        device = cluster.device
+        flops_per_s, share, moved_s = device.flops_per_s, 1, whole.moved_bytes / device.memory_bytes_per_s
     if flops_per_s is None:
-        return whole.total_flops / _ROUGH_HOST_FLOPS_PER_S
-    return share * sum(flops / flops_per_s.get(dtype, flops_per_s["float32"]) for dtype, flops in whole.flops)
-
-
-def _whole_update_s(whole: WholeUpdate, tier: Tier, cluster: Cluster) -> float:
-    """Return the seconds of the updates of whole tensors by the roofline model."""
-    if tier is Tier.HOST:
-        return max(products_s(whole, tier, cluster), host_memory_s(whole.moved_bytes, cluster))
-    moved_s = whole.moved_bytes / cluster.device.memory_bytes_per_s
-    return whole.num_kernels * cluster.device.launch_s + max(products_s(whole, tier, cluster), moved_s)
+        return whole.total_flops / _ROUGH_HOST_FLOPS_PER_S, moved_s
+    products_s = sum(flops / flops_per_s.get(dtype, flops_per_s["float32"]) for dtype, flops in whole.flops)
+    return share * products_s, moved_s
 
 
 def add_bytes(bucket: Bucket) -> int:
@@ -323,6 +324,8 @@ class StreamedCopies:
     """The copies back."""
     num_pieces: float
     """1 if the copies back begin behind the update of the last element."""
+    are_whole: bool = False
+    """If True, pieces are whole tensors in two rooms, and copies of a bucket pass beside the updates of the others."""
 
     @property
     def last_s(self) -> float:
@@ -331,8 +334,14 @@ class StreamedCopies:
 
     @property
     def alone_s(self) -> float:
-        """The seconds of all copies, both ways at once where they can be."""
-        return self.there_s + self.last_s
+        """The seconds of all copies, both ways at once where they can be; 0 if they pass beside other updates."""
+        return 0.0 if self.are_whole else self.there_s + self.last_s
+
+    def pace_s(self, update_s: float) -> float:
+        """Return the seconds from one piece to the next, of tensors in two rooms whose updates take `update_s`: a room
+        is taken while its piece arrives, is updated, and leaves."""
+        each = (self.first_s, update_s / self.num_pieces, self.last_s)
+        return max(*each, sum(each) / NUM_WHOLE_ROOMS)
 
 
 def streamed_copies(bucket: Bucket, param: Tier, cluster: Cluster) -> StreamedCopies:
@@ -355,6 +364,8 @@ def streamed_copies(bucket: Bucket, param: Tier, cluster: Cluster) -> StreamedCo
         room_bytes = streamed_bytes(bucket, param) / NUM_WHOLE_ROOMS
     num_pieces = max(there_bytes / max(room_bytes, 1), 1.0)
     first_s, last_s = there_s / num_pieces, back_s / num_pieces
+    if bucket.whole_update is not None:
+        return StreamedCopies(there_s=there_s, first_s=first_s, back_s=back_s, num_pieces=num_pieces, are_whole=True)
     blocked_s = first_s + back_s - last_s
     return StreamedCopies(there_s=max(there_s, blocked_s), first_s=first_s, back_s=back_s, num_pieces=num_pieces)
 

@@ -24,9 +24,13 @@ from elixir_compile.ir import (
     Record,
     Region,
     Schedule,
+    Tier,
+    WholeUpdate,
     fingerprint,
     kernels_digest,
 )
+from elixir_compile.ir.cost import streamed_copies, update_s, whole_update_s
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import HOST_MEMORY
 from elixir_compile.search.formulation.flow_shop import longest_s
@@ -286,6 +290,7 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
         said.append(decision("prefetch", choice, "as far as memory allows"))
     said += unused_memory(made)
     said += update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record))
+    said += whole_update_decisions(problem.cluster, made)
     return replace(made, decisions=tuple(said))
 
 
@@ -321,6 +326,36 @@ def predicted(problem: Problem, plan: Plan) -> tuple[Prediction, Record]:
         step_s += further * call.step_s
         exposed_s += further * call.exposed_s
     return replace(prediction, step_s=step_s, exposed_s=exposed_s), record
+
+
+def whole_update_decisions(cluster: Cluster, made: Plan) -> tuple[Decision, ...]:
+    """Return a decision on the updates of whole tensors by the device, and one on those by the host, with what binds
+    them: matrix products, or memory."""
+    found: list[Decision] = []
+    for tier, where in ((Tier.DEVICE, "on the device"), (Tier.HOST, "on the host")):
+        each = [
+            bucket
+            for bucket in made.buckets
+            if bucket.whole_update is not None and made.placement(bucket.id).update is tier
+        ]
+        if not each:
+            continue
+        whole = WholeUpdate.of_all([own.whole_update for own in each if own.whole_update is not None])
+        products_s, moved_s = whole_update_s(whole, tier, cluster)
+        because = f"memory-bound: {format_s(moved_s)} of reads and writes"
+        if products_s >= moved_s:
+            because = f"compute-bound: {format_s(products_s)} of matrix products"
+        num_streamed = sum(made.placement(bucket.id).streamed for bucket in each)
+        if num_streamed:
+            homes = [(bucket, made.placement(bucket.id)) for bucket in each]
+            copies = [streamed_copies(own, at.param, cluster) for own, at in homes if at.streamed]
+            because += f", beside {format_s(sum(own.there_s for own in copies))} of copies each way"
+        if tier is Tier.HOST:
+            because += f"; the device would take {format_s(sum(update_s(own, Tier.DEVICE, cluster) for own in each))}"
+        because += f"; {format_bytes(whole.work_nbytes)} of work space"
+        choice = f"{len(each)} of {len(made.buckets)} buckets {where}, {num_streamed} of them streamed"
+        found.append(decision("updates of whole tensors", choice, because))
+    return tuple(found)
 
 
 _NOTHING = Prediction(

@@ -14,7 +14,8 @@ their lane then, behind all that the program has issued there until then.
 
 If a link does not overlap compute, its copies run on the compute lane. If neither direction overlaps, device and host
 are the same cores and the same memory, and updates by the host run there too. A streamed update is priced alone: it
-blocks compute during its copies, bucket by bucket. Updates run at these times (see `Update`):
+blocks compute during its copies, bucket by bucket. Only where whole tensors are updated, whose products may take longer
+than their copies, do copies pass beside the updates of other tensors. Updates run at these times (see `Update`):
 
     after the backward   every lane is idle when the next step begins, so a single step is simulated
     across steps         the step counts from the end of compute in the backward before: the updates, the forward beside
@@ -191,6 +192,10 @@ class Player:
         """The buckets of these copies."""
         self._streamed_since_s = 0.0
         """When the first piece of the streamed update that is under way may leave."""
+        self._room_s = 0.0
+        """When a room for the next tensor that is updated whole is free."""
+        self._whole_over_s = _LONG_AGO_S
+        """When the last of these tensors was updated."""
 
     # The works of a step.
 
@@ -300,6 +305,9 @@ class Player:
             over_s[PROGRAM] = max(over_s[PROGRAM], over_s[after[0]])
         elif do is Do.STREAM_THERE:
             copies = self._streams(work.name)
+            if copies.are_whole:
+                self._stream_whole_there(work, copies)
+                return
             begin_s = max(over_s[COMPUTE], over_s[work.actor], over_s[PROGRAM])
             over_s[work.actor] = over_s[work.over] = end_s = begin_s + copies.there_s
             update_s = self.price.device_update_s[work.name]
@@ -329,11 +337,37 @@ class Player:
         back_s = max(copies.back_s, over_s[COMPUTE] + copies.last_s - since_s)
         begin_s = max(since_s, over_s[PROGRAM])
         over_s[work.actor] = end_s = begin_s + back_s
-        over_s[COMPUTE] = max(over_s[COMPUTE], end_s)
+        if copies.are_whole:
+            self._whole_over_s, begin_s = over_s[COMPUTE], end_s - copies.back_s
+        else:
+            over_s[COMPUTE] = max(over_s[COMPUTE], end_s)
         placement = self._placements[BucketId(work.name)]
         self.memory_s += self.price.memory.stream_s.get((work.name, placement.param), 0.0)
         if self.drawing is not None:
             self._draw(work.do, work.name, begin_s, end_s)
+
+    def _stream_whole_there(self, work: Work, copies: StreamedCopies) -> None:
+        """Copy whole tensors to the device, each into a room that one before it has left, beside the updates.
+
+        ```text
+          h2d       |-0-|-1-|      |-2-|      |-3-|          two rooms: 2 arrives when 0 has left
+          compute       |----0----|----1----|----2----|
+          d2h                     |-0-|     |-1-|
+        ```
+        """
+        over_s, update_s = self.over_s, self.price.device_update_s[work.name]
+        if over_s[COMPUTE] != self._whole_over_s:  # compute did something else before: both rooms are free
+            self._room_s = over_s[COMPUTE]
+        begin_s = max(over_s[work.actor], over_s[PROGRAM], self._room_s)
+        each_s, pace_s = update_s / copies.num_pieces, copies.pace_s(update_s)
+        first_s = max(over_s[COMPUTE], begin_s + copies.first_s) + each_s
+        last_s = first_s + (copies.num_pieces - 1) * pace_s
+        over_s[work.over], over_s[work.actor] = last_s - update_s, last_s - each_s
+        self._streamed_since_s = first_s
+        # The piece before the last one leaves while that is updated; with a single piece, the bucket before does.
+        self._room_s = max(over_s[self._lane_of[D2H]], last_s - each_s + copies.last_s)
+        if self.drawing is not None:
+            self._draw(work.do, work.name, begin_s, begin_s + copies.there_s)
 
     def _streams(self, name: str) -> StreamedCopies:
         return self.price.streams[name, self._placements[BucketId(name)].param]

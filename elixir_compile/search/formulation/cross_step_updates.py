@@ -575,7 +575,10 @@ class _CrossStepUpdates:
                     copy_s = sign * prices.staged_s(facts.buckets[i].id)
                     leaving.add(lane, int(lane is Lane.D2H), choice, copy_s)
                     behind.add(Lane.D2H, 0, choice, copy_s)
-        first_s = [copies.alone_s + update_s - copies.back_s for copies, update_s in self._streamed()]
+        first_s = [
+            update_s if copies.are_whole else copies.alone_s + update_s - copies.back_s
+            for copies, update_s in self._streamed()
+        ]
         behind.constants_s[1, 0] = -max(first_s, default=0.0)
         return [leaving.phase(), streaming.phase(), *([behind.phase()] if first_s else [])]
 

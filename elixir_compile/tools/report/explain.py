@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.base.units import format_bytes, format_s
-from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Placement, WholeUpdate
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, RegionId, Saving, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import (
@@ -511,6 +511,7 @@ def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
             ("asked for", [_names_text(found.asked)] if found.asked else []),
             ("holds", [] if len(found.asked) == len(bucket.params) else [_names_text(bucket.params)]),
             ("size", [f"{format_bytes(bucket.nbytes)} of parameters{state}{each}"]),
+            ("updated", [] if bucket.whole_update is None else [_whole_text(bucket.whole_update)]),
             ("lives", [home_text(bucket, placement)]),
             ("copy", [copy]),
             ("why", why or [undecided]),
@@ -520,6 +521,13 @@ def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
             ("at the peak", [f"{peak_at}: it holds {held}"]),
         ],
     )
+
+
+def _whole_text(whole: WholeUpdate) -> str:
+    flops = " and ".join(f"{flops / 1e12:.3g} TFLOP in {dtype}" for dtype, flops in whole.flops)
+    parts = [flops] if flops else []
+    parts += [f"{format_bytes(whole.moved_bytes)} read and written", f"{format_bytes(whole.work_nbytes)} of work space"]
+    return f"by whole tensors: {', '.join(parts)}"
 
 
 def _layer_text(found: LayerAnswer) -> str:
