@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.compat.platforms import accelerator_platform, platform_of
 from elixir_compile.graph.ops.optimizers import REST_NAMES
-from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_shard
+from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_shard, owner_of
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.precision import STORED_NAMES, MomentForm
 from elixir_compile.optim.state import saved_name, saved_value, with_joined_master
@@ -273,8 +273,13 @@ _LOW_HALF = REST_NAMES[torch.bfloat16]
 _IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources) -> dict[str, Any]:
-    """Return the state of `optimizer` as JSON can hold it, and put its tensors in `sources`; wait for queued updates.
+def optimizer_plain(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources, owned_sources: Sources
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state of `optimizer` as JSON can hold it, and apart from it by the name of the parameter that which
+    only this rank has; wait for queued updates.
+
+    The tensors of the first are put in `sources`, and those of the other in `owned_sources`.
 
     Raises UnsupportedModel if a parameter of `optimizer` does not belong to `model`.
     """
@@ -288,15 +293,42 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources:
         | {"params": own}
         for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
     ]
-    states = {
-        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources) for name, state in _states(optimizer, names)
-    }
-    return {
+    owned = _owned_names(optimizer, names)
+    states: dict[str, Any] = {}
+    owned_states: dict[str, Any] = {}
+    for name, state in _states(optimizer, names):
+        key = f"{OPTIMIZER_KEY}states.{name}"
+        if name in owned:
+            owned_states[name] = to_plain(state, key, owned_sources)
+        else:
+            states[name] = to_plain(state, key, sources)
+    plain = {
         "kind": type(optimizer).__qualname__,
         "hyperparameters": _hyperparameter_names(optimizer),
         "groups": groups,
         "moments": _moments(optimizer),
         "states": states,
+    }
+    return plain, owned_states
+
+
+def _owned_names(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> Mapping[str, torch.Tensor]:
+    """Return by name the parameters of which one rank of several has the state; `names` are those of each group."""
+    if not isinstance(optimizer, Hybrid):
+        return {}
+    return {
+        name: param
+        for own, group in zip(names, optimizer.param_groups, strict=True)
+        for name, param in zip(own, group["params"], strict=True)
+        if owner_of(param) is not None and optimizer.has_plain_state(param, group)
+    }
+
+
+def _states_here(model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return by the name of the parameter those of the saved states in `plain` that this rank keeps."""
+    owned = _owned_names(optimizer, _names(model, optimizer))
+    return {
+        name: state for name, state in plain["states"].items() if name not in owned or own_shard(owned[name]).numel()
     }
 
 
@@ -341,11 +373,12 @@ def optimizer_targets(
     with this rank's shard.
     """
     like: dict[str, torch.Tensor] = {}
+    states = _states_here(model, optimizer, plain)
     for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
         for name, param in zip(own, group["params"], strict=True):
-            like.update((key, param) for key in tensor_keys(plain["states"].get(name)))
+            like.update((key, param) for key in tensor_keys(states.get(name)))
     found: dict[str, torch.Tensor] = {}
-    for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]:
+    for key in [*tensor_keys(plain["groups"]), *tensor_keys(states)]:
         form, param = forms[key], like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # never a shard, even if the parameter has shape ()
         if param is not None and is_dtensor(param) and _is_shared_out(key, form, param) and not is_count:
@@ -374,12 +407,13 @@ def fill_optimizer(
 ) -> None:
     """Load the saved optimizer `plain` into `optimizer`; `tensors` holds its tensors by key."""
     states: dict[int, Any] = {}
+    here = _states_here(model, optimizer, plain)
     groups: list[dict[str, Any]] = []
     for own, group, saved in zip(_names(model, optimizer), optimizer.param_groups, plain["groups"], strict=True):
         first = sum(len(group["params"]) for group in groups)
         for index, name in enumerate(own, start=first):
-            if name in plain["states"]:
-                states[index] = from_plain(plain["states"][name], tensors)
+            if name in here:
+                states[index] = from_plain(here[name], tensors)
         loaded = from_plain({name: value for name, value in saved.items() if name != "params"}, tensors)
         flags = {name: value for name, value in group.items() if name in _IMPLEMENTATION_FLAGS}
         groups.append({**loaded, **flags, "params": list(range(first, first + len(own)))})
@@ -398,8 +432,10 @@ def _states(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Iterato
     for own, group in zip(names, optimizer.param_groups, strict=True):
         for name, param in zip(own, group["params"], strict=True):
             if param in states:
-                state = states[param]
-                found = dict(entry for kind in state for entry in _deferred(state, kind, param))
+                state, of = states[param], param
+                if isinstance(optimizer, Hybrid) and optimizer.has_plain_state(param, group):
+                    of = own_shard(param).detach()
+                found = dict(entry for kind in state for entry in _deferred(state, kind, of))
                 yield name, optimizer.as_class(found, param, group) if isinstance(optimizer, Hybrid) else found
 
 

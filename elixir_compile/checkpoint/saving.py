@@ -152,6 +152,8 @@ class _State:
     """All values but tensors and random states, as JSON can hold them; the first rank writes them."""
     random: Mapping[str, Any]
     """The states of the random number generators of this rank, as JSON can hold them."""
+    owned: Mapping[str, Any]
+    """By the name of the parameter the states of the optimizer that only this rank has, as JSON can hold them."""
     sources: Sources
     """The tensors that this rank writes."""
     places: Mapping[str, Place]
@@ -251,13 +253,12 @@ def save(
         group.require_same([fact["same"] for fact in facts])
         group.run_on_first("the free disk space", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
         handle = SaveHandle(str(target), state.nbytes if asynchronous else 0)
-        randoms = [fact["random"] for fact in facts]
         if asynchronous:
             group.run_on_all("snapshots", lambda: _copy_to_host(state.sources))
-            handle._start(lambda: _write(state, randoms, group, is_spent=True))
+            handle._start(lambda: _write(state, facts, group, is_spent=True))
             is_handed_over = True
         else:
-            _write(state, randoms, group, is_spent=False)
+            _write(state, facts, group, is_spent=False)
     finally:
         if not is_handed_over:
             checkpoint_lock.release()
@@ -277,8 +278,9 @@ def _state_of(
     rest: Sources = {}
     synchronize_executors(model)  # copies of the last step to the host may still be running
     try:
+        saved, owned = (None, {}) if optimizer is None else optimizer_plain(model, optimizer, shared, own)
         plain = {
-            "optimizer": None if optimizer is None else optimizer_plain(model, optimizer, shared),
+            "optimizer": saved,
             "model": model_plain(model_state(model), shared),
             "scheduler": None
             if scheduler is None
@@ -296,14 +298,24 @@ def _state_of(
     crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], forms)).encode())
     places = keep_own(shared, is_first=group.is_first)
     sources = {**shared, **(rest if group.is_first else {}), **own}
-    return _State(target=target, step=step, plain=plain, random=random, sources=sources, places=places, crc32=crc32)
+    return _State(
+        target=target,
+        step=step,
+        plain=plain,
+        random=random,
+        owned=owned,
+        sources=sources,
+        places=places,
+        crc32=crc32,
+    )
 
 
 def _facts_text(state: _State, asynchronous: bool) -> str:
-    """Return the facts about `state` that all ranks exchange, as JSON: what must be equal, bytes, random states."""
+    """Return the facts about `state` that all ranks exchange, as JSON: what must be equal, bytes, random states,
+    and the states of the optimizer that this rank alone has."""
     same = {"path": str(state.target), "step": state.step, "asynchronous": asynchronous}
     same["names, shapes and hyperparameters, by their checksum"] = state.crc32
-    return json.dumps({"same": same, "nbytes": state.nbytes, "random": state.random})
+    return json.dumps({"same": same, "nbytes": state.nbytes, "random": state.random, "owned": state.owned})
 
 
 def _copy_to_host(sources: Sources) -> None:
@@ -321,11 +333,11 @@ def _require_room(target: Path, needed_bytes: int) -> str:
     return ""
 
 
-def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent: bool) -> None:
+def _write(state: _State, facts: Sequence[Any], group: RankGroup, *, is_spent: bool) -> None:
     """Write the checkpoint together with the other ranks.
 
     The checkpoint is in its place if this returns, and is not if it raises. If `is_spent`, memory is freed tensor by
-    tensor. `randoms` holds the random states of all ranks, in order.
+    tensor. `facts` holds those of all ranks, in order: see `_facts_text`.
     """
     with ExitStack() as stack:
 
@@ -356,14 +368,14 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
 
         def finish() -> str:
             with _disk_failures(state.target):
-                _finish(folder, state, randoms, [json.loads(text) for text in written])
+                _finish(folder, state, facts, [json.loads(text) for text in written])
                 stack.close()
             return ""
 
         group.run_on_first("the manifest", finish)
 
 
-def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequence[Any]) -> None:
+def _finish(folder: Path, state: _State, facts: Sequence[Any], written: Sequence[Any]) -> None:
     """Write the files that a checkpoint has once: the index of the tensors, `state.json` and, last, the manifest.
 
     `written` holds the result of each rank's `text_of` in `_write`, in order.
@@ -376,7 +388,10 @@ def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequen
     } | dict(dcp.finish(tensors, [rank_result["tensors"] for rank_result in written]))
     sync_folder(tensors)
     files = {f"{TENSORS_FOLDER}/{name}": record for name, record in records.items()}
-    plain = {**state.plain, "random": {str(rank): random for rank, random in enumerate(randoms)}}
+    plain = {**state.plain, "random": {str(rank): fact["random"] for rank, fact in enumerate(facts)}}
+    if state.plain["optimizer"] is not None:
+        for fact in facts:
+            state.plain["optimizer"]["states"] |= fact["owned"]
     files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(plain, allow_nan=False))
     write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=_versions(), files=files))
 

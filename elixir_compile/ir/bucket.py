@@ -34,6 +34,8 @@ class WholeUpdate:
     """Bytes of the largest state of a parameter."""
     work_nbytes: int = field(default=0, metadata=LEFT_OUT)
     """The most bytes that the update of a parameter holds beside weight, gradient and state, at once."""
+    state_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of the state of all parameters of a bucket; 0 for one parameter, which has them itself."""
 
     @classmethod
     def of_all(cls, each: Sequence["WholeUpdate"]) -> "WholeUpdate":
@@ -45,9 +47,10 @@ class WholeUpdate:
             flops=tuple(sorted(flops.items())),
             moved_bytes=sum(one.moved_bytes for one in each),
             num_kernels=sum(one.num_kernels for one in each),
-            most_nbytes=max(one.most_nbytes for one in each),
-            most_state_nbytes=max(one.most_state_nbytes for one in each),
-            work_nbytes=max(one.work_nbytes for one in each),
+            most_nbytes=max((one.most_nbytes for one in each), default=0),
+            most_state_nbytes=max((one.most_state_nbytes for one in each), default=0),
+            state_nbytes=sum(one.state_nbytes for one in each),
+            work_nbytes=max((one.work_nbytes for one in each), default=0),
         )
 
     @property
@@ -83,13 +86,18 @@ class Param:
     reduce_dtype: str | None = field(default=None, metadata=LEFT_OUT)
     """The dtype in which several ranks reduce the gradient, if it is wider than the parameter's."""
     shard_numels: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Elements on each rank of a group, of which the first has the most. If the parameter is not sharded, each rank has
-    all elements; if this is empty, it is cut evenly."""
+    """Elements on each rank of a group, of which the first has the most unless `is_uneven`. If the parameter is not
+    sharded, each rank has all elements; if this is empty, it is cut evenly."""
+    is_uneven: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the ranks own parts of any sizes, or one of them owns it whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters that are gathered, released, reduced and updated together, in a contiguous buffer."""
+    """Parameters that are gathered, released, reduced and updated together, in a contiguous buffer.
+
+    It has more than 15 fields, because a plan file holds a bucket as one record.
+    """
 
     id: BucketId
     params: tuple[StorageId, ...]
@@ -117,6 +125,8 @@ class Bucket:
     block of values, which `state_nbytes` includes."""
     whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
     """What the updates of its parameters take if each reads a whole tensor; None if each element is updated alone."""
+    owned_updates: tuple[WholeUpdate, ...] = field(default=(), metadata=LEFT_OUT)
+    """By rank, what the updates of the parameters take that it owns whole; empty if each rank updates all of them."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)
     """If True, the flat buffer has the shards of all ranks one after another without padding."""
     rank: int = field(default=0, compare=False, repr=False, metadata=LEFT_OUT)
@@ -132,6 +142,11 @@ class Bucket:
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
         if self.state_nbytes and not self.trainable:
             raise InvalidPlan(f"bucket {self.id} is frozen, yet has {self.state_nbytes} bytes of optimizer state.")
+        if self.owned_updates and (len(self.owned_updates) != len(self.shard_numels) or self.whole_update is None):
+            raise InvalidPlan(
+                f"bucket {self.id} has updates of {len(self.owned_updates)} ranks for {len(self.shard_numels)} shards; "
+                "expected one for each shard, of parameters that are updated whole."
+            )
         if self.state_dtype is not None and (self.state_dtype not in STATE_DTYPES or not self.state_nbytes):
             raise InvalidPlan(
                 f"bucket {self.id} has moments in {self.state_dtype} and {self.state_nbytes} bytes of optimizer state; "
@@ -229,6 +244,11 @@ class Bucket:
         """Number of elements that this rank owns."""
         return self.shard_numels[self.rank]
 
+    @property
+    def own_update(self) -> WholeUpdate | None:
+        """What the updates on this rank take if each reads a whole tensor; None if each element is updated alone."""
+        return self.owned_updates[self.rank] if self.owned_updates else self.whole_update
+
     def seen_by(self, rank: int) -> "Bucket":
         """Return the bucket in the plan of `rank`."""
         return self if rank == self.rank else replace(self, rank=rank)
@@ -248,8 +268,10 @@ class Bucket:
 
     def shard_state_nbytes(self) -> int:
         """Return the bytes of optimizer state that this rank owns."""
-        if not self.is_sharded:
+        if not self.is_sharded or not self.state_nbytes:
             return self.state_nbytes
+        if self.owned_updates:
+            return self.owned_updates[self.rank].state_nbytes
         return self.state_nbytes * self.own_numel // max(self.numel, 1)
 
 
@@ -317,7 +339,7 @@ def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
     Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update. If
     parameters are updated whole, one passes while its neighbour arrives or leaves: two rooms of the largest.
     """
-    whole = bucket.whole_update
+    whole = bucket.own_update
     state_bytes, param_bytes, grad_bytes = (
         bucket.shard_state_nbytes(),
         bucket.shard_nbytes(),

@@ -44,7 +44,7 @@ def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
     """Return the bytes of the rings for `buckets` with their state on disk, or 0 if they have no state."""
     buffer_bytes: dict[bool, int] = {}
     for bucket in buckets:
-        whole, width = bucket.whole_update, -(-bucket.state_nbytes // max(bucket.numel, 1))
+        whole, width = bucket.own_update, -(-bucket.state_nbytes // max(bucket.numel, 1))
         if not width:
             continue
         if whole is None:
@@ -236,9 +236,9 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     """
     if not bucket.trainable:
         return 0.0
-    if bucket.whole_update is not None and tier is not Tier.DISK:
-        launches_s = bucket.whole_update.num_kernels * cluster.device.launch_s if tier is Tier.DEVICE else 0.0
-        return launches_s + max(whole_update_s(bucket.whole_update, tier, cluster))
+    if bucket.own_update is not None and tier is not Tier.DISK:
+        launches_s = bucket.own_update.num_kernels * cluster.device.launch_s if tier is Tier.DEVICE else 0.0
+        return launches_s + max(whole_update_s(bucket.own_update, tier, cluster))
     if tier is Tier.DEVICE:
         # What moves, over the bytes of the fused kernel for fp32.
         moved_bytes = ADAM_BYTES_PER_ELEMENT

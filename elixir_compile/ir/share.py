@@ -135,6 +135,26 @@ def largest_remainder(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def owners_by_size(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """Return for each of `sizes` the rank that owns all of it, so that ranks own bytes as their `weights` say.
+
+    The largest first, each to the rank that is the least full with it, ties to the lower rank: longest processing time
+    first (Graham, Bounds on multiprocessing timing anomalies, 1969). With equal weights the fullest rank owns at most
+    4/3 of what it would by the best assignment. A rank of weight 0 owns nothing.
+
+    Raises ValueError if all weights are 0.
+    """
+    ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
+    if not ranks:
+        raise ValueError(f"nothing can be owned by ranks with the weights {list(weights)}, which are all 0.")
+    owned, found = [0] * len(weights), [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owner = min(ranks, key=lambda rank: (owned[rank] + sizes[place]) / weights[rank])
+        owned[owner] += sizes[place]
+        found[place] = owner
+    return tuple(found)
+
+
 SHARES_FORMAT = 1
 
 

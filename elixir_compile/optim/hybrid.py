@@ -16,7 +16,14 @@ from torch import nn
 from elixir_compile.base.errors import ElixirWarning
 from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import by_mesh, cut_axes, is_dtensor, own_grad, sum_over_shards
+from elixir_compile.graph.ops.shards import (
+    by_mesh,
+    cut_axes,
+    is_dtensor,
+    is_whole,
+    own_grad,
+    sum_over_shards,
+)
 from elixir_compile.ir import Param
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.generic.dry_step import plain_step
@@ -163,14 +170,18 @@ class Hybrid(torch.optim.Optimizer):
             del states[param]
         found = super().state_dict()
         params = [(param, group) for group in self.param_groups for param in group["params"]]
-        names = saved_names(self._updater.rule, self.param_groups)
-        state = {
-            key: saved_entry(self.as_class(entry, *params[key]), params[key][0], names)
-            if isinstance(key, int) and isinstance(entry, Mapping)
-            else entry
-            for key, entry in found["state"].items()
-        }
+        names, state = saved_names(self._updater.rule, self.param_groups), dict(found["state"])
+        for key, entry in state.items():
+            if isinstance(key, int) and isinstance(entry, Mapping):
+                param, group = params[key]
+                kept = self.as_class(entry, param, group)
+                state[key] = saved_entry(kept, param, () if self.has_plain_state(param, group) else names)
         return {**found, "state": state}
+
+    def has_plain_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether state dicts hold the state of `param` in `group` as plain tensors, which may have any shape:
+        if it is updated whole, by one rank of several or by all of them."""
+        return is_whole(param) and self._updater.rule.updates_whole(param, group)
 
     def as_class(self, entry: Mapping[str, Any], param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `entry`, the state of `param` in `group`, as `updates_as` keeps it: statistics may be in lists."""
@@ -207,8 +218,11 @@ class Hybrid(torch.optim.Optimizer):
         self._early, self._is_accumulating = early, is_accumulating  # `__setstate__`, called above, replaced them
         group_of = {id(param): group for group in self.param_groups for param in group["params"]}
         rule = self._updater.rule
-        for param, entry in self.state.items():
+        for param, entry in list(self.state.items()):
             group = group_of[id(param)]
+            if not rule.keeps(param, group):
+                del self.state[param]
+                continue
             as_saved = rule.updates_whole(param, group)
             loaded = unwrap_statistics(entry, param, stays=is_off_device(param), as_saved=as_saved)
             self.state[param] = rule.as_planned(param, loaded, group)

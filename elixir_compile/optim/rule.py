@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.registry import gathered_numel
-from elixir_compile.graph.ops.shards import own_grad, own_shard
+from elixir_compile.graph.ops.shards import own_grad, own_shard, owner_of
 from elixir_compile.ir import Param
 from elixir_compile.runtime.bucket import flat
 
@@ -164,6 +164,11 @@ class UpdateRule:
     def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return why `groups` may not be updated bucket by bucket, and their state placed by plans."""
         return ""
+
+    def keeps(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether this rank updates `param` and keeps its state: unless another has all of it, and it is updated
+        whole."""
+        return owner_of(param) is None or own_shard(param).numel() > 0 or not self.updates_whole(param, group)
 
     def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
         """Return whether the update of `param` reads the whole tensor."""

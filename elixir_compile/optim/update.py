@@ -107,7 +107,8 @@ class Updater:
         executors: dict[RunningBucket, Executor] = {}
         unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
         for group in groups:
-            buckets, unplanned, found = group_by_bucket(param for param in group["params"] if id(param) in wanted)
+            here = (param for param in group["params"] if id(param) in wanted and rule.keeps(param, group))
+            buckets, unplanned, found = group_by_bucket(here)
             executors |= found
             for bucket in buckets:
                 bucket.queued.wait()

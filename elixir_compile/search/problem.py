@@ -148,7 +148,7 @@ class Problem:
         for name, param in self.params.items():
             numels = param.shard_numels
             is_right = not numels or (len(numels) == self.num_shards and min(numels) >= 0)
-            if not is_right or (numels and max(numels) != numels[0] and not self.state):
+            if not is_right or (numels and max(numels) != numels[0] and not (self.state or param.is_uneven)):
                 raise InvalidPlan(
                     f"problem {self.name}: {name} is in {len(numels)} shards for {self.num_shards} ranks, the "
                     f"largest of {max(numels)} elements; expected one per rank, the first the largest."
@@ -179,6 +179,20 @@ class Problem:
     def state(self) -> tuple[float, ...]:
         """The shard of every sharded parameter that each rank owns, summing to 1; empty if ranks own equal shards."""
         return () if have_equal_shards(self.shares) else tuple(share.state for share in self.shares)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks own unequal parts of some parameter, so that those of `rank` count."""
+        return bool(self.state) or any(param.is_uneven for param in self.params.values())
+
+    @property
+    def fullest_rank(self) -> int:
+        """The rank that owns the most; `rank` if all own alike."""
+        if self.state:
+            return self.state.index(max(self.state))
+        owned = [param.shard_numels for param in self.params.values() if param.is_uneven]
+        totals = [sum(numels) for numels in zip(*owned, strict=True)]
+        return totals.index(max(totals)) if totals else self.rank
 
     @property
     def num_shards(self) -> int:

@@ -340,7 +340,7 @@ def whole_update_decisions(cluster: Cluster, made: Plan) -> tuple[Decision, ...]
         ]
         if not each:
             continue
-        whole = WholeUpdate.of_all([own.whole_update for own in each if own.whole_update is not None])
+        whole = WholeUpdate.of_all([own.own_update for own in each if own.own_update is not None])
         products_s, moved_s = whole_update_s(whole, tier, cluster)
         because = f"memory-bound: {format_s(moved_s)} of reads and writes"
         if products_s >= moved_s:

@@ -3,7 +3,7 @@ and create those on `meta`.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from elixir_compile import compat
-from elixir_compile.base.errors import PlanMismatch, UnsupportedModel, WrongDtype
+from elixir_compile.base.errors import InvalidOption, PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.base.options import ParamDtype
 from elixir_compile.graph.capture.modules import unmanaged_reason
 from elixir_compile.graph.ops.optimizers import REST_DTYPES, add_master, has_master, note_replaced
 from elixir_compile.graph.ops.registry import Slot, aliases
 from elixir_compile.graph.ops.shards import Portion, TensorAxis, as_dtensor, is_dtensor, new_portion, own_shard
 from elixir_compile.ir import Plan
-from elixir_compile.ir.share import largest_remainder
+from elixir_compile.ir.share import largest_remainder, owners_by_size
 from elixir_compile.optim.host.flat_step import split
 from elixir_compile.runtime.bucket import Slab, flat, is_slab_memory
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -238,18 +238,49 @@ def ranks_of(mesh: "DeviceMesh | None", tensor_axis: TensorAxis | None = None) -
     return Ranks(mesh, tensor_axis)
 
 
+def whole_owners(
+    model: nn.Module, names: Collection[str], ranks: Ranks | None, axis: TensorAxis | None
+) -> Mapping[int, int]:
+    """Return by the id of each parameter of `model` in `names` the rank that owns all of it; empty without `ranks`.
+
+    The bytes are shared out as the `state` of the ranks says, by `owners_by_size`: what an update costs is not known
+    before there is an optimizer, and grows with them. A parameter that is too small to be sharded has no owner.
+
+    Raises InvalidOption for a name that the model does not have, and UnsupportedModel for ranks of two axes, such as
+    those along the tensor `axis`.
+    """
+    known = dict(model.named_parameters(remove_duplicate=False))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidOption("whole", unknown[0], f"names of parameters of the {type(model).__name__}, as {min(known)}")
+    if names and (axis is not None or (ranks is not None and ranks.num_copies > 1)):
+        beside = "copies of each part" if axis is None else "tensors in parts"
+        because = f"parameters stay whole over the ranks of one axis, and beside it there is one of {beside}"
+        raise UnsupportedModel("the mesh", f"{because}. Leave `whole` out")
+    if ranks is None:
+        return {}
+    # In the order of the model, which is the same on all ranks; the order of `names` may differ.
+    params = {id(param): param for name, param in known.items() if name in set(names)}
+    owned = [param for param in params.values() if is_worth_sharding(param.nbytes, param.dim(), ranks.num_shards)]
+    sizes = [param.nbytes for param in owned]
+    owners = owners_by_size(sizes, ranks.state or (1.0,) * ranks.num_shards)
+    return {id(param): owner for param, owner in zip(owned, owners, strict=True)}
+
+
 @torch.no_grad()
 def shard_parameters(
-    model: nn.Module, ranks: Ranks | None, dtype: torch.dtype | None, axis: TensorAxis | None = None
+    model: nn.Module,
+    ranks: Ranks | None,
+    dtype: torch.dtype | None,
+    axis: TensorAxis | None = None,
+    whole: Mapping[int, int] | None = None,
 ) -> None:
-    """Make the parameters of `model` DTensors over `ranks`, and over the tensor `axis` if there is one. Every rank must
-    call this together.
+    """Make the parameters of `model` DTensors over `ranks` and the tensor `axis`. All ranks must call this together.
 
-    If `dtype` is given, parameters are cast to it and get masters. A parameter that cannot become a gather stays
-    complete on each rank, and its gradient is averaged over the ranks. Without `ranks`, only parameters along the
-    `axis` are replaced, if they were on `meta` or are cast.
-
-    Raises UnsupportedModel if parameters share memory, or if a module on `meta` cannot initialise itself.
+    If `dtype` is given, parameters are cast to it and get masters. A parameter that cannot become a gather is complete
+    on each rank, its gradient averaged over them; `whole` has by the id of a parameter the rank that gets all rows.
+    Without `ranks`, parameters along the `axis` alone are replaced, if they were on `meta` or are cast. Raises
+    UnsupportedModel if parameters share memory, or if a module on `meta` cannot initialise itself.
     """
     for name, other in aliases(model.named_parameters() if ranks is not None else ()).items():
         because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
@@ -279,7 +310,16 @@ def shard_parameters(
         module._parameters.update(finished)
         for name, param in before.items():
             if id(param) not in done:
-                now = _sharded(module, name, f"{path}.{name}" if path else name, ranks, dtype, axis, param)
+                now = _sharded(
+                    module,
+                    name,
+                    f"{path}.{name}" if path else name,
+                    ranks,
+                    dtype,
+                    axis,
+                    param,
+                    (whole or {}).get(id(param)),
+                )
                 if now is not param:
                     note_replaced(param)
                 for owner, local in owners[id(param)]:
@@ -298,11 +338,13 @@ def _sharded(
     dtype: torch.dtype | None,
     axis: TensorAxis | None,
     original: nn.Parameter,
+    owner: int | None,
 ) -> nn.Parameter:
     """Return the parameter called `local` in `module`, and `name` in the model, as a DTensor over `ranks` and `axis`.
 
-    `original` is the parameter before its module had values. Returns the parameter itself, with the values of the first
-    rank, if it cannot become a gather, or if nothing is to be changed.
+    `original` is the parameter before its module had values. The rank `owner` gets all rows, if there is one. Returns
+    the parameter itself, with the values of the first rank, if it cannot become a gather, or if nothing is to be
+    changed.
     """
     param = module._parameters[local]
     assert param is not None
@@ -321,7 +363,7 @@ def _sharded(
         return param
     if ranks is None and param is original and not is_cast:
         return param
-    cut = _cut(param, original, ranks, axis)
+    cut = _cut(param, original, ranks, axis, owner)
     rest = None
     if dtype is not None and is_cast and param.dtype != dtype:
         own, rest = narrowed(own_shard(cut), dtype, keeps_rest=param.requires_grad)
@@ -334,8 +376,11 @@ def _sharded(
     return now
 
 
-def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None) -> torch.Tensor:
-    """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`."""
+def _cut(
+    param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis: TensorAxis | None, owner: int | None
+) -> torch.Tensor:
+    """Return the values of `param`, with those of the first rank, as a DTensor over `ranks` and `axis`; all of its rows
+    are on the rank `owner` if there is one."""
     whole = compat.settled(param.detach().contiguous()) if axis is None else shard_along(axis, param, original)
     if ranks is None:
         assert axis is not None
@@ -343,7 +388,12 @@ def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis:
         return axis.with_axis(whole, (), original.placements[0], original)
     is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
     over_data = ranks.placements(is_sharded=is_sharded)
-    cut = _portion(whole, ranks) if is_sharded and ranks.state else distribute_tensor(whole, ranks.mesh, over_data)
+    if is_sharded and owner is not None:
+        cut = _portion(whole, [whole.shape[0] if rank == owner else 0 for rank in range(ranks.num_shards)], ranks)
+    elif is_sharded and ranks.state:
+        cut = _portion(whole, largest_remainder(whole.shape[0], ranks.state), ranks)
+    else:
+        cut = distribute_tensor(whole, ranks.mesh, over_data)
     if axis is not None:
         placement = original.placements[0] if isinstance(original, DTensor) else Replicate()
         return axis.with_axis(own_shard(cut).to(whole.device), over_data, placement, original)
@@ -352,11 +402,10 @@ def _cut(param: nn.Parameter, original: nn.Parameter, ranks: Ranks | None, axis:
     return cut
 
 
-def _portion(whole: torch.Tensor, ranks: Ranks) -> Portion:
-    """Return the values of `whole` on the first rank as a Portion over `ranks`, in shards as large as their `state`."""
-    rows = largest_remainder(whole.shape[0], ranks.state)
+def _portion(whole: torch.Tensor, rows: Sequence[int], ranks: Ranks) -> Portion:
+    """Return the values of `whole` on the first rank as a Portion over `ranks`, each with its number of `rows`."""
     values = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=False)).to_local()
-    own = values.split(rows)[ranks.mesh.get_local_rank(ranks.mesh.ndim - 1)].clone()
+    own = values.split(list(rows))[ranks.mesh.get_local_rank(ranks.mesh.ndim - 1)].clone()
     return new_portion(own, rows, ranks.mesh, whole.shape)
 
 

@@ -24,6 +24,7 @@ from elixir_compile.graph.ops.optimizers import (
     update_work_bytes,
 )
 from elixir_compile.graph.ops.registry import Slot
+from elixir_compile.graph.ops.shards import rows_of
 from elixir_compile.ir import ONCE, Bucket, Calls, Param, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
@@ -344,6 +345,7 @@ def problem_of(
             for bucket, home in in_force
         )
     held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
+    params = _params_of(slots, ranks, known, plain_state, is_training=is_training)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
         base_bytes=held_bytes + library_bytes(executor.device),
@@ -357,14 +359,16 @@ def problem_of(
         graph,
         cluster,
         options,
-        params=_params_of(slots, ranks, known, plain_state, is_training=is_training),
+        params=params,
         hybrid=bool(trained) and place_state(trained),
         memory=memory,
-        disk=executor.buckets.disk is not None,
+        # No test has state on the disk of a rank that owns whole parameters.
+        disk=executor.buckets.disk is not None
+        and not any(param.is_uneven and param.whole_update is not None for param in params.values()),
         accumulates=accumulates,
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,
-        rank=ranks.control.rank if ranks is not None and ranks.state else 0,
+        rank=ranks.control.rank if ranks is not None and any(param.is_uneven for param in params.values()) else 0,
         params_stay=bool(executor.reducers),
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
         in_force=in_force,
@@ -426,9 +430,10 @@ def _params_of(
                 grad_nbytes=reduced.itemsize * slot.numel,
                 reduce_dtype=None if reduced == dtype else str(reduced).removeprefix("torch."),
             )
-        found[StorageId(slot.name)] = (
-            param if ranks is None else replace(param, shard_numels=ranks.shard_numels_of(slot.param))
-        )
+        if ranks is not None:
+            numels, is_uneven = ranks.shard_numels_of(slot.param), rows_of(slot.param) is not None
+            param = replace(param, shard_numels=numels, is_uneven=is_uneven)
+        found[StorageId(slot.name)] = param
     return found
 
 

@@ -3,7 +3,7 @@ batches for ranks that train unequal numbers of rows.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from elixir_compile.session.cast_and_shard import (
     shard_parameters,
     tensor_axis_of,
     torch_dtype,
+    whole_owners,
 )
 from elixir_compile.session.model import Compilation, ManagedModel, managed_model, prepare_lock
 from elixir_compile.session.rank_facts import share_out, weigh_batches
@@ -161,6 +162,7 @@ def prepare(
     param_dtype: ParamDtype | None = None,
     mesh: "DeviceMesh | None" = None,
     shares: "Sequence[Share]" = (),
+    whole: "Collection[str]" = (),
     outstanding: "int | object | None" = None,
     calls: int | None = None,
 ) -> nn.Module:
@@ -171,17 +173,17 @@ def prepare(
     first parameter that is not on `meta`. `state_dict()` keys do not change. Preparing again changes nothing.
 
     `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
-    master, which starts with every bit of the present weights. Parameters already of `param_dtype` get a master too.
+    master, which starts with every bit of the present weights. Those already of `param_dtype` get a master too.
 
     With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
-    each rank. All ranks get the values of the first rank. Make the optimizer after this call. If `parallelize_module`
-    of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+    each rank. One named in `whole` has all rows on one rank, which alone updates it, as Muon must; ranks have as many
+    bytes of them. All ranks get the values of the first rank. Make the optimizer after this call. If
+    `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
 
-    `shares`, the result of `elixir_compile.shares`, are for ranks that train unequal numbers of rows. A rank's
-    gradients count by the rows of its share then, as in the mean over the batch of one process; no step exchanges
-    anything for this. Each rank owns its shard of the state, `share.state`: if these shards are unequal, so are the
-    rows of sharded parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+    `shares`, the result of `elixir_compile.shares`, are for ranks with unequal numbers of rows, by which gradients
+    count, at no exchange. Each rank owns its shard of the state, `share.state`, and as many rows of sharded
+    parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
 
     `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
     schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
@@ -190,9 +192,8 @@ def prepare(
     last backward. `prepare` may be called again to name the schedule; its stages on this rank share the budget.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
-    backward, was prepared for another device or `param_dtype`, has shares and a mesh of two axes, or is cut in unequal
-    shards; InvalidOption if `param_dtype` is unknown, or `shares`, `outstanding` or `calls` cannot be; and RanksDiffer
-    if ranks have different shares.
+    backward, was prepared for another device or `param_dtype`, has shares or `whole` and a mesh of two axes, or is cut
+    in unequal shards; InvalidOption if an argument cannot be; and RanksDiffer if ranks have different ones.
 
     Example:
         layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
@@ -209,7 +210,7 @@ def prepare(
             take_calls(prepared, asked, outstanding)
             return model
         compat.name_backend(elixir)
-        managed = ManagedModel([model], target, *_share(model, mesh, shares, param_dtype))
+        managed = ManagedModel([model], target, *_share(model, mesh, shares, whole, param_dtype))
         take_calls(managed, asked, outstanding)
         managed.swap_modules()
         managed.move_rest()
@@ -311,20 +312,25 @@ def prepared_model(model: nn.Module, name: str) -> ManagedModel:
 
 
 def _share(
-    model: nn.Module, mesh: "DeviceMesh | None", shares: "Sequence[Share]", param_dtype: ParamDtype | None
+    model: nn.Module,
+    mesh: "DeviceMesh | None",
+    shares: "Sequence[Share]",
+    whole: "Collection[str]",
+    param_dtype: ParamDtype | None,
 ) -> tuple[Ranks | None, TensorAxis | None]:
     """Give the parameters of `model` values, its ranks and `param_dtype`; return the ranks of `mesh` and the tensor
     axis, each None if there is none."""
     axis = tensor_axis_of(model, mesh)
     ranks = ranks_of(mesh, axis)
     if ranks is not None:
-        share_out(ranks, shares)
+        share_out(ranks, shares, whole)
     elif shares:
         check_shares(shares, 1)
+    owners = whole_owners(model, whole, ranks, axis)
     if ranks is None and axis is None:
         materialize(model)
     else:
-        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis)
+        shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype), axis, owners)
     if param_dtype is not None:
         cast(model, param_dtype)
     return ranks, axis

@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.base.codec import Form, from_json, to_json
@@ -66,7 +66,7 @@ class RankFacts:
     homes_digest: str
     """Digest of the placements in force."""
     share: str
-    """The rows and the shard of the state of this rank; empty if all ranks have equal shards."""
+    """The rows and the shard of the state of this rank, and what it owns whole; empty if all ranks own alike."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -96,7 +96,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
-        share=_share_text(problem.shares[place]) if problem.shares else "",
+        share=_owned_text(problem, place),
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         base_bytes=problem.base_bytes,
@@ -104,6 +104,16 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         between_bytes=problem.between_bytes,
         after_bytes=problem.after_bytes,
     )
+
+
+def _owned_text(problem: Problem, place: int) -> str:
+    """Return the share of the rank at `place`, with a digest of the parameters that it alone owns."""
+    text = _share_text(problem.shares[place]) if problem.shares else ""
+    params = sorted((name, param.shard_numels) for name, param in problem.params.items() if param.is_uneven)
+    whole = [(name, numels) for name, numels in params if max(numels) == sum(numels)]
+    if not whole:
+        return text
+    return f"{text} with {digest_of(name for name, numels in whole if numels[place])}"
 
 
 def _share_text(share: Share) -> str:
@@ -257,7 +267,7 @@ def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
     are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
         problem,
-        rank=problem.state.index(max(problem.state)) if problem.state else problem.rank,
+        rank=problem.fullest_rank,
         common_rows=math.gcd(*(fact.batch for fact in facts)) if are_alike else 1,
         budget_bytes=min(fact.budget_bytes for fact in facts),
         host_budget_bytes=min(fact.host_budget_bytes for fact in facts),
@@ -307,13 +317,16 @@ _SAME_BATCH = (
 )
 
 
-def share_out(ranks: Ranks, shares: Sequence[Share]) -> None:
+def share_out(ranks: Ranks, shares: Sequence[Share], whole: Collection[str] = ()) -> None:
     """Let `ranks` have `shares`, and weight the gradients of each by its rows; nothing changes if all have none.
 
-    Raises RanksDiffer if ranks have different shares, InvalidOption if the shares do not fit the ranks, and
+    `whole` are the names of the parameters that are not cut. Raises RanksDiffer if ranks have different shares or
+    other names, InvalidOption if the shares do not fit the ranks, and
     UnsupportedModel for a mesh of two axes.
     """
-    _require_same(ranks, _digest(shares) if shares else _NONE, "prepares its model with")
+    own = _digest(shares) if shares else _NONE
+    own += f", and {len(set(whole))} whole parameters {digest_of(sorted(set(whole)))}" if whole else ""
+    _require_same(ranks, own, "prepares its model with")
     if not shares:
         return
     check_shares(shares, ranks.num_ranks)
@@ -396,7 +409,10 @@ def _require_same(ranks: Ranks, own: str, doing: str) -> None:
     if len(set(said)) > 1:
         usual, _ = Counter(said).most_common(1)[0]
         others = [rank for rank, text in zip(ranks.control.ranks, said, strict=True) if text != usual]
-        names = {text: f"shares {text}" if text != _NONE else "no shares" for text in said}
+        names = {
+            text: f"no shares{text.removeprefix(_NONE)}" if text.startswith(_NONE) else f"shares {text}"
+            for text in said
+        }
         pairs = zip(ranks.control.ranks, said, strict=True)
         raise RanksDiffer(others, [f"rank {rank} {doing} {names[text]}" for rank, text in pairs])
 

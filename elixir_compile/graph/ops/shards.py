@@ -214,6 +214,19 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tensor.rows if isinstance(tensor, Portion) else None
 
 
+def owner_of(tensor: torch.Tensor) -> int | None:
+    """Return the rank along the last axis of its mesh that has all rows of `tensor`; None if it is no Portion, or
+    several ranks have some."""
+    owners = [rank for rank, count in enumerate(rows_of(tensor) or ()) if count]
+    return owners[0] if len(owners) == 1 else None
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether no rank has only a part of `tensor`: each has all of it, or one rank has. The same on all
+    ranks."""
+    return not is_sharded(tensor) or owner_of(tensor) is not None
+
+
 _Layout = tuple[torch.Size, tuple[Any, ...]]
 """The shape and the placements of a DTensor."""
 

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.registry import gathered_numel
-from elixir_compile.graph.ops.shards import is_dtensor
+from elixir_compile.graph.ops.shards import is_whole
 from elixir_compile.ir import Param, WholeUpdate
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
 from elixir_compile.optim.generic.dry_step import (
@@ -119,8 +119,11 @@ class DryRuns:
             return schema.because
         step = self.tensor_step(param, group)
         why = step.unknown
-        if is_dtensor(param):
-            why = f"ranks have parts of a parameter of shape {tuple(param.shape)}"
+        if not is_whole(param):
+            why = (
+                f"ranks have parts of a parameter of shape {tuple(param.shape)}: `prepare(..., whole=[names])` gives "
+                "each named parameter to one rank"
+            )
         elif lists := set(schema.per_param) - {"param_names"}:
             why = f"its param group has {', '.join(sorted(lists))} by parameter"
         elif not why and sum(one.nbytes for one in (step.state or {}).values()) != step.state_bytes:

@@ -184,7 +184,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     """Return the buckets in force that the graph touches, then new ones for every other parameter of the graph."""
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
     in_force = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
-    if problem.state:
+    if problem.is_uneven:
         in_force = tuple(bucket.seen_by(problem.rank) for bucket in in_force)
     params = _new_params(problem)
     min_bytes, max_bytes = problem.bucket_min_bytes, problem.bucket_max_bytes
@@ -309,8 +309,13 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
             own = largest_remainder(param.numel, problem.state)
         for rank, part in enumerate(own or (-(-param.numel // num_shards),) * num_shards):
             shard_numels[rank] += part
-    whole = [param.facts.whole_update for param in group if param.facts.whole_update is not None]
-    is_uneven = bool(problem.state) and any(own != numel for own in shard_numels)
+    whole = [
+        (replace(facts.whole_update, state_nbytes=facts.state_nbytes), facts.shard_numels)
+        for facts in (param.facts for param in group)
+        if facts.whole_update is not None
+    ]
+    is_sharded = any(own != numel for own in shard_numels)
+    is_uneven = is_sharded and (bool(problem.state) or any(param.facts.is_uneven for param in group))
     return Bucket(
         id=name,
         params=tuple(param.storage.id for param in group),
@@ -324,7 +329,11 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         group=group[0].facts.group,
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
-        whole_update=WholeUpdate.of_all(whole) if whole else None,
+        whole_update=WholeUpdate.of_all([update for update, _ in whole]) if whole else None,
+        owned_updates=tuple(
+            WholeUpdate.of_all([update for update, own in whole if own[rank]])
+            for rank in range(num_shards if whole and any(param.facts.is_uneven for param in group) else 0)
+        ),
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
     )

@@ -511,7 +511,7 @@ def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
             ("asked for", [_names_text(found.asked)] if found.asked else []),
             ("holds", [] if len(found.asked) == len(bucket.params) else [_names_text(bucket.params)]),
             ("size", [f"{format_bytes(bucket.nbytes)} of parameters{state}{each}"]),
-            ("updated", [] if bucket.whole_update is None else [_whole_text(bucket.whole_update)]),
+            ("updated", [] if bucket.own_update is None else [_whole_text(bucket.own_update)]),
             ("lives", [home_text(bucket, placement)]),
             ("copy", [copy]),
             ("why", why or [undecided]),

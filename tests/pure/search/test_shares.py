@@ -13,11 +13,31 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import InvalidOption, InvalidPlan, NoFeasibleShares, PlanFileError
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir import Activations, Batched, Bucket, BucketId, GroupId, Phase, Saving, StepGraph, StorageId
-from elixir_compile.ir.cost import op_s
+from elixir_compile.ir import (
+    Activations,
+    Batched,
+    Bucket,
+    BucketId,
+    GroupId,
+    Phase,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    WholeUpdate,
+)
+from elixir_compile.ir.cost import op_s, update_s
 from elixir_compile.ir.hardware import parse_fleet
-from elixir_compile.ir.share import Outcome, Share, Shares, largest_remainder, shares_from_json, shares_to_json
-from elixir_compile.search import plan
+from elixir_compile.ir.share import (
+    Outcome,
+    Share,
+    Shares,
+    largest_remainder,
+    owners_by_size,
+    shares_from_json,
+    shares_to_json,
+)
+from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.outline import Treatment, treatments_of, ways_of
 from elixir_compile.search.shares import assign as rules
@@ -551,3 +571,75 @@ def test_a_rank_counts_its_own_shard_whoever_made_the_buckets_in_force() -> None
     assert for_all(problem, facts).rank == 2
     peaks = [plan(replace(problem, rank=rank), "greedy").prediction.device_peak_bytes for rank in range(3)]
     assert peaks == sorted(set(peaks))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Owners of whole parameters: the largest first, and buckets that count what a rank owns.
+
+
+def test_the_largest_go_first_to_the_rank_that_is_the_least_full() -> None:
+    assert owners_by_size([4, 4, 4, 4, 4], (1.0, 1.0)) == (0, 1, 0, 1, 0)
+    assert owners_by_size([2, 3, 7, 3, 1], (1.0, 1.0)) == (1, 1, 0, 1, 0)
+    assert owners_by_size([6, 6, 6], (0.0, 0.5, 0.5)) == (1, 2, 1)
+    assert owners_by_size([4, 4, 4, 4], (0.75, 0.25)) == (0, 0, 0, 1)
+    assert owners_by_size([5], (1.0, 1.0, 1.0)) == (0,)
+    assert owners_by_size([], (1.0,)) == ()
+    with pytest.raises(ValueError, match="all 0"):
+        owners_by_size([1], (0.0, 0.0))
+
+
+@given(st.lists(st.integers(0, 1000), max_size=5), st.integers(1, 3))
+def test_the_fullest_owner_has_at_most_four_thirds_of_the_best(sizes: list[int], num_ranks: int) -> None:
+    owners = owners_by_size(sizes, (1.0,) * num_ranks)
+    fullest = max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(num_ranks))
+    choices = itertools.product(range(num_ranks), repeat=len(sizes))
+    best = min(
+        max(sum(size for size, owner in zip(sizes, each, strict=True) if owner == r) for r in range(num_ranks))
+        for each in choices
+    )
+    assert 3 * fullest <= 4 * best
+
+
+OWNED = chain([Layer(f"h.{n}", tuple((f"w{n}.{m}", 3000) for m in range(2)), False, 64) for n in range(2)])
+
+
+def owned_problem(owners: tuple[int, ...]) -> Problem:
+    """Return a problem of `OWNED` on three ranks, of which each of `owners` has a parameter whole."""
+    problem = problem_of(OWNED, ranks(3))
+    whole = WholeUpdate(
+        flops=(("float32", 10**9),), moved_bytes=1 << 20, num_kernels=8, most_nbytes=12000, most_state_nbytes=700
+    )
+    params = {
+        name: replace(
+            param,
+            state_nbytes=700 + place,
+            whole_update=whole,
+            shard_numels=tuple(3000 if rank == owners[place] else 0 for rank in range(3)),
+            is_uneven=True,
+        )
+        for place, (name, param) in enumerate(sorted(problem.params.items()))
+    }
+    return replace(problem, params=params, bucket_min_bytes=3000, bucket_max_bytes=24000)
+
+
+def test_a_bucket_counts_the_state_and_the_updates_of_what_a_rank_owns() -> None:
+    problem = owned_problem((0, 0, 2, 1))
+    first, second = form_buckets(problem)
+    assert (first.shard_numels, second.shard_numels) == ((6000, 0, 0), (0, 3000, 3000))
+    assert first.is_ragged
+    assert second.is_ragged
+    assert [first.seen_by(rank).shard_state_nbytes() for rank in range(3)] == [1401, 0, 0]
+    assert [second.seen_by(rank).shard_state_nbytes() for rank in range(3)] == [0, 703, 702]
+    seconds = [update_s(first.seen_by(rank), Tier.DEVICE, problem.cluster) for rank in range(3)]
+    assert seconds[0] == 2 * update_s(second.seen_by(1), Tier.DEVICE, problem.cluster) > 0
+    assert seconds[1:] == [0, 0]
+    assert {own.rank for own in form_buckets(replace(problem, rank=2))} == {2}
+
+
+def test_ranks_that_own_other_parameters_have_plans_of_their_own() -> None:
+    problem = owned_problem((0, 0, 2, 1))
+    facts = [facts_of(problem, (), (), place) for place in range(3)]
+    assert classes_of(facts) == ((0,), (1,), (2,))
+    assert for_all(replace(problem, rank=2), facts).rank == 0  # it owns the most
+    peaks = [plan(replace(problem, rank=rank), "greedy").prediction.device_peak_bytes for rank in range(3)]
+    assert peaks[0] > peaks[1]

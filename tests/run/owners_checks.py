@@ -1,0 +1,244 @@
+"""What tests ask of real ranks, each of which owns some parameters whole; see `processes.spawn`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.optim import Adafactor, Muon, Optimizer
+
+import elixir_compile as elixir
+from elixir_compile import compat
+from elixir_compile.graph.ops.shards import own_shard, owner_of
+from elixir_compile.ir import Update
+from tests.run.optim.tensor_wise_classes import Soap
+from tests.run.ranks_training import compiled_with, full, mesh_of
+from tests.run.updating import placed, small_buckets
+
+NUM_STEPS = 2
+WIDTH, OTHER = 96, 91
+"""91 rows are divided by neither 2 nor 3. A tensor of fewer elements is not sharded over 2 ranks."""
+SMALL_ROWS = 8
+CLASSES: Mapping[str, type[Optimizer]] = {"Muon": Muon, "Adafactor": Adafactor, "Soap": Soap}
+
+
+class Tower(nn.Module):
+    """Wide and narrow matrices in turn, and one that is so small that each rank has it."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(WIDTH, OTHER)[number % 2] for number in range(num_layers + 1)]
+        self.layers = nn.ModuleList(
+            nn.Linear(sizes[number], sizes[number + 1], bias=False) for number in range(num_layers)
+        )
+        self.small = nn.Linear(sizes[-1], SMALL_ROWS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.small(x).square().mean()
+
+
+def batches(num: int = NUM_STEPS) -> list[torch.Tensor]:
+    """Return as many different batches, whose rows 1, 2 and 3 ranks share out."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(6, WIDTH, generator=generator) for _ in range(num)]
+
+
+def owned_run(name: str, num_ranks: int, num_layers: int = 3, **options: Any) -> tuple[nn.Module, Any, Any]:
+    """Return a tower of which the ranks own whole matrices, its compiled form and its optimizer, by its name."""
+    model = Tower(num_layers)
+    mesh = mesh_of([num_ranks]) if num_ranks > 1 else None
+    elixir.prepare(model, mesh=mesh, whole=[own for own, _ in model.named_parameters()])
+    return model, compiled_with(model, **options), elixir.hybrid(CLASSES[name])(model.parameters())
+
+
+@contextmanager
+def shapes_seen() -> Iterator[list[tuple[int, ...]]]:
+    """Yield a list that gets the shape of each large tensor with memory that Muon orthogonalises inside."""
+    seen: list[tuple[int, ...]] = []
+    module = torch.optim._muon
+    usual = module._zeropower_via_newtonschulz
+
+    def noted(grad: torch.Tensor, *args: Any) -> torch.Tensor:
+        if not compat.is_fake(grad) and sorted(grad.shape) == [OTHER, WIDTH]:
+            seen.append(tuple(grad.shape))
+        return usual(grad, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_zeropower_via_newtonschulz", noted)
+        yield seen
+
+
+def streamed(update: str) -> Any:
+    """Return a context in which the state of all buckets is on the host, and streamed for the update."""
+    return small_buckets(lambda plan: placed(plan, "split", 1.0, Update(update)))
+
+
+def has_the_bits_of_the_class(
+    rank: int, world_size: int, name: str, num_layers: int, home: str, update: str
+) -> dict[str, Any]:
+    """Train, and beside it the class alone on the same gradients; weights are equal bit by bit, and the gradients are
+    those of one process. Return what this rank owns, what it planned and what Muon saw."""
+    options: dict[str, Any] = {"update": update}
+    if home == "host":
+        options |= {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    alone = Tower(num_layers)
+    reference = CLASSES[name](alone.parameters())
+    with streamed(update) if home == "streamed" else nullcontext(), shapes_seen() as seen:
+        model, compiled, optimizer = owned_run(name, world_size, num_layers, **options)
+        for batch in batches():
+            compiled(batch.chunk(world_size)[rank]).backward()
+            alone(batch).backward()
+            grads = [full(param.grad) for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            weights = [full(param.detach()) for param in model.parameters()]  # waits for queued updates
+            num_here = len(seen)
+            for param, grad in zip(alone.parameters(), grads, strict=True):
+                assert (param.grad - grad).abs().max() <= 2e-6 * grad.abs().max()
+                param.grad = grad
+            reference.step()
+            reference.zero_grad()
+            del seen[num_here:]
+            assert all(map(torch.equal, alone.parameters(), weights))
+    (plan,) = {record.plan for record in elixir.compilations(model)}
+    owned = [param for param in model.parameters() if own_shard(param).numel()]
+    assert set(map(id, optimizer.state)) == set(map(id, owned))
+    large = [bucket for bucket in plan.buckets if bucket.is_sharded]
+    assert all(bucket.whole_update is not None for bucket in plan.buckets)
+    return {
+        "owners": [owner_of(param) for param in model.parameters()],
+        "shapes": [tuple(own_shard(param).shape) for param in owned if owner_of(param) is not None],
+        "seen": seen,
+        "state_bytes": sum(bucket.shard_state_nbytes() for bucket in large),
+        "held_bytes": sum(
+            leaf.nbytes
+            for param, entry in optimizer.state.items()
+            if owner_of(param) is not None
+            for leaf in entry.values()
+            if isinstance(leaf, torch.Tensor) and leaf.dim()
+        ),
+        "flops": sum(bucket.own_update.total_flops for bucket in large if bucket.own_update is not None),
+        "homes": sorted({str(placement.optim) for placement in plan.placements}),
+    }
+
+
+def trains_as_one_process(rank: int, world_size: int, name: str) -> float:
+    """Return how far the weights of all ranks are from those that one process trains on the whole batch."""
+    alone = Tower()
+    reference = CLASSES[name](alone.parameters())
+    model, compiled, optimizer = owned_run(name, world_size)
+    for batch in batches():
+        for each, loss in ((optimizer, compiled(batch.chunk(world_size)[rank])), (reference, alone(batch))):
+            loss.backward()
+            each.step()
+            each.zero_grad()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max((full(param.detach()) - own).abs().max().item() for param, own in pairs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints and state dicts of owners.
+
+
+def states_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state dict of `optimizer` by the names of the parameters."""
+    names = [name for name, _ in model.named_parameters()]
+    return {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
+
+
+def saves(rank: int, world_size: int, name: str, folder: str) -> None:
+    """Train, save a checkpoint, and beside it the weights and what the state dict of each rank has."""
+    model, compiled, optimizer = owned_run(name, world_size)
+    for batch in batches():
+        compiled(batch.chunk(world_size)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    elixir.save(f"{folder}/{name}", model, optimizer, step=NUM_STEPS)
+    weights = {own: full(param.detach()) for own, param in model.named_parameters()}
+    torch.save((weights, states_by_name(model, optimizer)), f"{folder}/{name}-{rank}.pt")
+
+
+def loads(rank: int, world_size: int, name: str, folder: str, num_saved: int) -> int:
+    """Load the checkpoint of `num_saved` ranks, and what their state dicts have together; the state is equal bit by
+    bit. Train on, and return the number of parameters whose state this rank has."""
+    saved = [torch.load(f"{folder}/{name}-{other}.pt", weights_only=False) for other in range(num_saved)]
+    weights, states = saved[0][0], {own: entry for _, part in saved for own, entry in part.items()}
+    assert states.keys() == weights.keys()
+    model, compiled, optimizer = owned_run(name, world_size)
+    elixir.load(f"{folder}/{name}", model, optimizer)
+    for own, param in model.named_parameters():
+        assert torch.equal(full(param.detach()), weights[own]), own
+    here = {own for own, param in model.named_parameters() if own_shard(param).numel()}
+    places = {own: place for place, (own, _) in enumerate(model.named_parameters())}
+    by_checkpoint = states_by_name(model, optimizer)
+    groups = optimizer.state_dict()["param_groups"]
+    together = {"state": {places[own]: entry for own, entry in states.items()}, "param_groups": groups}
+    optimizer.load_state_dict(together)
+    for found in (by_checkpoint, states_by_name(model, optimizer)):
+        assert found.keys() == here
+        for own, entry in found.items():
+            assert_same(entry, states[own], own)
+    for batch in batches():
+        compiled(batch.chunk(world_size)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(optimizer.state)
+
+
+def assert_same(found: Any, expected: Any, path: str) -> None:
+    """Fail unless nested `found` and `expected` are equal, bit by bit, and no tensor is a DTensor."""
+    if isinstance(expected, Mapping | list | tuple):
+        assert len(found) == len(expected), path
+        keys = expected if isinstance(expected, Mapping) else range(len(expected))
+        for key in keys:
+            assert_same(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor is type(expected), path
+        assert torch.equal(found, expected), path
+    else:
+        assert found == expected, path
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused, and elements of whole parameters.
+
+
+def refuses(rank: int, world_size: int) -> list[str]:
+    """Return the errors of unknown names, of another axis, and of other names on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    cases: Sequence[tuple[Any, list[str]]] = (
+        (mesh_of([world_size]), ["layers.0.bias"]),
+        (init_device_mesh("cpu", (world_size, 1)), ["layers.0.weight"]),
+        (mesh_of([world_size]), [f"layers.{rank}.weight"]),
+    )
+    found = []
+    for mesh, names in cases:
+        try:
+            elixir.prepare(Tower(), mesh=mesh, whole=names)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        distributed.barrier()
+    return found
+
+
+def updates_elements_too(rank: int, world_size: int) -> float:
+    """Return how far AdamW is from one process, on parameters of which one rank has all rows."""
+    alone, model = Tower(2).double(), Tower(2).double()
+    elixir.prepare(model, mesh=mesh_of([world_size]), whole=["layers.1.weight"])
+    assert [owner_of(param) for param in model.parameters()] == [None, 0, None]
+    compiled = compiled_with(model)
+    pair = elixir.HybridAdamW(model.parameters(), eps=1e-3), torch.optim.AdamW(alone.parameters(), eps=1e-3)
+    for batch in batches():
+        losses = compiled(batch.double().chunk(world_size)[rank]), alone(batch.double())
+        for each, loss in zip(pair, losses, strict=True):
+            loss.backward()
+            each.step()
+            each.zero_grad()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max((full(param.detach()) - own).abs().max().item() for param, own in pairs)
