@@ -84,7 +84,10 @@ def fail_calls(patch: pytest.MonkeyPatch, name: str, is_bad: Callable[[int], boo
     patch.setattr(os, name, call)
 
 
-@pytest.mark.parametrize(("home", "update"), covering(["split disk", "host disk"], list(Update)))
+COMBINATIONS = covering(["split disk", "host disk"], list(Update))
+
+
+@pytest.mark.parametrize(("home", "update"), COMBINATIONS)
 def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, tmp_path: Path) -> None:
     model, batches = ladder(), rows(20)
     expected = eager_run(model).train(batches)
@@ -597,18 +600,18 @@ def class_run(tmp_path: Path, hybrid: Any, update: Update = Update.ACROSS_STEPS)
     return hybrid_run(ladder(), rows(1)[0], home="host disk", update=update, optimizer=hybrid, disk_path=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "update", "kept"),
-    [
-        (Adam, {"foreach": False}, "in_backward", {"exp_avg", "exp_avg_sq"}),
-        (RMSprop, {"centered": True, "momentum": 0.5}, "across_steps", {"square_avg", "grad_avg", "momentum_buffer"}),
-        (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, "after_backward", {"momentum_buffer"}),
-        (SGD, {"lr": 0.1}, "across_steps", set()),
-        (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "across_steps", {"sum"}),
-        (users.Lion, {}, "across_steps", {"average"}),
-        (Narrow, {}, "across_steps", {"average"}),
-    ],
-)
+CLASSES = [
+    (Adam, {"foreach": False}, "in_backward", {"exp_avg", "exp_avg_sq"}),
+    (RMSprop, {"centered": True, "momentum": 0.5}, "across_steps", {"square_avg", "grad_avg", "momentum_buffer"}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, "after_backward", {"momentum_buffer"}),
+    (SGD, {"lr": 0.1}, "across_steps", set()),
+    (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "across_steps", {"sum"}),
+    (users.Lion, {}, "across_steps", {"average"}),
+    (Narrow, {}, "across_steps", {"average"}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "update", "kept"), CLASSES)
 def test_classes_with_state_on_disk_are_bitwise_equal_to_torch(
     cls: type[Optimizer], options: dict[str, Any], update: str, kept: set[str], tmp_path: Path
 ) -> None:

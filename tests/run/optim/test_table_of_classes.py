@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.optim.hybrid import Hybrid
-from tests.run.optim import test_hybrid_classes, test_updates, test_whole_updates
+from tests.run.optim import test_hybrid_classes, test_state_on_disk, test_updates, test_whole_updates
 from tests.run.optim.tensor_wise_classes import Came, Lamb, Lars, Prodigy, Shampoo, Soap
 from tests.run.optimizers import Lion
 
@@ -43,23 +43,30 @@ Case = tuple[str, str, float]
 def trained(cls: type[Optimizer], options: dict[str, Any]) -> list[Case]:
     """Return under which plans the tests train `cls` against itself, bit by bit."""
     if cls is AdamW:
-        cases = [getattr(each, "values", each) for each in test_updates.COMBINATIONS]
-        return [(home, str(update), share) for home, update, share in cases]
-    every = [getattr(each, "values", each) for each in test_hybrid_classes.TRAINED]
-    by_class = [
+        on_disk = [(home, update, 0.0) for home, update in map(values_of, test_state_on_disk.COMBINATIONS)]
+        return [*map(values_of, test_updates.COMBINATIONS), *on_disk]
+    cases = [(other, own, *case) for other, own, *case in map(values_of, test_hybrid_classes.TRAINED)]
+    cases += [
+        (other, own, "split disk", update, 0.0) for other, own, update, _ in map(values_of, test_state_on_disk.CLASSES)
+    ]
+    cases += [(other, {}, home, update, share) for other, home, share, update in test_whole_updates.PLACED]
+    return [
         (home, update, share)
-        for other, own, home, update, share in every
+        for other, own, home, update, share in cases
         if other is cls and options.items() <= own.items()
     ]
-    whole = [(home, update, share) for other, home, share, update in test_whole_updates.PLACED if other is cls]
-    return by_class + whole
+
+
+def values_of(case: Any) -> Any:
+    """Return the values of `case`, one of a parametrized test."""
+    return getattr(case, "values", case)
 
 
 def where(cases: Iterable[Case]) -> str:
     """Return the homes of the state and the times of the updates in `cases` as text."""
-    homes = {"device": "device", "split": "host", "host": "host"}
+    homes = {"device": "device", "split": "host", "host": "host", "split disk": "disk", "host disk": "disk"}
     found = {homes[home] for home, _, share in cases if share < 1} | {"streamed" for *_, share in cases if share}
-    times = {update for _, update, _ in cases}
+    times = {str(update) for _, update, _ in cases}
     names = "all" if times == {each.value for each in Update} else ", ".join(f"`{time}`" for time in sorted(times))
     return f"{', '.join(sorted(found))} | {names}"
 
