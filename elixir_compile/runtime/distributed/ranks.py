@@ -129,10 +129,18 @@ class Reduction(Exchange):
 
     def wait(self) -> None:
         """Wait until the shard is the mean. Raises RuntimeError if a rank is dead or silent."""
-        if self._receipt is None:  # this rank has no shard of the sum
-            super().wait()
+        self.complete()
+        super().wait()
+
+    def complete(self) -> None:
+        """Make the shard the mean, if it is not yet: until then other ranks wait for this rank to receive their rows.
+
+        Raises RuntimeError if a rank is dead or silent.
+        """
+        receipt, self._receipt = self._receipt, None
+        if receipt is None:  # complete, or this rank has no shard of the sum
             return
-        self._receipt.wait()
+        receipt.wait()
         first, *later = self._messenger.others
         scale_by_weight(self._shard, self._weights[first])
         total: torch.Tensor | None = None
@@ -146,7 +154,6 @@ class Reduction(Exchange):
         else:
             self._shard.add_(total)
         self._shard.div_(len(self._weights))
-        super().wait()
 
     def _own_added(self, out: torch.Tensor) -> torch.Tensor:
         """Write the shard plus this rank's weighted row to `out`, and return `out`."""
@@ -287,12 +294,19 @@ class Collective:
 
     def wait(self) -> None:
         """Make work that is issued from now on wait for it. Raises PeerFailed if a rank is dead or silent."""
+        self._ranks.complete_until(self)
         self._ranks.under_way.pop(self, None)
         with self._ranks.control.raising_peer_failed(self.what):
             self.work.wait()
         if self._reduces_in is not None:
             last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
             self._ranks.unfinished.add(last, self.what, self._reduces_in)
+
+    def complete(self) -> None:
+        """Do what other ranks wait for, if that takes a call of this rank. Raises PeerFailed as `wait`."""
+        if isinstance(self.work, Reduction | _MeanOfCopies):
+            with self._ranks.control.raising_peer_failed(self.what):
+                self.work.complete()
 
     def hold_stream(self) -> None:
         """Make work issued from now on on the current stream wait for it, which `wait` must still do for compute."""
@@ -317,6 +331,7 @@ class _MeanOfCopies:
     ) -> None:
         """`thread` does the all-reduce if the lane is not asynchronous."""
         self._reduced, self._own, self._group, self._thread = reduced, own, group, thread
+        self._is_complete = lane.is_asynchronous
         self.mean: distributed.Work | None = None
         if lane.is_asynchronous:
             with lane.beside_compute():
@@ -328,7 +343,18 @@ class _MeanOfCopies:
         if self.mean is not None:
             self.mean.wait()
             return
+        self.complete()
         self._reduced.wait()
+
+    def complete(self) -> None:
+        """Run the all-reduce if it has neither run nor started. Raises RuntimeError as `wait`."""
+        if self._is_complete:
+            return
+        self._is_complete = True
+        if isinstance(self._reduced, Reduction):
+            self._reduced.complete()
+        else:
+            self._reduced.wait()
         self._thread.run(lambda: distributed.all_reduce(self._own, distributed.ReduceOp.AVG, self._group))
 
 
@@ -440,6 +466,18 @@ class Ranks:
         is_premultiplied = dtype in _PREMULTIPLIED and self.weight != 0.0
         return self._messenger is not None or is_premultiplied or not self._is_weighed
 
+    def complete_until(self, collective: Collective | None = None) -> None:
+        """Complete what was started before `collective`, or all that is under way, in its order.
+
+        Ranks start collectives in one order, but plans of their own let them wait at other places. A rank that blocked
+        in a later collective, while another one waited for it to receive the rows of an earlier reduce, would block
+        both for good: gloo's messages need the receiver's call.
+        """
+        for earlier in tuple(self.under_way):
+            if earlier is collective:
+                return
+            earlier.complete()
+
     def drain(self) -> None:
         """Wait for the collectives in flight; called after an exception.
 
@@ -496,6 +534,7 @@ class Ranks:
         This takes an all-reduce along each axis of the mesh, counted by `counted`. The means are new tensors, because
         the backward may still read a gradient that it handed out, such as the gradient of another term of a sum.
         """
+        self.complete_until()
         numels = [tensor.numel() for tensor in tensors]
         flat = torch.empty(sum(numels), dtype=dtype, device=tensors[0].device)
         pieces = flat.split(numels)
@@ -540,6 +579,7 @@ class Ranks:
 
         Raises RanksDiffer if another rank has the gradient of a parameter with another name than `name`.
         """
+        self.complete_until()
         self.control.check_same_op(name, "a gradient")
         (mean,) = self.means([grad], self.reduced_dtype(param))
         axis = self.tensor_axis

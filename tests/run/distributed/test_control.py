@@ -1,6 +1,7 @@
 """The control channel and what ranks send: rows, collectives that only a stream waits for, and ranks that are
 lost."""
 
+import math
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from elixir_compile.runtime.distributed.control import (
 )
 from elixir_compile.runtime.distributed.ranks import Collective, Messenger, Ranks, UnfinishedCollectives
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lanes import Event, Lanes
+from elixir_compile.runtime.lanes import Event, Lanes, lanes_for
 from tests.run.processes import spawn
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,6 +315,28 @@ def allocated_bytes(rank: int, world_size: int) -> list[int]:
     return found
 
 
+def waits_elsewhere(rank: int, world_size: int, sizes: list[int]) -> list[list[float]]:
+    """What two reduces, a mean and a gather give on ranks that start them in one order and wait at other places."""
+    mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=("copies", "shards")[-len(sizes) :])
+    ranks, lanes = Ranks(mesh), lanes_for(torch.device("cpu"))
+
+    def reduce() -> tuple[torch.Tensor, Collective]:
+        own = torch.empty(2)
+        started = ranks.reduce_scatter(own, torch.arange(2.0 * sizes[-1]).view(sizes[-1], 2) + rank, "rows")
+        return own, ranks.average_copies(own, started, lanes.collectives) if len(sizes) > 1 else started
+
+    place = mesh.get_local_rank(len(sizes) - 1)
+    (first, reducing), (second, also), gathered = reduce(), reduce(), torch.empty(sizes[-1], 1)
+    if rank == world_size - 1:
+        also.wait()
+        reducing.wait()
+    (mean,) = ranks.means([torch.full((1,), float(rank))], torch.float32)
+    gather = ranks.all_gather(gathered, torch.full((1,), float(rank)), "rows")
+    for left in (gather,) if rank == world_size - 1 else (gather, reducing, also):
+        left.wait()
+    return [each.flatten().tolist() for each in (first - 2 * place, second - 2 * place, mean)]
+
+
 def ends_without(rank: int, world_size: int, is_dead: bool) -> float:
     """The seconds after which rank 0 is told that the other is dead, or silent."""
     if rank == 1:
@@ -330,6 +353,14 @@ def ends_without(rank: int, world_size: int, is_dead: bool) -> float:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gathered_and_reduced_rows_are_correct(world_size: int, tmp_path: Path) -> None:
     assert spawn(exchanges, world_size, folder=tmp_path) == [True] * world_size
+
+
+@pytest.mark.parametrize("sizes", [[3], [2, 2]])
+def test_ranks_that_wait_at_other_places_do_not_block_each_other(sizes: list[int], tmp_path: Path) -> None:
+    world_size = math.prod(sizes)
+    mean = (world_size - 1) / 2
+    found = spawn(waits_elsewhere, world_size, sizes, folder=tmp_path, limit_s=40.0)
+    assert found == [[[mean, 1 + mean]] * 2 + [[mean]]] * world_size
 
 
 def test_two_ranks_allocate_no_row(tmp_path: Path) -> None:
