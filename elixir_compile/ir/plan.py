@@ -215,12 +215,11 @@ class TensorTraffic:
 class Plan:
     """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget.
 
-    It has more than 15 fields, because a plan file must say by itself what was asked, decided and predicted:
-
-        asked       the graph, the machine, the ranks, `budget_bytes`, `base_bytes`, `calls`, `planner`
-        decided     `placements` of `buckets`, `activations`, `lean` calls, `loss_chunks`, the time of `update`, and
-                    the order: `regions`, and `schedules` of the actions between them; `decisions` are the reasons
-        predicted   `prediction`, `tensor`, `formula`; the bounds `bound_s` and `gib_bound_s`, and what is `binding`
+    It has more than 15 fields, because a plan file must say by itself what was asked, decided and predicted. Asked: the
+    graph, the machine, the ranks, `budget_bytes`, `base_bytes`, `calls` and `planner`. Decided: `placements` of
+    `buckets`, `activations`, `lean` calls, `loss_chunks`, the time of `update`, and the order, which is `regions` and
+    `schedules` of the actions between them; `decisions` are the reasons. Predicted: `prediction`, `tensor`, `formula`,
+    the bounds `bound_s` and `gib_bound_s`, and what is `binding`.
 
     `search.reasons` makes it, `session.plan_files` writes it to a file for users, and `session.cache` for later runs.
     """
