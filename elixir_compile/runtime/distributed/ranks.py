@@ -344,7 +344,8 @@ class _MeanOfCopies:
             self.mean.wait()
             return
         self.complete()
-        self._reduced.wait()
+        if isinstance(self._reduced, Reduction):
+            self._reduced.wait()
 
     def complete(self) -> None:
         """Run the all-reduce if it has neither run nor started. Raises RuntimeError as `wait`."""

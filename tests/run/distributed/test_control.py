@@ -417,7 +417,8 @@ def unfinished(timeout_s: float = 60.0) -> UnfinishedCollectives:
 def ranks() -> Ranks:
     """Return as much of `Ranks` as a collective uses."""
     found = unfinished()
-    return cast("Ranks", SimpleNamespace(unfinished=found, control=found._control, under_way={}))
+    ranks = SimpleNamespace(unfinished=found, control=found._control, under_way={}, complete_until=lambda until: None)
+    return cast("Ranks", ranks)
 
 
 @pytest.mark.parametrize("event", [None, After(looks=3)], ids=["no copies", "copies"])
