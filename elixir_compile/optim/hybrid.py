@@ -251,12 +251,12 @@ class Hybrid(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._updater.line.check()
-        self._check_once()
-        self._is_checked = False
         if not self._has_stepped:
             warn_if_unplanned(self)
         factor = self._take_factor()
-        with torch.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():  # which does not wait for queued updates to read their gradients
+            self._check_once()
+            self._is_checked = False
             if factor is not None:
                 self._overflow.require_skipped()
             groups = scaled(self.param_groups, 1.0 if factor is None else factor)

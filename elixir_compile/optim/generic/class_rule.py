@@ -163,9 +163,11 @@ class DryRuns:
         """
         self._num_steps += 1
         for index, group in enumerate(groups):
-            params = [param for param in group["params"] if param.grad is not None]
-            if not params or not self.are_whole(group, params[0].dtype):
+            trained = (param for param in group["params"] if param.grad is not None)
+            first = next(trained, None)
+            if first is None or not self.are_whole(group, first.dtype):
                 continue
+            params = [first, *trained]
             step = ClassStep(cls=self._cls, attributes=self.attributes(), group=group)
             watch = self._watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
             watch.check(step, params, states, self._num_steps)
@@ -381,7 +383,7 @@ class ClassRule(UpdateRule):
             step.take(whole)
 
     def _take_whole(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
-        """Update one tensor after another, so that the work space is that of one."""
+        """Update one tensor after another, so that there is work space for a single tensor at a time."""
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         for one in updates:
             own = one._replace(state=dict(self.as_class(one.weight, one.state, group)))

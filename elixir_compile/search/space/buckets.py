@@ -314,8 +314,8 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         for facts in (param.facts for param in group)
         if facts.whole_update is not None
     ]
-    is_sharded = any(own != numel for own in shard_numels)
-    is_uneven = is_sharded and (bool(problem.state) or any(param.facts.is_uneven for param in group))
+    is_sharded, is_owned = any(own != numel for own in shard_numels), any(param.facts.is_uneven for param in group)
+    is_uneven = is_sharded and (bool(problem.state) or is_owned)
     return Bucket(
         id=name,
         params=tuple(param.storage.id for param in group),
@@ -332,7 +332,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         whole_update=WholeUpdate.of_all([update for update, _ in whole]) if whole else None,
         owned_updates=tuple(
             WholeUpdate.of_all([update for update, own in whole if own[rank]])
-            for rank in range(num_shards if whole and any(param.facts.is_uneven for param in group) else 0)
+            for rank in range(num_shards if whole and is_owned else 0)
         ),
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
         rank=problem.rank if is_uneven else 0,
