@@ -454,7 +454,7 @@ class BesideBytes:
 
 
 class CallBytes:
-    """The bytes of the calls that run the same program: that of full calls, or that of lean calls."""
+    """The bytes of the calls that run the same program: all full calls do, and all lean calls."""
 
     def __init__(self, rows: PlanRows) -> None:
         self.rows = rows
@@ -474,8 +474,8 @@ class CallBytes:
 
 
 class TwoPrograms:
-    """The bytes of steps whose calls run one of two programs with the same buckets: that of full or of lean calls. Both
-    are one if there are no lean calls."""
+    """The bytes of steps whose calls run one of two programs with the same buckets: full calls run one, lean calls the
+    other. Both are one if there are no lean calls."""
 
     def __init__(self, full: CallBytes, lean: CallBytes) -> None:
         self.full, self.lean = full, lean

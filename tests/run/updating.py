@@ -138,6 +138,17 @@ def eager_run(model: nn.Module, optimizer: Callable[..., Any] = fused_adamw, **o
     return Run(model=own, compiled=own, optimizer=optimizer(own.parameters(), **options))
 
 
+def pass_through_torch(run: Run, optimizer: Callable[..., Any], batches: list[torch.Tensor]) -> None:
+    """Train `run`, which has had two of `batches`, on the next two by torch with its own `optimizer`, and load weights
+    and state back, over what another batch has made of them."""
+    middle = eager_run(run.model, optimizer)
+    middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    middle.train(batches[2:4])
+    run.train(batches[5:])  # to be overwritten
+    run.model.load_state_dict(middle.model.state_dict())
+    run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+
+
 class Several:
     """Several optimizers that step as one. Users who step in the backward have one for each parameter."""
 

@@ -39,6 +39,7 @@ from tests.run.updating import (
     in_flight,
     ladder,
     nan_staging,
+    pass_through_torch,
     rows,
 )
 
@@ -106,13 +107,7 @@ def test_host_state_is_in_slabs_and_loads_in_both_directions() -> None:
             for slot in bucket.slots:
                 buffer = run.optimizer.state[slot.param]["momentum_buffer"]
                 assert buffer.data_ptr() == buffers.buffer(bucket, "momentum_buffer", slot.param).data_ptr()
-        middle = eager_run(model, plain)
-        middle.model.load_state_dict(run.model.state_dict())
-        middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        middle.train(batches[2:4])
-        run.train(batches[5:])  # to be overwritten
-        run.model.load_state_dict(middle.model.state_dict())
-        run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+        pass_through_torch(run, plain, batches)
         run.losses = expected.losses[:4]
         assert_equal(expected, run.train(batches[4:]))
 

@@ -32,7 +32,7 @@ from tests.run.training import (
     planned_peak_bytes,
     same_losses,
 )
-from tests.run.updating import buckets_of, move_state, placed, small_buckets, small_pieces
+from tests.run.updating import buckets_of, move_state, pass_through_torch, placed, small_buckets, small_pieces
 
 NUM_STEPS = 6
 WIDTHS = (48, 37)  # odd, so that kernels have tails
@@ -178,12 +178,7 @@ def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
     """From the hybrid optimizer into the class itself, and back, at other homes."""
     expected, each = expected_of(cls), batches()
     run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **STATIC).train(each[:2])
-    middle = by_torch(run.model, optimizer=cls)
-    middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    middle.train(each[2:4])
-    run.train(each[5:])  # to be overwritten
-    run.model.load_state_dict(middle.model.state_dict())
-    run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+    pass_through_torch(run, cls, each)
     run.losses = expected.losses[:4]
     assert_same_run(expected, run.train(each[4:]))
 
