@@ -145,6 +145,9 @@ def level_text(level: Level) -> str:
 #     wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends with a layer if it holds at least `min` bytes, and holds at
 #                                         most `max` bytes
 #
+# If one of several ranks owns each parameter, a bucket goes on, up to `max`, until no rank has more than 1.5 times the
+# part of it that it has of all: the collectives of a bucket last as long as those of the rank with the most bytes.
+#
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
 # parameter group in the optimizer. They are all trained or all frozen, all updated whole or all by elements, and all
@@ -160,6 +163,9 @@ grows with about the square of their number. Llama 70B on 8 ranks has 563 bucket
 _RAGGED_PRICE = 1.25
 """The seconds per byte of a collective with messages of different sizes, over those of one with equal sizes: Cephalo's
 measurement (arXiv 2411.01075). So a flat buffer is padded where padding costs less."""
+_MOST_UNEVEN = 1.5
+"""The part of a bucket that one rank owns whole, over the part of all parameters that it owns whole: buckets are filled
+until they have at most so much."""
 _SMALL_BYTES = 64 * 1024
 """A parameter is not sharded if its copies on all ranks take at most so many bytes; a shard would be a few elements."""
 
@@ -270,7 +276,7 @@ def _split(
 ) -> Iterator[list[_Used]]:
     """Split parameters of a class, in first-use order, into buckets; each parameter in `alone` is a bucket."""
     group: list[_Used] = []
-    group_bytes = 0
+    group_bytes, of_all = 0, _owned_numels(params)
     for param in params:
         nbytes = param.storage.nbytes
         is_alone = nbytes > max_bytes or param.storage.id in alone
@@ -280,13 +286,25 @@ def _split(
             continue
         # Without module paths a bucket may end at any parameter.
         ends_layer = bool(group) and (not param.layer or param.layer != group[-1].layer)
-        if group and (group_bytes + nbytes > max_bytes or (group_bytes >= min_bytes and ends_layer)):
+        may_end = group_bytes >= min_bytes and ends_layer
+        if may_end and of_all:
+            own = _owned_numels(group)
+            may_end = all(
+                part * sum(of_all) <= _MOST_UNEVEN * sum(own) * most for part, most in zip(own, of_all, strict=False)
+            )
+        if group and (may_end or group_bytes + nbytes > max_bytes):
             yield group
             group, group_bytes = [], 0
         group.append(param)
         group_bytes += nbytes
     if group:
         yield group
+
+
+def _owned_numels(params: Iterable[_Used]) -> list[int]:
+    """Return by rank the elements of those of `params` that it owns whole; empty if no rank owns any so."""
+    parts = [param.facts.shard_numels for param in params if param.facts.is_uneven]
+    return [sum(each) for each in zip(*(own for own in parts if max(own) == sum(own)), strict=True)]
 
 
 def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:

@@ -643,3 +643,48 @@ def test_ranks_that_own_other_parameters_have_plans_of_their_own() -> None:
     assert for_all(replace(problem, rank=2), facts).rank == 0  # it owns the most
     peaks = [plan(replace(problem, rank=rank), "greedy").prediction.device_peak_bytes for rank in range(3)]
     assert peaks[0] > peaks[1]
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=10),
+    st.sampled_from([(1.0, 1.0), (1.0, 1.0, 1.0), (0.6, 0.4), (0.5, 0.5, 0.0)]),
+    st.integers(20, 400),
+)
+def test_buckets_are_filled_until_no_owner_has_much_more_than_its_part(
+    sizes: list[list[int]], weights: tuple[float, ...], max_bytes: int
+) -> None:
+    graph = chain(
+        [
+            Layer(f"h.{n}", tuple((f"w{n}.{m}", 4 * size) for m, size in enumerate(own)), False, 64)
+            for n, own in enumerate(sizes)
+        ]
+    )
+    problem = problem_of(graph, ranks(len(weights)))
+    names = [f"w{n}.{m}" for n, own in enumerate(sizes) for m in range(len(own))]
+    numels = dict(zip(names, (4 * size for own in sizes for size in own), strict=True))
+    owners = dict(zip(names, owners_by_size(list(numels.values()), weights), strict=True))
+    params = {
+        name: replace(
+            problem.params[name],
+            is_uneven=True,
+            shard_numels=tuple(numel if rank == owners[name] else 0 for rank in range(len(weights))),
+        )
+        for name, numel in numels.items()
+    }
+    buckets = form_buckets(replace(problem, params=params, bucket_min_bytes=1, bucket_max_bytes=max_bytes))
+    assert sorted(name for bucket in buckets for name in bucket.params) == sorted(names)
+    of_all = [sum(numel for name, numel in numels.items() if owners[name] == rank) for rank in range(len(weights))]
+    sharing = [name for name in names if 4 * numels[name] <= max_bytes]
+    for bucket in buckets:
+        after = sharing[sharing.index(bucket.params[-1]) + 1 :] if bucket.params[-1] in sharing else []
+        parts = zip(bucket.shard_numels, of_all, strict=True)
+        is_even = all(part * sum(of_all) <= 1.5 * bucket.numel * own for part, own in parts)
+        assert is_even or not after or bucket.nbytes + 4 * numels[after[0]] > max_bytes
+
+
+def test_a_bucket_goes_on_until_its_owners_have_their_parts() -> None:
+    """Of four equal layers two ranks own two each: of three ranks one owns none in a bucket of at most two."""
+    problem = owned_problem((0, 1, 2, 0))
+    larger = replace(problem, bucket_min_bytes=3000, bucket_max_bytes=48000)
+    assert [bucket.shard_numels for bucket in form_buckets(problem)] == [(3000, 3000, 0), (3000, 0, 3000)]
+    assert [bucket.shard_numels for bucket in form_buckets(larger)] == [(6000, 3000, 3000)]
