@@ -96,6 +96,8 @@ class Hybrid(torch.optim.Optimizer):
         self._has_warned = False
         self._is_checked = False
         """Whether the class was watched for the step whose updates have begun."""
+        self._counts: Sequence[Mapping[str, Any]] = ()
+        """By param group, the numbers that the class counts in steps, as they are after this step."""
 
     # Called by the planner and by executors; see `StateOwner`.
 
@@ -265,6 +267,8 @@ class Hybrid(torch.optim.Optimizer):
             if factor is not None:
                 left = [param for group in groups for param in group["params"] if param not in done]
                 self._updater.update(left, groups, self.__dict__["state"])
+                for group, counts in zip(self.param_groups, self._counts, strict=False):
+                    group.update(counts)
         self._has_stepped = True
         return loss
 
@@ -307,7 +311,7 @@ class Hybrid(torch.optim.Optimizer):
     def _check_once(self) -> None:
         """Raise OptimizerNotTensorWise before the first update of a step that joins two parameters."""
         if not self._is_checked:
-            self._updater.rule.check_step(self.param_groups, self.__dict__["state"])
+            self._counts = self._updater.rule.check_step(self.param_groups, self.__dict__["state"])
         self._is_checked = True
 
     @torch.no_grad()

@@ -27,12 +27,15 @@ class StatisticLayout:
     """The values of a statistic: one of `dtype` for each `block` elements of the parameter in the order of memory.
 
     A statistic with a value for each element has the shape and the strides of its parameter; with a value for each
-    block it is flat. One of another `shape` belongs to the whole parameter.
+    block it is flat. One of another `shape`, or with its elements in another order, belongs to the whole parameter.
     """
 
     dtype: torch.dtype
     block: int = 1
     shape: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
+    """The dimensions of `shape` from the outermost in memory to the innermost; empty for their own order. A product of
+    matrices that are stored by columns, as `torch.linalg.qr` returns them, may have other bits than by rows."""
 
     @property
     def is_by_element(self) -> bool:
@@ -56,14 +59,30 @@ class StatisticLayout:
         """Return zeros for a parameter with the shape and strides of `like`, by default on the device of `like`."""
         if self.is_by_element:
             return torch.zeros_like(like, dtype=self.dtype, device=device)
-        shape = (self.numel(like.numel()),) if self.shape is None else self.shape
-        return torch.zeros(shape, dtype=self.dtype, device=device or like.device)
+        values = torch.zeros(self.numel(like.numel()), dtype=self.dtype, device=device or like.device)
+        return self.shaped(values, like)
 
     def shaped(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return the flat `values`, those of the whole parameter `like`, in the shape of the statistic, as a view."""
         if self.shape is not None:
-            return values.view(self.shape)
+            order = self.order or range(len(self.shape))
+            return values.view([self.shape[dim] for dim in order]).permute(sorted(order, key=order.__getitem__))
         return values.as_strided(like.shape, like.stride()) if self.block == 1 else values
+
+    def in_order(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return `value`, the statistic of the parameter `like`, with its elements in this order; a copy if it has
+        another."""
+        if self.shape is not None:
+            return in_order_of(value, self.zeros(like, torch.device("meta")))
+        return in_order_of(value, like) if self.block == 1 else value
+
+
+def order_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of `value` from the outermost in memory to the innermost; empty if that is their own order,
+    or if `value` is not dense."""
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    return tuple(order) if not value.is_contiguous() and value.permute(order).is_contiguous() else ()
 
 
 def is_alike(value: torch.Tensor, like: torch.Tensor) -> bool:
@@ -174,8 +193,12 @@ class UpdateRule:
         """Return whether the update of `param` reads the whole tensor."""
         return False
 
-    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Raise OptimizerNotTensorWise if the next step joins two parameters; called before it changes any."""
+    def check_step(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters; called before it changes any. Return for
+        each group the numbers that it counts in steps, such as `step`, as they are after this one."""
+        return ()
 
     def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `state` as the optimizer class keeps it: its statistics may be in lists."""

@@ -272,7 +272,8 @@ class StateBuffers:
         if layout.shape is not None:
             own = kinds.setdefault((kind, layout), {})
             if id(param) not in own:
-                own[id(param)] = bucket.host_tensor(layout.dtype, layout.shape)
+                values = bucket.host_tensor(layout.dtype, layout.numel(param.numel()))
+                own[id(param)] = layout.shaped(values, param)
             return own[id(param)]
         if (kind, layout) not in kinds:
             tensors = bucket.state_buffers(layout.dtype, layout.block)

@@ -19,7 +19,6 @@ from elixir_compile.optim.rule import (
     StatisticLayout,
     UpdateRule,
     flat_order,
-    in_order_of,
     is_alike,
     note_num_steps,
 )
@@ -110,9 +109,8 @@ class MemoryParam(PassingParam):
             if isinstance(value, torch.Tensor) and (name in layouts or (weight.dim() and value.shape == weight.shape))
         ]
         for name in begun:
-            if name not in layouts or layouts[name].is_by_element:
-                state[name] = in_order_of(state[name], weight)
-            homes[name] = state[name]
+            layout = layouts.get(name) or StatisticLayout(state[name].dtype)
+            homes[name] = state[name] = layout.in_order(state[name], weight)
         own = {name: layouts.get(name) or StatisticLayout(value.dtype) for name, value in homes.items()}
         super().__init__(of, own, begun)
         self.homes = homes

@@ -215,7 +215,8 @@ class BucketUpdate:
             rule=self.rule,
             parts=self.parts,
             is_away=self.bucket.is_on_host,
-            is_whole=self.bucket.spec.whole_update is not None,
+            # A param group may have been added since the bucket was formed.
+            is_whole=any(self.rule.updates_whole(part.params[0], part.group) for part in self.parts),
         )
 
     def work(self, arrived: Event | None) -> Job:

@@ -5,7 +5,6 @@ slabs of host memory from which it is cut.
 import bisect
 import contextlib
 import itertools
-import math
 import mmap
 import threading
 import warnings
@@ -473,9 +472,9 @@ class RunningBucket:
             return cut_slab(slab, self.slots, starts_bytes, dtype)
         return tuple(slab.tensor(dtype, (count,), start) for count, start in zip(counts, starts_bytes, strict=True))
 
-    def host_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a zeroed host tensor for a statistic that is not shaped like its parameter."""
-        return Slab(math.prod(shape) * dtype.itemsize, pin=self.pin).tensor(dtype, shape, 0)
+    def host_tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return a flat zeroed host tensor for a statistic that is not shaped like its parameter."""
+        return Slab(numel * dtype.itemsize, pin=self.pin).tensor(dtype, (numel,), 0)
 
     def _ratio(self, dtype: torch.dtype | None) -> int:
         """Return the element size of `dtype` over the element size of the parameters."""

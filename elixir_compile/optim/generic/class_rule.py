@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.registry import gathered_numel
-from elixir_compile.graph.ops.shards import is_whole
+from elixir_compile.graph.ops.shards import is_whole, own_shard
 from elixir_compile.ir import Param, WholeUpdate
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
 from elixir_compile.optim.generic.dry_step import (
@@ -48,7 +48,6 @@ from elixir_compile.optim.generic.dry_step import (
     copied,
     cut,
     dry_step,
-    group_key,
     joined_at_shapes,
 )
 from elixir_compile.optim.generic.tensor_step import TensorStep, flat_state, nested_state, tensor_step, work_bytes_of
@@ -78,6 +77,23 @@ _NUM_UPDATES = "num_updates"
 own: with the same noise in every update, a statistic that decays slowly is rounded back to its value each time."""
 
 
+def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return a cache key: the hyperparameters that may change the set of statistics, with numbers as zero or not."""
+    return tuple(
+        (name, _value_key(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")
+    )
+
+
+def _value_key(value: object) -> object:
+    if isinstance(value, bool | str | type(None)):
+        return value
+    if isinstance(value, int | float):
+        return (type(value).__name__, value != 0)
+    if isinstance(value, list | tuple):
+        return tuple(_value_key(each) for each in value)
+    return type(value).__name__
+
+
 class DryRuns:
     """What dry runs find out about the optimizer class `cls`, each run once; all snapshots of a rule share them."""
 
@@ -88,6 +104,8 @@ class DryRuns:
         self._schemas: dict[tuple[object, ...], StateSchema] = {}
         self._steps: dict[object, TensorStep] = {}
         self._said: set[str] = set()
+        self._counts: set[str] = set()
+        """The names of the numbers that steps change in param groups, such as a count of steps."""
         self._num_steps = 0
         self._watches: dict[int, Watch] = {}
         """By index of the param group."""
@@ -103,10 +121,16 @@ class DryRuns:
 
     def schema(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSchema:
         """Return the state schema for parameters in `dtype` with the hyperparameters of `group`, from a dry step."""
-        key = (dtype, *group_key(group))
+        key = (dtype, *group_key(self._begun(group)))
         if key not in self._schemas:
-            self._schemas[key] = dry_step(self._cls, self.attributes(), group, dtype)
+            self._schemas[key] = dry_step(self._cls, self.attributes(), self._begun(group), dtype)
         return self._schemas[key]
+
+    def _begun(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `group` as before its first step: its counts as the optimizer begins with, or without them."""
+        begun = {name: value for name, value in group.items() if name not in self._counts}
+        defaults: Mapping[str, Any] = self.attributes().get("defaults", {}) if self._counts else {}
+        return begun | {name: defaults[name] for name in self._counts if name in defaults}
 
     def are_whole(self, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
         """Return whether an update in `dtype` reads a whole tensor, and no other one."""
@@ -132,7 +156,7 @@ class DryRuns:
 
     def tensor_step(self, param: torch.Tensor, group: Mapping[str, Any]) -> TensorStep:
         """Return what a step of the class does to `param`, from a dry run at its shape."""
-        per_param = self.schema(group, param.dtype).per_param
+        per_param, group = self.schema(group, param.dtype).per_param, self._begun(group)
         if per_param:
             place = next((at for at, each in enumerate(group["params"]) if each is param), 0)
             group = cut(group, per_param, [place])
@@ -155,22 +179,27 @@ class DryRuns:
         """Return the nested entries of the state of `param` as `TensorStep.entries`; none if elements are updated."""
         return self.tensor_step(param, group).entries if self.are_whole(group, param.dtype) else {}
 
-    def watch(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Raise OptimizerNotTensorWise if the next step joins two parameters.
+    def watch(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters; return the counts of each group after it.
 
         Small tensors take it first, see `Watch`. Before the first step of a parameter, tensors of the sizes of all in
         its group take it without memory.
         """
         self._num_steps += 1
+        counts: list[Mapping[str, Any]] = [{} for _ in groups]
         for index, group in enumerate(groups):
-            trained = (param for param in group["params"] if param.grad is not None)
-            first = next(trained, None)
-            if first is None or not self.are_whole(group, first.dtype):
+            # A class may count the steps of a group without gradients too.
+            params = [param for param in group["params"] if param.grad is not None] or group["params"]
+            if not params or not self.are_whole(group, params[0].dtype):
                 continue
-            params = [first, *trained]
             step = ClassStep(cls=self._cls, attributes=self.attributes(), group=group)
             watch = self._watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
             watch.check(step, params, states, self._num_steps)
+            counts[index] = watch.counts(group)
+            self._counts.update(counts[index])
+            params = [param for param in params if param.grad is not None]
             if self._tried.issuperset(map(id, params)):
                 continue
             updates = [
@@ -182,6 +211,7 @@ class DryRuns:
             if because := joined_at_shapes(step, updates, self._num_steps):
                 log.info("%s was not tried at the sizes of its parameters: %s", self._cls.__name__, because)
             self._tried.update(map(id, params))
+        return counts
 
 
 class HostAttributes:
@@ -270,9 +300,12 @@ class ClassRule(UpdateRule):
         """Return whether the update of `param` reads the whole tensor, and no other one."""
         return self.known.are_whole(group, param.dtype)
 
-    def check_step(self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Raise OptimizerNotTensorWise if the next step joins two parameters."""
-        self.known.watch(groups, states)
+    def check_step(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        """Raise OptimizerNotTensorWise if the next step joins two parameters; return the counts of each group after
+        it."""
+        return self.known.watch(groups, states)
 
     def as_class(self, param: torch.Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `state` as the optimizer class keeps it: its statistics may be in lists."""
@@ -306,7 +339,9 @@ class ClassRule(UpdateRule):
         if self.updates_whole(param, group):
             shape, found = tuple(param.shape), self.known.tensor_step(param, group).state or {}
             return {
-                name: StatisticLayout(one.dtype, shape=None if one.shape == shape else one.shape)
+                name: StatisticLayout(one.dtype, shape=one.shape, order=one.order)
+                if one.order or one.shape != shape
+                else StatisticLayout(one.dtype)
                 for name, one in found.items()
                 if one.shape
             }
@@ -351,7 +386,17 @@ class ClassRule(UpdateRule):
         return work_bytes_of(self.known.tensor_step(param, group) for param in steps)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
-        """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest."""
+        """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest; those of a parameter
+        that is updated whole with their elements in the order in which the class keeps them."""
+        if self.updates_whole(param, group):
+            like, layouts = own_shard(param).detach(), self.state_layouts(param, group)
+            shapes = {name: own.shape or tuple(like.shape) for name, own in layouts.items()}
+            return {
+                name: layouts[name].in_order(value, like)
+                if isinstance(value, torch.Tensor) and shapes.get(name) == tuple(value.shape)
+                else value
+                for name, value in state.items()
+            }
         narrow = self._narrow(group, param.dtype)
         wide = {
             name: state[name] for name in narrow & state.keys() if getattr(state[name], "dtype", None) == torch.float32

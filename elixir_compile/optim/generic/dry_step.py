@@ -29,7 +29,7 @@ from elixir_compile.optim.rule import ParamUpdate, State, forms_of
 
 _NOT_COPIED = frozenset(
     {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
-    | {"_is_accumulating", "_has_stepped", "_has_warned", "_is_checked"}
+    | {"_is_accumulating", "_has_stepped", "_has_warned", "_is_checked", "_counts"}
 )
 """Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
 
@@ -67,8 +67,8 @@ class ClassStep:
     attributes: Mapping[str, Any]
     group: Mapping[str, Any]
 
-    def take(self, updates: Sequence[ParamUpdate]) -> None:
-        """Update weights in place, and the entries of states in place or by new values, as the class does."""
+    def take(self, updates: Sequence[ParamUpdate]) -> Mapping[str, Any]:
+        """Update weights in place, entries of states in place or by new values; return the group that the step left."""
         params = [nn.Parameter(one.weight) for one in updates]
         optimizer = self._transient(params, updates[0].weight)
         for param, one in zip(params, updates, strict=True):
@@ -81,6 +81,7 @@ class ClassStep:
                 one.weight.copy_(param.detach())
             if param in optimizer.state:
                 one.state.update({name: _unaliased(value, one.grad) for name, value in optimizer.state[param].items()})
+        return optimizer.param_groups[0]
 
     def take_dry(self, one: ParamUpdate) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
@@ -126,7 +127,7 @@ def _unaliased(value: Any, grad: torch.Tensor) -> Any:
 # is done for a number, for tensors of 1 and of 3 to 5 dimensions, and for a large matrix: updates of state on disk, and
 # streamed updates, give a class flat parts of large tensors, so a class that looks at `param.dim()`, `param.shape` or
 # `param.numel()` is not element-wise either. A class that counts steps in the optimizer or in its param group, instead
-# of in the state of a parameter, also counts as not element-wise: its step may not run bucket by bucket.
+# of in the state of a parameter, also counts as not element-wise.
 
 
 _SHAPE = (16, 8)
@@ -167,13 +168,6 @@ class StateSchema:
     per_param: tuple[str, ...] = ()
     """The hyperparameters of its group that are lists with an entry for each parameter, `param_names` among them; empty
     if the class is element-wise. `cut` takes the entries of some parameters."""
-
-
-def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a cache key: the hyperparameters that may change the set of statistics, with numbers as zero or not."""
-    return tuple(
-        (name, _value_key(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")
-    )
 
 
 @contextmanager
@@ -280,7 +274,9 @@ class _Trained:
     weight: torch.Tensor
     state: Mapping[str, Any]
     counted: str
-    """Which attributes of the optimizer or its group later steps changed, as text; empty if none."""
+    """Which attributes of the optimizer or its group later steps changed, as text; empty if none that may not."""
+    counts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name, the numbers of the group that later steps changed, after each step."""
 
 
 _Sample = tuple[torch.Tensor, list[torch.Tensor]]
@@ -370,9 +366,11 @@ def _kept_elsewhere(make: _Maker, samples: Sequence[_Sample], expected: Sequence
     try:
         with torch.no_grad():
             for number in range(len(samples[0][1])):
+                left: Mapping[str, Any] = {}
                 for place, (param, (_, grads), state) in enumerate(zip(params, samples, states, strict=True)):
                     one = ParamUpdate(param.detach(), grads[number].clone(), state)
-                    replace(step, group=cut(group, make.lists, [place])).take([one])
+                    left = replace(step, group=cut(group, make.lists, [place])).take([one])
+                group |= {name: left[name] for name in expected[0].counts}
     except Exception as error:
         return f"a step of a parameter by its state alone fails with {_text_of(error)}"
     for param, state, known in zip(params, states, expected, strict=False):
@@ -415,16 +413,6 @@ def _shape(value: object) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _value_key(value: object) -> object:
-    if isinstance(value, bool | str | type(None)):
-        return value
-    if isinstance(value, int | float):
-        return (type(value).__name__, value != 0)
-    if isinstance(value, list | tuple):
-        return tuple(_value_key(each) for each in value)
-    return type(value).__name__
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Find out whether a class that is not element-wise treats each tensor alone: a dozen steps of small tensors.
 #
@@ -432,6 +420,7 @@ def _value_key(value: object) -> object:
 #     owners                 no op joins values of two parameters, whatever comes out: see `owners`
 #     bent values            another gradient of one parameter changes no other one, nor does another number that the
 #                            step reads of it on the host, where values go through Python
+#     counts                 the numbers of the group that steps change are the same whichever tensors take the step
 #
 # All three are fooled by code that runs rarely, or for large tensors only: see `Watch` and `joined_at_shapes`.
 
@@ -513,14 +502,17 @@ class _Trials:
             group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
             known = {**attributes_of(optimizer), **group}
             facts.append({name: _plain_values(value, owners) for name, value in known.items()})
-        changed = [
-            name for name, value in facts[-1].items() if any(not _are_same(value, each.get(name)) for each in facts)
-        ]
+        last = facts[-1]
+        changed = [name for name in last if any(not _are_same(last[name], each.get(name)) for each in facts)]
+        own = optimizer.param_groups[0]
+        counts = {name: [each.get(name) for each in facts] for name in changed if type(own.get(name)) in (int, float)}
+        changed = [name for name in changed if name not in counts]
         return [
             _Trained(
                 weight=param.detach(),
                 state=dict(optimizer.state.get(param, {})),
                 counted=f"a step changes {', '.join(changed)} of the optimizer" if changed else "",
+                counts=counts,
             )
             for param in params
         ]
@@ -635,7 +627,7 @@ def _are_same(first: Any, second: Any) -> bool:
 
 
 def _is_same_result(first: _Trained, second: _Trained) -> bool:
-    return _are_same(first.weight, second.weight) and _are_same(first.state, second.state)
+    return all(_are_same(getattr(first, name), getattr(second, name)) for name in ("weight", "state", "counts"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -683,6 +675,11 @@ class Watch:
         if self.owners.refused:
             raise OptimizerNotTensorWise(number, self.owners.refused, step.cls.__name__)
 
+    def counts(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the numbers of `group` that the step, which was checked last, will change."""
+        own = {} if self._optimizer is None else self._optimizer.param_groups[0]
+        return {name: value for name, value in own.items() if type(value) in (int, float) and value != group.get(name)}
+
     def _begin(self, step: ClassStep, params: Sequence[torch.Tensor]) -> Optimizer:
         """Make the small tensors: four, of the dimensions and dtypes of `params` in turn."""
         kinds = list(dict.fromkeys((param.dim(), param.dtype) for param in params))
@@ -715,6 +712,7 @@ class Watch:
             is_younger = any(known) and not optimizer.state  # training was resumed, or the constructor made the state
             if is_younger:
                 self._step(optimizer, params)
+                group.update({name: value for name, value in step.group.items() if type(value) in (int, float)})
             for param, state in zip(params, known, strict=True):
                 own = optimizer.state.get(param, {})
                 for name, value in list(state.items()):  # a copy: a queued update may add entries

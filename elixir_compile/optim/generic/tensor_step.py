@@ -30,6 +30,7 @@ from elixir_compile.optim.generic.dry_step import (
     with_foreach,
     without_traces,
 )
+from elixir_compile.optim.rule import order_of
 
 _MOST_ELEMENTS = 1 << 16
 """The most elements of a tensor with memory, on which a class runs that fails on tensors without."""
@@ -41,6 +42,8 @@ class StateTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+    """The order of its dimensions in memory: see `StatisticLayout`."""
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +201,10 @@ def _two_steps(
     nested = {name: value for name, value in whole.items() if isinstance(value, Mapping | list | tuple)}
     return _Trained(
         entries={name: _with_paths(value, str(name)) for name, value in nested.items()},
-        state={path: StateTensor(shape=tuple(leaf.shape), dtype=leaf.dtype) for path, leaf in state.items()},
+        state={
+            path: StateTensor(shape=tuple(leaf.shape), dtype=leaf.dtype, order=order_of(leaf))
+            for path, leaf in state.items()
+        },
         state_bytes=_state_bytes(optimizer, params[:1]),
         work_bytes=work_bytes,
         seen=seen,
@@ -370,7 +376,7 @@ def _by_small_tensors(asked: _Asked, shape: tuple[int, ...], because: str) -> Te
         if sizes is None:
             because = f"it fails with {because}, and the shape of {path} does not follow from that of small tensors"
             return TensorStep(state=None, unknown=because)
-        state[path] = StateTensor(shape=sizes, dtype=one.dtype)
+        state[path] = StateTensor(shape=sizes, dtype=one.dtype, order=one.order)
     state_bytes = sum(each.nbytes for each in state.values())
     return TensorStep(state=state, state_bytes=state_bytes, unknown=f"it fails with {because}")
 

@@ -152,6 +152,46 @@ class Soap(Plain):
             state["Q"][index] = torch.linalg.qr(state["GG"][index] @ state["Q"][index])[0]
 
 
+class ByColumns(Plain):
+    """Sums gradients in a matrix that is stored by columns, and reads it in the order of its memory: after a copy by
+    rows it takes other steps."""
+
+    def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["sum"], state["square"] = torch.zeros_like(param.T).T, torch.zeros(3, param.shape[0]).T
+        state["sum"].add_(param.grad / param.grad.norm())
+        state["square"].add_(param.grad[:, :3])
+        for each in state.values():
+            steps = each.as_strided((each.numel(),), (1,))
+            param.view(-1)[: each.numel()].sub_(steps, alpha=group["lr"])
+
+
+class CountsSteps(Plain):
+    """Counts steps, and adds up rates, in the param group, as classes of pytorch_optimizer do; a tensor by its own
+    norm."""
+
+    def update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+        group["weight_sum"] = group.get("weight_sum", 0.0) + group["lr"] ** 2
+        rate = group["lr"] ** 2 / group["weight_sum"] / (1 - 0.9 ** group["step"])
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg"].lerp_(param.grad / param.grad.norm(), 0.1)
+            param.sub_(state["exp_avg"], alpha=0.1 * rate)
+
+
+class KeepsMostInGroup(Plain):
+    """Keeps the largest norm of a gradient in the param group."""
+
+    def update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        group["most"] = max([group.get("most", 0.0), *(float(param.grad.norm()) for param in params)])
+        for param in params:
+            param.sub_(param.grad / param.grad.norm(), alpha=group["lr"] * min(1.0, 1e20 / group["most"]))
+
+
 class SharedScratch(Plain):
     """Scratch by shape in an attribute, written before it is read; a tensor by its own norm."""
 

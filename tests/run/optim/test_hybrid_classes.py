@@ -205,7 +205,7 @@ def test_hyperparameters_that_change_the_statistics() -> None:
     [
         (torch.optim.LBFGS, "closure"),
         (users.Noisy, "draws random numbers"),
-        (users.CountsInGroup, "a step changes count"),
+        (users.CountsInGroup, "is updated otherwise beside others than alone"),
         (users.CountsInItself, "a step changes count"),
     ],
 )

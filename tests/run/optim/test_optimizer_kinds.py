@@ -64,6 +64,7 @@ def step_of(optimizer: Optimizer) -> ClassStep:
         (classes.NormsInPlace, {}),
         (classes.ReadsItsNorm, {}),
         (classes.Scripted, {}),
+        (classes.CountsSteps, {}),
         (users.Factored, {}),
         (users.SlowGiants, {}),
     ],
@@ -115,6 +116,7 @@ ELSEWHERE = r"the optimizer keeps more of a parameter from step to step than its
         (classes.RareGlobalItem, {}, GRADIENT),
         (classes.RareGlobalByNumpy, {}, GRADIENT),
         (classes.RareGlobalFlag, {}, READS),
+        (classes.KeepsMostInGroup, {}, ALONE),
         (classes.Draws, {}, r"aten\.randn_like draws random numbers"),
         (users.Noisy, {}, r"aten\.randn_like draws random numbers"),
         (classes.MaskedSize, {}, r"aten\.index makes a size out of values"),
@@ -122,7 +124,7 @@ ELSEWHERE = r"the optimizer keeps more of a parameter from step to step than its
         (classes.KeepsElsewhere, {}, ELSEWHERE),
         (classes.KeepsElsewhereById, {}, "a"),  # an id may be that of a tensor that is gone: any reason
         (classes.KeepsElementsElsewhere, {}, ELSEWHERE),
-        (users.CountsInGroup, {}, "a step changes count of the optimizer"),
+        (users.CountsInGroup, {}, ALONE),
         (users.CountsInItself, {}, "a step changes count of the optimizer"),
     ],
 )
@@ -510,10 +512,15 @@ def test_a_class_that_needs_values_says_so() -> None:
 # Classes of pytorch_optimizer, if it is installed.
 
 
+KINDS = {
+    **dict.fromkeys(["SOAP", "Shampoo", "CAME", "LARS", "Lamb", "AdaFactor", "SM3", "Lion"], UpdateKind.TENSOR),
+    "Prodigy": UpdateKind.GLOBAL,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SOAP", "Shampoo", "CAME", "LARS", "Lamb", "AdaFactor", "SM3", "Prodigy", "Lion"])
-def test_classes_of_pytorch_optimizer_count_in_their_group(name: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_classes_of_pytorch_optimizer(name: str) -> None:
+    """They count steps in their param group."""
     library = pytest.importorskip("pytorch_optimizer", reason="needs `pip install elixir-compile[clients]`")
-    schema = schema_of(getattr(library, name)(tensors(), lr=1e-2))
-    assert schema.kind is UpdateKind.GLOBAL
-    assert schema.because.startswith("a step changes step")
+    assert schema_of(getattr(library, name)(tensors(), lr=1e-2)).kind is KINDS[name]

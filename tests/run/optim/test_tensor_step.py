@@ -17,6 +17,7 @@ from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.ops import optimizers
 from elixir_compile.optim.generic.dry_step import attributes_of
 from elixir_compile.optim.generic.tensor_step import StateTensor, TensorStep, tensor_step, work_bytes_of
+from elixir_compile.optim.rule import order_of
 from tests.run import optimizers as users
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import Prodigy
@@ -132,7 +133,10 @@ def test_the_state_of_a_dry_run_is_what_the_class_makes(name: str) -> None:
     optimizer, (param,), _ = trained(cls, shape, 1, dtype, **options)
     made = dict(leaves(optimizer.state[param]))
     found = dry(cls, shape, dtype, **options)
-    assert found.state == {path: StateTensor(shape=tuple(each.shape), dtype=each.dtype) for path, each in made.items()}
+    assert found.state == {
+        path: StateTensor(shape=tuple(each.shape), dtype=each.dtype, order=order_of(each))
+        for path, each in made.items()
+    }
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in made.values()}
     memory.pop(param.data_ptr(), None)
     assert found.state_bytes == sum(memory.values()) > 0

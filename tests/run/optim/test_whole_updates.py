@@ -23,7 +23,17 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskHome, DiskState
 from tests.pure.problems import disk_staging
 from tests.run.models import seeded
-from tests.run.optim.tensor_wise_classes import BySum, Came, EveryHundred, Lamb, Lars, Shampoo, Soap
+from tests.run.optim.tensor_wise_classes import (
+    ByColumns,
+    BySum,
+    Came,
+    CountsSteps,
+    EveryHundred,
+    Lamb,
+    Lars,
+    Shampoo,
+    Soap,
+)
 from tests.run.training import (
     Run,
     assert_same_tensors,
@@ -181,6 +191,50 @@ def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
     pass_through_torch(run, cls, each)
     run.losses = expected.losses[:4]
     assert_same_run(expected, run.train(each[4:]))
+
+
+KEPT = [
+    (cls, home, share, update)
+    for cls in (ByColumns, CountsSteps)
+    for home, share in (("device", 0.0), ("split", 0.0), ("split", 1.0), ("split disk", 0.0))
+    for update in UPDATES
+    if not (share and update == "in_backward")
+]
+QUICK_KEPT = {
+    (ByColumns, "split", 1.0, "across_steps"),
+    (ByColumns, "split disk", 0.0, "after_backward"),
+    (CountsSteps, "split", 0.0, "in_backward"),
+}
+
+
+@pytest.mark.parametrize(("cls", "home", "share", "update"), some_slow(KEPT, lambda *each: each in QUICK_KEPT))
+def test_what_a_class_keeps_in_its_own_order_or_in_its_group(
+    cls: type[Optimizer], home: str, share: float, update: str, tmp_path: Path
+) -> None:
+    """State by columns in memory, on disk, in the rooms of a streamed update, and after a load of what was saved by
+    rows; numbers of the group, under rates that change."""
+
+    def train(run: Run, batches: list[torch.Tensor]) -> Run:
+        for batch in batches:
+            run.optimizer.param_groups[0]["lr"] *= 0.7
+            run.train([batch])
+        return run
+
+    each = batches()
+    expected = train(by_torch(model_for(Muon), optimizer=cls), each)
+    options: dict[str, Any] = {"disk_path": tmp_path} if home.endswith("disk") else {}
+    with small_buckets(lambda plan: placed(plan, home, share, Update(update))):
+        run = by_elixir(model_for(Muon), optimizer=hybrid_of(cls), replan=False, update=update, **options)
+        saved = train(run, each[:3]).optimizer.state_dict()
+        states = {
+            index: {name: value.contiguous() for name, value in entry.items()}
+            for index, entry in saved["state"].items()
+        }
+        run.optimizer.load_state_dict({**saved, "state": states})
+        assert_same_run(expected, train(run, each[3:]))
+    groups = [{**own.optimizer.param_groups[0], "params": []} for own in (expected, run)]
+    assert groups[0] == groups[1]
+    assert all(bucket.whole_update for record in elixir.compilations(run.model) for bucket in record.plan.buckets)
 
 
 @contextmanager
