@@ -362,9 +362,7 @@ def problem_of(
         params=params,
         hybrid=bool(trained) and place_state(trained),
         memory=memory,
-        # No test has state on the disk of a rank that owns whole parameters.
-        disk=executor.buckets.disk is not None
-        and not any(param.is_uneven and param.whole_update is not None for param in params.values()),
+        disk=executor.buckets.disk is not None,
         accumulates=accumulates,
         num_copies=1 if ranks is None else ranks.num_copies,
         shares=() if ranks is None else ranks.shares,

@@ -1,7 +1,9 @@
 """What tests ask of real ranks, each of which owns some parameters whole; see `processes.spawn`."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.graph.ops.shards import own_shard, owner_of
 from elixir_compile.ir import Update
+from elixir_compile.optim.disk import DiskState
 from tests.run.optim.tensor_wise_classes import Soap
 from tests.run.ranks_training import compiled_with, full, mesh_of
-from tests.run.updating import placed, small_buckets
+from tests.run.updating import placed, small_buckets, small_pieces
 
 NUM_STEPS = 2
 WIDTH, OTHER = 96, 91
@@ -48,12 +51,26 @@ def batches(num: int = NUM_STEPS) -> list[torch.Tensor]:
     return [torch.randn(6, WIDTH, generator=generator) for _ in range(num)]
 
 
-def owned_run(name: str, num_ranks: int, num_layers: int = 3, **options: Any) -> tuple[nn.Module, Any, Any]:
+Shares = Sequence[tuple[int, float]]
+"""By rank, its rows of a batch and its part of the state; empty if all ranks have as much."""
+
+
+def owned_run(
+    name: str, num_ranks: int, num_layers: int = 3, shares: Shares = (), **options: Any
+) -> tuple[nn.Module, Any, Any]:
     """Return a tower of which the ranks own whole matrices, its compiled form and its optimizer, by its name."""
     model = Tower(num_layers)
     mesh = mesh_of([num_ranks]) if num_ranks > 1 else None
-    elixir.prepare(model, mesh=mesh, whole=[own for own, _ in model.named_parameters()])
+    given = [elixir.Share(rank=rank, num_rows=rows, state=state) for rank, (rows, state) in enumerate(shares)]
+    elixir.prepare(model, mesh=mesh, shares=given, whole=[own for own, _ in model.named_parameters()])
     return model, compiled_with(model, **options), elixir.hybrid(CLASSES[name])(model.parameters())
+
+
+def own_rows(batch: torch.Tensor, rank: int, num_ranks: int, shares: Shares) -> torch.Tensor:
+    """Return the rows of `rank`, or two that count 0 if its share has none."""
+    if not shares:
+        return batch.chunk(num_ranks)[rank]
+    return own if len(own := batch.split([rows for rows, _ in shares])[rank]) else batch[:2]
 
 
 @contextmanager
@@ -73,25 +90,34 @@ def shapes_seen() -> Iterator[list[tuple[int, ...]]]:
         yield seen
 
 
-def streamed(update: str) -> Any:
-    """Return a context in which the state of all buckets is on the host, and streamed for the update."""
-    return small_buckets(lambda plan: placed(plan, "split", 1.0, Update(update)))
-
-
-def has_the_bits_of_the_class(
-    rank: int, world_size: int, name: str, num_layers: int, home: str, update: str
-) -> dict[str, Any]:
-    """Train, and beside it the class alone on the same gradients; weights are equal bit by bit, and the gradients are
-    those of one process. Return what this rank owns, what it planned and what Muon saw."""
+@contextmanager
+def at_home(home: str, update: str, folder: str) -> Iterator[dict[str, Any]]:
+    """Yield options under which all state is on the device, on the host, streamed from there, or on disk in `folder`,
+    in several pieces."""
     options: dict[str, Any] = {"update": update}
     if home == "host":
         options |= {"placement_policy": "static", "offload_param_frac": 1.0, "offload_optim_frac": 1.0}
+    with ExitStack() as stack:
+        if home == "disk":
+            options |= {"disk_path": folder, "disk_check": True, "replan": False}
+            stack.enter_context(small_pieces())
+        if home in ("disk", "streamed"):
+            split = "split disk" if home == "disk" else "split"
+            stack.enter_context(small_buckets(lambda plan: placed(plan, split, 1.0, Update(update))))
+        yield options
+
+
+def has_the_bits_of_the_class(
+    rank: int, world_size: int, name: str, num_layers: int, home: str, update: str, folder: str, shares: Shares
+) -> dict[str, Any]:
+    """Train, and beside it the class alone on the same gradients; weights are equal bit by bit, and the gradients are
+    those of one process. Return what this rank owns, what it planned and what Muon saw."""
     alone = Tower(num_layers)
     reference = CLASSES[name](alone.parameters())
-    with streamed(update) if home == "streamed" else nullcontext(), shapes_seen() as seen:
-        model, compiled, optimizer = owned_run(name, world_size, num_layers, **options)
+    with at_home(home, update, folder) as options, shapes_seen() as seen:
+        model, compiled, optimizer = owned_run(name, world_size, num_layers, shares, **options)
         for batch in batches():
-            compiled(batch.chunk(world_size)[rank]).backward()
+            compiled(own_rows(batch, rank, world_size, shares)).backward()
             alone(batch).backward()
             grads = [full(param.grad) for param in model.parameters()]
             optimizer.step()
@@ -105,26 +131,29 @@ def has_the_bits_of_the_class(
             reference.zero_grad()
             del seen[num_here:]
             assert all(map(torch.equal, alone.parameters(), weights))
-    (plan,) = {record.plan for record in elixir.compilations(model)}
-    owned = [param for param in model.parameters() if own_shard(param).numel()]
-    assert set(map(id, optimizer.state)) == set(map(id, owned))
-    large = [bucket for bucket in plan.buckets if bucket.is_sharded]
-    assert all(bucket.whole_update is not None for bucket in plan.buckets)
-    return {
-        "owners": [owner_of(param) for param in model.parameters()],
-        "shapes": [tuple(own_shard(param).shape) for param in owned if owner_of(param) is not None],
-        "seen": seen,
-        "state_bytes": sum(bucket.shard_state_nbytes() for bucket in large),
-        "held_bytes": sum(
-            leaf.nbytes
-            for param, entry in optimizer.state.items()
-            if owner_of(param) is not None
-            for leaf in entry.values()
-            if isinstance(leaf, torch.Tensor) and leaf.dim()
-        ),
-        "flops": sum(bucket.own_update.total_flops for bucket in large if bucket.own_update is not None),
-        "homes": sorted({str(placement.optim) for placement in plan.placements}),
-    }
+        (plan,) = {record.plan for record in elixir.compilations(model)}
+        owned = [param for param in model.parameters() if own_shard(param).numel()]
+        assert set(map(id, optimizer.state)) == set(map(id, owned))
+        large = [bucket for bucket in plan.buckets if bucket.is_sharded]
+        files = [each for own in Path(folder).glob(f"*rank{rank}-*") if own.is_dir() for each in own.iterdir()]
+        assert all(bucket.whole_update is not None for bucket in plan.buckets)
+        return {
+            "owners": [owner_of(param) for param in model.parameters()],
+            "shapes": [tuple(own_shard(param).shape) for param in owned if owner_of(param) is not None],
+            "seen": seen,
+            "state_bytes": sum(bucket.shard_state_nbytes() for bucket in large),
+            "held_bytes": held_bytes(optimizer, [param for param in owned if owner_of(param) is not None]),
+            "all_held_bytes": held_bytes(optimizer, owned),
+            "flops": sum(bucket.own_update.total_flops for bucket in large if bucket.own_update is not None),
+            "homes": sorted({str(placement.optim) for placement in plan.placements}),
+            "on_disk": all(isinstance(entry, DiskState) for entry in optimizer.state.values()),
+            "disk_bytes": sum(each.stat().st_size for each in files),
+        }
+
+
+def held_bytes(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> int:
+    leaves = (leaf for param in params for leaf in optimizer.state[param].values())
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
 
 
 def trains_as_one_process(rank: int, world_size: int, name: str) -> float:
@@ -151,42 +180,54 @@ def states_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
 
 
-def saves(rank: int, world_size: int, name: str, folder: str) -> None:
+def saves(rank: int, world_size: int, name: str, home: str, folder: str) -> None:
     """Train, save a checkpoint, and beside it the weights and what the state dict of each rank has."""
-    model, compiled, optimizer = owned_run(name, world_size)
-    for batch in batches():
-        compiled(batch.chunk(world_size)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    elixir.save(f"{folder}/{name}", model, optimizer, step=NUM_STEPS)
-    weights = {own: full(param.detach()) for own, param in model.named_parameters()}
-    torch.save((weights, states_by_name(model, optimizer)), f"{folder}/{name}-{rank}.pt")
+    with at_home(home, "after_backward", folder) as options:
+        model, compiled, optimizer = owned_run(name, world_size, **options)
+        for batch in batches():
+            compiled(batch.chunk(world_size)[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {isinstance(entry, DiskState) for entry in optimizer.state.values()} == {home == "disk"}
+        elixir.save(f"{folder}/{name}", model, optimizer, step=NUM_STEPS)
+        weights = {own: full(param.detach()) for own, param in model.named_parameters()}
+        torch.save((weights, states_by_name(model, optimizer)), f"{folder}/{name}-{rank}.pt")
 
 
-def loads(rank: int, world_size: int, name: str, folder: str, num_saved: int) -> int:
+def loads(rank: int, world_size: int, name: str, home: str, folder: str, num_saved: int, shares: Shares) -> int:
     """Load the checkpoint of `num_saved` ranks, and what their state dicts have together; the state is equal bit by
-    bit. Train on, and return the number of parameters whose state this rank has."""
+    bit. Train on, with the bits of the class, and return the number of parameters whose state this rank has."""
     saved = [torch.load(f"{folder}/{name}-{other}.pt", weights_only=False) for other in range(num_saved)]
     weights, states = saved[0][0], {own: entry for _, part in saved for own, entry in part.items()}
     assert states.keys() == weights.keys()
-    model, compiled, optimizer = owned_run(name, world_size)
-    elixir.load(f"{folder}/{name}", model, optimizer)
-    for own, param in model.named_parameters():
-        assert torch.equal(full(param.detach()), weights[own]), own
-    here = {own for own, param in model.named_parameters() if own_shard(param).numel()}
-    places = {own: place for place, (own, _) in enumerate(model.named_parameters())}
-    by_checkpoint = states_by_name(model, optimizer)
-    groups = optimizer.state_dict()["param_groups"]
-    together = {"state": {places[own]: entry for own, entry in states.items()}, "param_groups": groups}
-    optimizer.load_state_dict(together)
-    for found in (by_checkpoint, states_by_name(model, optimizer)):
-        assert found.keys() == here
-        for own, entry in found.items():
-            assert_same(entry, states[own], own)
-    for batch in batches():
-        compiled(batch.chunk(world_size)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    alone = Tower()
+    alone.load_state_dict(weights)
+    places = {own: place for place, own in enumerate(weights)}
+    reference = CLASSES[name](alone.parameters())
+    together = {"state": {places[own]: entry for own, entry in states.items()}}
+    reference.load_state_dict(copy.deepcopy({**reference.state_dict(), **together}))
+    with at_home(home, "after_backward", folder) as options:
+        model, compiled, optimizer = owned_run(name, world_size, shares=shares, **options)
+        elixir.load(f"{folder}/{name}", model, optimizer)
+        for own, param in model.named_parameters():
+            assert torch.equal(full(param.detach()), weights[own]), own
+        here = {own for own, param in model.named_parameters() if own_shard(param).numel()}
+        by_checkpoint = states_by_name(model, optimizer)
+        optimizer.load_state_dict(copy.deepcopy({**optimizer.state_dict(), **together}))
+        for found in (by_checkpoint, states_by_name(model, optimizer)):
+            assert found.keys() == here
+            for own, entry in found.items():
+                assert_same(entry, states[own], own)
+        for batch in batches():
+            compiled(own_rows(batch, rank, world_size, shares)).backward()
+            for param, own in zip(alone.parameters(), model.parameters(), strict=True):
+                param.grad = full(own.grad)
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        for param, own in zip(alone.parameters(), model.parameters(), strict=True):
+            assert torch.equal(full(own.detach()), param)
+        assert {isinstance(entry, DiskState) for entry in optimizer.state.values()} == {home == "disk"}
     return len(optimizer.state)
 
 
