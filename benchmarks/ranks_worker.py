@@ -20,11 +20,10 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from worker import Worker, plan_figures, stepper, timed
 
 import elixir_compile as elixir
-from elixir_compile.compat import cpu_allocations
+from elixir_compile.compat import AllocatorProfile
 from elixir_compile.runtime.measure import Resident, peak_bytes
 
 NUM_RANKS = 2
@@ -120,9 +119,9 @@ def peaks(work: Callable[[], None], optimizer: torch.optim.Optimizer, case: Case
         record = elixir.measure_step(work)
         return {"peak_bytes": record.device_peak_bytes, "host_bytes": record.host_peak_bytes}
     with Resident() as resident:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with AllocatorProfile() as blocks:
             work()
-        events = list(cpu_allocations(profiler))
+        events = blocks.allocations()
     total_bytes = peak_bytes(resident.nbytes_at, resident.freed, events)
     if not case.offloads:
         return {"peak_bytes": total_bytes, "host_bytes": 0}

@@ -101,7 +101,6 @@ from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.profiling import AllocatorProfile as AllocatorProfile
 from elixir_compile.compat.profiling import allocator_snapshot as allocator_snapshot
 from elixir_compile.compat.profiling import can_profile as can_profile
-from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import start_allocator_history as start_allocator_history
 from elixir_compile.compat.profiling import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.tensors import LazyBits as LazyBits

@@ -19,11 +19,9 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import fx
-from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
 from elixir_compile.base.errors import NestedMeasurement
-from elixir_compile.compat import cpu_allocations
 from elixir_compile.compat.platforms import BlockRecord, PeakRecord, accelerator, available_host_bytes, platform_of
 from elixir_compile.compat.platforms.platform import Platform
 from elixir_compile.graph.capture.captured import INDICES_OF, KernelBytes, KernelCall
@@ -323,11 +321,11 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
     platform = platform_of(device)
     if not platform.has_own_memory:
         with Resident() as resident:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            with compat.AllocatorProfile() as blocks:
                 began_s = time.perf_counter()
                 fn()
                 step_s = time.perf_counter() - began_s
-            return step_s, peak_bytes(resident.nbytes_at, resident.freed, cpu_allocations(profiler))
+            return step_s, peak_bytes(resident.nbytes_at, resident.freed, blocks.allocations())
     # As `Resident` does: frames of a compilation hold the outputs of the first call of a model in cycles (torch 2.13).
     gc.collect()
     platform.synchronize(device)
@@ -543,9 +541,9 @@ def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.d
         return None if record.peak_bytes is None else record.peak_bytes - before_bytes
     if compat.is_profiling():
         return None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with compat.AllocatorProfile() as blocks:
         compiled.run(box)
-    return peak_bytes({}, (), compat.cpu_allocations(profiler))
+    return peak_bytes({}, (), blocks.allocations())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
-from torch.profiler import ProfilerActivity, profile
 
 import elixir_compile as elixir
 from elixir_compile import compat
@@ -141,10 +140,10 @@ def keeps_to_its_budget(rank: int, world_size: int, ddp: Mapping[str, Any]) -> d
         torch.compiler.reset()
         torch.manual_seed(3)
         model = Net(128)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        with compat.AllocatorProfile() as seen:
             # What it would send between ranks first is freed later, by a thread of gloo.
             inside = DistributedDataParallel(model, init_sync=False, **ddp)
-        added_bytes = sum(nbytes for _, _, nbytes in compat.cpu_allocations(seen))
+        added_bytes = sum(nbytes for _, _, nbytes in seen.allocations())
         options = {**OPTIONS, "device_memory": budget_bytes}
         optimizer = elixir.HybridAdamW(model.parameters(), 0.01)
         return model, torch.compile(inside, backend="elixir", options=options), optimizer, added_bytes

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from elixir_compile.compat import cpu_allocations
+from elixir_compile.compat import AllocatorProfile
 from elixir_compile.compat.platforms import BlockRecord
 from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir.kinds import Kind, Lane, Phase, Verb
@@ -362,19 +361,19 @@ class CpuMemory:
     def __init__(self, kinds: dict[int, str]) -> None:
         """`kinds` are the kinds of blocks that are there before the step, by address."""
         self._kinds = kinds
-        # torch 2.11 warns unless events are kept over cycles; here there is one.
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._blocks: AllocatorProfile | None = None
         self._resident = Resident()
         self._began = anchor()
 
     def start(self) -> None:
         """Begin to record."""
-        self._profiler.start()
+        self._blocks = AllocatorProfile()
         self._began = anchor()
 
     def stop(self) -> None:
         """End the recording."""
-        self._profiler.stop()
+        if self._blocks is not None:
+            self._blocks.stop()
         self._resident.close()
 
     def live(self, times: StepTimes, spans: Sequence[Span], taken: Iterable[Taken]) -> Live:
@@ -383,7 +382,8 @@ class CpuMemory:
             address: (nbytes, self._kinds.get(address, OTHER)) for address, nbytes in self._resident.nbytes_at.items()
         }
         freed = sorted((at_ns, address, 0) for at_ns, address in self._resident.freed)
-        merged = heapq.merge(freed, cpu_allocations(self._profiler), key=lambda event: event[0])
+        during = [] if self._blocks is None else self._blocks.allocations()
+        merged = heapq.merge(freed, during, key=lambda event: event[0])
         return _live(resident, merged, self._began, times, times.intervals, spans, taken)
 
 

@@ -16,7 +16,7 @@ from torch._inductor import config, metrics
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
@@ -623,13 +623,12 @@ def test_a_value_is_freed_between_two_kernels_if_it_dies_there() -> None:
     with config.patch(force_disable_caches=True):
         run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0], compat.Kernels())
     column = torch.randn(512, 1)
-    # Without `acc_events` torch 2.11 warns of events that are dropped between cycles.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with compat.AllocatorProfile() as blocks:
         box = [torch.ones(512, 512), column]
         (spread,) = run(box)
     torch.testing.assert_close(spread, 512 + column.expand(512, 512))
     one_bytes = 4 * 512 * 512
-    assert one_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * one_bytes
+    assert one_bytes <= peak_bytes({}, (), blocks.allocations()) < 1.1 * one_bytes
 
 
 def test_dead_memory_is_freed_and_not_kept_for_reuse() -> None:
@@ -654,14 +653,13 @@ def test_dead_memory_is_freed_and_not_kept_for_reuse() -> None:
             fx.GraphModule(torch.nn.Module(), graph), fakes, [0, 1, 2], compat.Kernels()
         )
     left, right, other, large = (torch.randn(size, size) for size in sizes.values())
-    # Without `acc_events` torch 2.11 warns of events that are dropped between cycles.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with compat.AllocatorProfile() as blocks:
         box = [left, right, other, large]
         found = run(box)
     for got, product in zip(found, (left @ right, large @ large, left @ other), strict=True):
         torch.testing.assert_close(got, product.sum(0), rtol=1e-4, atol=1e-3)
     large_bytes = 4 * 512 * 512
-    assert large_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * large_bytes
+    assert large_bytes <= peak_bytes({}, (), blocks.allocations()) < 1.1 * large_bytes
 
 
 # ----------------------------------------------------------------------------------------------------------------------

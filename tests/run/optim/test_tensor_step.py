@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon, Optimizer
-from torch.profiler import ProfilerActivity, profile
 
 import elixir_compile as elixir
 from elixir_compile import compat
@@ -92,10 +91,10 @@ def trained(cls: type[Optimizer], shape: tuple[int, ...], count: int, dtype: tor
     for _ in range(2):
         for param in params:
             param.grad = torch.randn(shape).to(dtype)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with compat.AllocatorProfile() as blocks:
             optimizer.step()
     now = most = 0
-    for _, _, nbytes in compat.cpu_allocations(profiler):
+    for _, _, nbytes in blocks.allocations():
         now += nbytes
         most = max(most, now)
     return optimizer, params, most
