@@ -16,7 +16,7 @@ from elixir_compile.search.formulation.flow_shop import Chain, Choice, Gate, Gat
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import Facts, Trip
-from elixir_compile.search.space.profiles import Profile, spans
+from elixir_compile.search.space.profiles import Profile
 from elixir_compile.step.prices import Prices, crossing_s
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class RunTables:
             gradients, name, is_away = facts.gradients[i], facts.buckets[i].id, level.has_param_on_host
             if not is_gathered(facts.buckets[i], level):
                 continue
-            for first_use, _ in spans(facts, i, level):
+            for first_use, _ in facts.copies[i][level]:
                 if span.holds(first_use) and (counts_copies or not is_away):
                     event = event_of[first_use, True, i]
                     _add(table, prices, Lane.H2D, event, (i, level), prices.h2d_s[name] if is_away else 0.0)

@@ -28,6 +28,7 @@ from elixir_compile.search.space.buckets import (
     Quota,
     form_buckets,
     gathered_as,
+    is_gathered,
     level_of,
     level_sets,
     level_text,
@@ -224,6 +225,8 @@ class Facts:
     targets: Targets
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
+    copies: tuple[tuple[Sequence[tuple[int, int]], ...], ...]
+    """By bucket and level, the first and the last op of each gathered copy."""
     gradients: tuple[Gradients | None, ...]
     """None for a bucket without gradients in this graph, and for every bucket if the graph has no update."""
     streamed: frozenset[int]
@@ -344,6 +347,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         ),
         lives=lives,
         windows=windows,
+        copies=tuple(map(_copies, buckets, windows)),
         gradients=_gradients(graph, buckets, lives, spans),
         streamed=frozenset(i for i, bucket in enumerate(buckets) if bucket.id in streaming),
         streamable=frozenset(
@@ -399,6 +403,12 @@ def _choices(
             for bucket, levels in zip(buckets, choices, strict=True)
         ]
     return tuple(limited(problem, bucket, levels) for bucket, levels in zip(buckets, choices, strict=True))
+
+
+def _copies(bucket: Bucket, windows: Sequence[Window]) -> tuple[Sequence[tuple[int, int]], ...]:
+    each = [(window.first, window.last) for window in windows]
+    through = [(each[0][0], each[-1][1])] if each else []
+    return tuple((each if level.is_released else through) if is_gathered(bucket, level) else () for level in Level)
 
 
 def _gradients(

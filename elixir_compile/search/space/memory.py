@@ -13,7 +13,7 @@ from elixir_compile.ir import Kind, Tier
 from elixir_compile.ir.bucket import streamed_bytes
 from elixir_compile.search.space.buckets import Level, is_gathered, placement_of
 from elixir_compile.search.space.facts import Facts
-from elixir_compile.search.space.profiles import Moves, Positions, Profile, Residency, moves_at_use, spans
+from elixir_compile.search.space.profiles import Moves, Positions, Profile, Residency, moves_at_use
 from elixir_compile.step.bucket_bytes import (
     ONLY,
     BucketGradients,
@@ -204,7 +204,7 @@ class MemoryModel:
         for i, level in itertools.product(range(len(facts.buckets)), Level):
             own, is_away = changes[i, level], level.has_param_on_host
             own[0] += self._resting_bytes[i][level]
-            for first, last in spans(facts, i, level):
+            for first, last in facts.copies[i][level]:
                 for start, nbytes in self._copy_changes(Residency(first, first, last, i), is_away):
                     own[start] += nbytes
             if facts.gradients[i] is not None:

@@ -126,11 +126,15 @@ def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves
 def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Residency]:
     """Return every residency at these levels, by first op, each gathered `ahead` windows early."""
     unplaced = [
-        (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
+        (first, bucket, last)
+        for bucket, (copies, level) in enumerate(zip(facts.copies, levels, strict=True))
+        for first, last in copies[level]
     ]
     for number, interval in enumerate(facts.offload_intervals, start=len(facts.buckets)):
         unplaced.append((interval.first, number, max(last for last, _ in interval.lasts)))
     unplaced.sort()
+    if not ahead:
+        return [Residency(first, first, last, bucket) for first, bucket, last in unplaced]
     firsts: dict[int, list[int]] = {}
     issued: dict[int, int] = {}
     released: dict[int, int] = {}
@@ -138,12 +142,7 @@ def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Resid
     for first, bucket, last in unplaced:
         start = facts.phase_start(first)
         earlier = firsts.setdefault(start, [])
-        if ahead == 0:
-            gather = first
-        elif ahead > len(earlier):
-            gather = start
-        else:
-            gather = earlier[-ahead]
+        gather = start if ahead > len(earlier) else earlier[-ahead]
         gather = max(gather, released.get(bucket, 0), issued.get(start, 0))
         placed.append(Residency(gather, first, last, bucket))
         issued[start] = gather
@@ -156,16 +155,6 @@ def num_ahead(placed: Sequence[Residency]) -> list[int]:
     """Return how many windows each of `placed`, sorted by first op, is gathered early."""
     firsts = [residency.first for residency in placed]
     return [bisect_left(firsts, residency.first) - bisect_left(firsts, residency.gather) for residency in placed]
-
-
-def spans(facts: Facts, bucket: int, level: Level) -> list[tuple[int, int]]:
-    """Return the first and the last op of each gathered copy of a bucket."""
-    windows = facts.windows[bucket]
-    if not windows or not is_gathered(facts.buckets[bucket], level):
-        return []
-    if level.is_released:
-        return [(window.first, window.last) for window in windows]
-    return [(windows[0].first, windows[-1].last)]
 
 
 def gradient_ends(facts: Facts, levels: Sequence[Level], lag: int = 1) -> dict[int, int]:

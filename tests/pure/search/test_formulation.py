@@ -41,7 +41,6 @@ from elixir_compile.search.formulation.solver import (
 from elixir_compile.search.greedy import place_exhaustively
 from elixir_compile.search.space.buckets import Level, is_gathered
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.profiles import spans
 from tests.pure.problems import chain_of, problem_of, tight_problem
 from tests.pure.search.test_best import SAVINGS, instances, machine, random_answer
 from tests.pure.search.test_best import problem_of as random_problem_of
@@ -107,7 +106,7 @@ class Plain:
         # An all-gather behind a copy that compute makes is on no path.
         is_sent = level.has_param_on_host
         is_on_a_path = prices.lane_of[Lane.H2D] is not Lane.COMPUTE or prices.lane_of[Lane.GATHER] is Lane.COMPUTE
-        for first, _ in spans(self.facts, i, level):
+        for first, _ in self.facts.copies[i][level]:
             if self.first <= first < self.end and (is_on_a_path or not is_sent):
                 event = self.events.index((first, True, i))
                 yield Lane.GATHER, event, prices.gather_s[name]
