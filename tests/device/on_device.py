@@ -29,10 +29,10 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 def main(arguments: Sequence[str]) -> int:
     """Start the device, and run pytest here."""
     from tests.device import emulated
-    from tests.run.processes import leave_guards_untimed
+    from tests.run.processes import leave_out_what_is_logged
 
     emulated.start()
-    leave_guards_untimed()
+    leave_out_what_is_logged()
     named = [argument for argument in arguments if argument.startswith("tests/")]
     names = [name for name in FILES if emulated.NAME == "fakegpu" or name not in OF_FAKEGPU]
     files = [] if named else [str(FOLDER / name) for name in names]

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.run.processes import leave_guards_untimed
+from tests.run.processes import leave_out_what_is_logged
 
 
 @pytest.fixture(autouse=True, scope="session")
 def loaded_compilers() -> None:
     """Load the compilers before anything is frozen."""
-    leave_guards_untimed()
+    leave_out_what_is_logged()
     importlib.import_module("torch._inductor.compile_fx")
     importlib.import_module("scipy.optimize")
 

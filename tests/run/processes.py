@@ -33,11 +33,20 @@ _LOADED = [
     "torch.distributed.tensor",
     "torch._inductor.compile_fx",
     "scipy.optimize",
-    "elixir_compile.session.model",
+    "torch.distributed.tensor.experimental",  # what follows is imported by the first capture or step of a process
+    "torch.export._trace",
+    "torch._inductor.compiler_bisector",
+    "torch.fx.experimental.validator",
+    "elixir_compile.session.backend",
+    "elixir_compile.session.prepare",
+    "elixir_compile.optim.adamw",
+    "elixir_compile.checkpoint.loading",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
+    "tests.run.models",
+    "tests.run.ranks_training",
 ]
 """What the server loads once, if it is there; nothing of it may start threads or a process group."""
 
@@ -162,17 +171,27 @@ def _program(text: str, argv: list[str], environment: Mapping[str, str], name: s
 
 def _start_quick() -> None:
     """Let no collection look at the 500,000 objects of loaded modules, and at others as rarely as `tests/conftest.py`:
-    collections took 7 % of the time of a capture. Leave guards untimed."""
-    leave_guards_untimed()
+    collections took 7 % of the time of a capture. Leave out what Dynamo only logs."""
+    leave_out_what_is_logged()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
-def leave_guards_untimed() -> None:
-    """Let Dynamo not measure how long the guards of a graph take: before each measurement it empties the caches of the
-    processor, in 18 ms, and the result is a line of a log."""
+def leave_out_what_is_logged() -> None:
+    """Let Dynamo do nothing that only lines of its logs need.
+
+    It would measure how long the guards of a graph take: before each measurement it empties the caches of the
+    processor, in 18 ms. It would look up the function of each line that it traces, for which each process reads source
+    files of torch token by token: 1 % of the seconds of tests of several ranks. AOTAutograd would write each graph as
+    text: another 1 %.
+    """
     guards: Any = importlib.import_module("torch._dynamo.guards")
     guards.profile_guard_manager = lambda *_: 0.0
+    tracer: Any = importlib.import_module("torch._dynamo.symbolic_convert")
+    tracer.get_funcname = lambda *_: None
+    graphs: Any = importlib.import_module("torch._functorch._aot_autograd.graph_compile")
+    graphs._log_joint_graph = lambda *_: None
+    graphs._log_fw_bw_graphs = lambda *_: (None, None)
 
 
 def let_forks_use_cuda() -> None:

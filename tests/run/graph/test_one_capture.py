@@ -241,22 +241,28 @@ def test_a_model_that_does_not_fit_stays_plain_and_fits_later() -> None:
 # A capture leaves out work of torch that no capture needs, and torch does that work when something else needs it.
 
 
+@pytest.fixture
+def names_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Dynamo look up the function of each line, as it does outside of these tests."""
+    monkeypatch.setattr(funcname_cache, "cache", {})
+    monkeypatch.setattr(symbolic_convert, "get_funcname", funcname_cache.get_funcname)
+
+
 def captured() -> None:
     with torch.device("meta"):
         model, inputs = nn.Linear(4, 4), (torch.empty(2, 4),)
     capture_step(model, inputs, options=Options(inner="aot_eager"))
 
 
-def test_a_capture_reads_no_file_for_the_names_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = symbolic_convert.get_funcname
-    monkeypatch.setattr(funcname_cache, "cache", {})
+@pytest.mark.usefixtures("names_of_lines")
+def test_a_capture_reads_no_file_for_the_names_in_a_log() -> None:
     captured()
     assert funcname_cache.cache == {}
-    assert symbolic_convert.get_funcname is usual
+    assert symbolic_convert.get_funcname is funcname_cache.get_funcname
 
 
+@pytest.mark.usefixtures("names_of_lines")
 def test_the_log_of_calls_has_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(funcname_cache, "cache", {})
     state = torch._logging._internal.log_state
     monkeypatch.setattr(state, "artifact_names", {*state.artifact_names, "trace_call"})
     captured()
