@@ -317,9 +317,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     found = use_windows(graph, buckets)
     divided = problem.laps(activations)
     spans = lap_spans(graph.ops, divided) if divided else layer_spans(graph.ops, equal)
-    windows = tuple(
-        windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
-    )
+    windows = tuple(windows_by_layer(spans, sorted(found[each.id], key=lambda use: use.first)) for each in buckets)
     if problem.calls.num > 1:
         windows = tuple(map(one_in_each_phase, windows))
     # The ends of intervals move to the edges of layers.
