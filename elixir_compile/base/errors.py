@@ -538,13 +538,15 @@ class WrongDtype(NotPrepared):
 class MasterIgnored(ElixirError, RuntimeError):
     """`optimizer` would update `parameter`, of `dtype`, without its fp32 master.
 
-    If `is_kept_by_another`, an optimizer made later keeps the master; else `optimizer` keeps no masters.
+    If `is_kept_by_another`, an optimizer made later keeps the master; else `optimizer` keeps no masters, `because` of
+    how its class updates parameters if it is a hybrid one.
     """
 
     parameter: str
     dtype: str
     optimizer: str
     is_kept_by_another: bool = False
+    because: str = ""
 
     def __str__(self) -> str:
         if self.is_kept_by_another:
@@ -553,8 +555,10 @@ class MasterIgnored(ElixirError, RuntimeError):
                 f"after this {self.optimizer}. Call `step()` of the later optimizer, or delete it."
             )
         return (
-            f"parameter {self.parameter} is {self.dtype} with an fp32 master, which {self.optimizer} does not update. "
-            "Use `elixir_compile.HybridAdamW`, or `prepare` the model without `param_dtype` and cast it yourself."
+            f"parameter {self.parameter} is {self.dtype} with an fp32 master, which {self.optimizer} does not update"
+            f"{self.because and f': {self.because}'}. Use `elixir_compile.HybridAdamW` or `elixir_compile.hybrid` of a "
+            "class that updates each parameter alone, or `prepare` the model without `param_dtype` and cast it "
+            "yourself."
         )
 
 

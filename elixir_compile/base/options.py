@@ -102,8 +102,8 @@ class Options:
     gradient of a bucket is complete, for training without clipping and loss scaling. `auto`: `across_steps` if the host
     updates any bucket, else `after_backward`."""
     param_dtype: ParamDtype | None = None
-    """The dtype to which `prepare(model, param_dtype=...)` casts fp32 parameters; HybridAdamW keeps their fp32 masters.
-    Compiling only checks it, because graphs are captured after the cast. None: no cast."""
+    """The dtype to which `prepare(model, param_dtype=...)` casts fp32 parameters; hybrid optimizers keep their fp32
+    masters. Compiling only checks it, because graphs are captured after the cast. None: no cast."""
     reduce_dtype: ReduceDtype | None = None
     """`float32`: gradients of parameters with a master are summed in fp32 over micro-batches and ranks. None: in the
     dtype of the parameter."""

@@ -216,9 +216,9 @@ def update_bytes(bucket: Bucket) -> int:
     return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.own_numel) if bucket.trainable else 0
 
 
-_MASTER_BYTES_PER_ELEMENT = {"bfloat16": 102, "float16": 40}
+MASTER_BYTES_PER_ELEMENT = {"bfloat16": 74, "float16": 12}
 """Bytes that an update on the device reads and writes per element with a master, in fp32 scratch tensors beside the
-fused kernel: see `optim.adamw_rule`. On the host one pass does it all."""
+kernels of its class: see `optim.masters`. For AdamW on the host one pass does it all."""
 _NARROW_BYTES_PER_ELEMENT = {"bfloat16": 300, "int8": 500}
 """Bytes that an update on the device reads and writes per element with narrower moments: an estimate from the number of
 torch's ops that decode, round and encode them, not measured on a device."""
@@ -245,7 +245,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         if bucket.state_dtype is not None:
             moved_bytes = _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype]
         elif _has_exact_master(bucket):
-            moved_bytes = _MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, moved_bytes)
+            moved_bytes += MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, 0)
         over_fp32 = moved_bytes / ADAM_BYTES_PER_ELEMENT
         if cluster.host.update_forms and not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
             over_fp32 = _host_over_fp32(bucket, cluster.host)  # the same cores run the host's pass

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.optim.adamw_rule import amsgrad_refused, may_be_narrow
+from elixir_compile.optim.adamw_rule import AdamWRule, amsgrad_refused, may_be_narrow
 from elixir_compile.optim.generic.class_rule import ClassRule
-from elixir_compile.optim.hybrid import Hybrid, KeepsMasters
-from elixir_compile.optim.precision import MomentForm, StatePrecision, form_of, state_precision
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.precision import EXACT, MomentForm, StatePrecision, form_of, state_precision
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.optim.state import decoded_entry
 
 C = TypeVar("C", bound=Optimizer)
 
 
-class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleVariableOverride]  `state`
+class HybridAdamW(Hybrid, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleVariableOverride]  `state`
     """`torch.optim.AdamW` with its state on the device, on the host or on disk, as planned.
 
     Arguments, `param_groups`, hooks and `state_dict()` are the same as in `torch.optim.AdamW`; state dicts load in both
@@ -51,6 +51,8 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     """
 
     updates_as = torch.optim.AdamW
+    precision = EXACT
+    """How the state is stored: from the arguments of the constructor."""
 
     def __init__(
         self,
@@ -70,6 +72,17 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     ) -> None:
         self.precision = state_precision(state_dtype, master_dtype, state_seed)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+
+    def _new_rule(self) -> UpdateRule:
+        return AdamWRule(self.precision)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles of the optimizer hold."""
+        return {**super().__getstate__(), "precision": self.precision}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.precision = state.get("precision", self.precision)
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in `torch.optim.Optimizer`.
@@ -169,6 +182,10 @@ def hybrid(cls: type[C], state_dtype: str = "float32", *, state_seed: int = 0) -
     Dry steps on small tensors measure which state `cls` keeps, and whether an update reads elements, whole tensors, as
     that of Muon, or other parameters, as that of LBFGS. In the last case the step of `cls` runs for all parameters, its
     state stays beside the parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+
+    Of a 16-bit parameter with an fp32 master, `cls` sees the master and the gradient in fp32. So the result is bitwise
+    that of `cls` on fp32 parameters with these gradients, and the parameter is the value nearest to its master. A `cls`
+    that updates all parameters at once raises MasterIgnored in its step.
 
     With `state_dtype="bfloat16"`, statistics that `cls` keeps in fp32 are stored in bf16, rounded stochastically; `cls`
     computes in fp32. `int8` stores a signed first moment and the root of a second one, which only `HybridAdamW` is

@@ -7,48 +7,46 @@
 
 These three define the bits of an update. An update in pieces has the bits of the whole (`streaming`).
 
-A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `precision` and `graph.ops.optimizers`.
-
-```text
-  grads  -> | wide   a | b |    c    |      fp32, scaled
-  halves -> | master a | b |    c    |      joined from bf16 high halves and int16 low halves
-              fused AdamW on the pieces of both; exact moments are read and written in place, others are decoded
-  master -> | wide   a | b |    c    | ->   high and low halves
-```
-
-A batch holds whole parameters, or `BLOCK` elements of a larger one. Shifts, scaling and the test for NaN run once for a
-batch and not once for a parameter.
+A 16-bit parameter holds a part of its fp32 master; state holds the rest: see `masters`. On a device fused AdamW runs on
+batches of masters; exact moments are read and written in place, others are decoded.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master
+from elixir_compile.graph.ops.optimizers import REST_NAMES, has_master, updated_dtype
 from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir.bucket import STATE_DTYPES, Param
 from elixir_compile.optim.host import HostThreads, bf16_adamw, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.passes import Extras, coalesce, kernel
+from elixir_compile.optim.masters import (
+    BLOCK,
+    NOISY_BLOCK,
+    Batch,
+    Wide,
+    batches,
+    grad_scale,
+    rest_layouts,
+    rest_name_of,
+)
 from elixir_compile.optim.precision import (
     EXACT,
     MomentForm,
     Moments,
     StatePrecision,
-    begin_master_rest,
     decode,
     form_of,
     layouts_of,
     noise_key,
-    rest_name_of,
     rounded_weights,
     store,
     with_form,
 )
 from elixir_compile.optim.rule import (
-    GRAD_SCALE,
     ParamUpdate,
     State,
     StatisticLayout,
@@ -94,15 +92,8 @@ class AdamWRule(UpdateRule):
     ) -> Mapping[str, StatisticLayout]:
         found: Mapping[str, StatisticLayout] = layouts_of(form)
         if form is MomentForm.FLOAT32:  # or in the dtype of a parameter without a master
-            dtype = torch.float32 if has_master(param) else param.dtype
-            found = dict.fromkeys(self.statistics(group), StatisticLayout(dtype))
-        if not self._has_rest(param):
-            return found
-        return {**found, REST_NAMES[param.dtype]: StatisticLayout(REST_DTYPES[param.dtype])}
-
-    def _has_rest(self, param: torch.Tensor) -> bool:
-        """Return whether state holds the rest of a master of `param`: unless it has none, or is its own master."""
-        return has_master(param) and self.precision.masters is not torch.bfloat16
+            found = dict.fromkeys(self.statistics(group), StatisticLayout(updated_dtype(param)))
+        return found if self.precision.masters is torch.bfloat16 else {**found, **rest_layouts(param)}
 
     def param_state(self, param: torch.Tensor, group: Mapping[str, Any]) -> Param:
         """Return the bytes of the state of `param`, and those with the narrower moments that a plan may choose."""
@@ -118,23 +109,13 @@ class AdamWRule(UpdateRule):
             ),
         )
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Write the rest of the master of `param` to fresh `state`: from `prepare`, else from the parameter itself.
-
-        Builds the kernel and chooses the host threads for `device`, once: else the worker's first update would inspect
+    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+        """Build the kernel and choose the host threads for `device`, once: else the worker's first update would inspect
         the machine and wait for the compiler.
         """
         if self._threads is None and (has_master(param) or form_of(state) is not MomentForm.FLOAT32):
             kernel()
             self._threads = host_threads_for(device)
-        if not (is_fresh and self._has_rest(param)):
-            return
-        if REST_NAMES[param.dtype] not in state:  # the state was created before the parameter was cast
-            local = own_shard(param)
-            home = next((value.device for value in state.values() if value.shape == local.shape), param.device)
-            rest = torch.empty_like(local.detach(), dtype=REST_DTYPES[param.dtype], device=home)
-            state[REST_NAMES[param.dtype]] = rest
-        begin_master_rest(param, state)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with moments in the form of `param`, rounded to the nearest if they were in another.
@@ -143,7 +124,7 @@ class AdamWRule(UpdateRule):
         """
         if not may_be_narrow(param):
             return state
-        if has_master(param) and not self._has_rest(param) and rest_name_of(state) is not None:
+        if has_master(param) and self.precision.masters is torch.bfloat16 and rest_name_of(state) is not None:
             state = {name: value for name, value in state.items() if name not in REST_NAMES.values()}
         form = self.form(param, group)
         return state if form_of(state) is form else with_form(state, form, own_shard(param).detach())
@@ -227,7 +208,7 @@ class AdamWRule(UpdateRule):
             "beta2": float(group["betas"][1]),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
-            "grad_scale": _grad_scale(weight, group),
+            "grad_scale": grad_scale(weight, group),
             "maximize": group["maximize"],
             "threads": self._threads,
             "form": form,
@@ -264,59 +245,39 @@ class AdamWRule(UpdateRule):
             )
             kinds.setdefault((weight.device, weight.dtype, form, rest), []).append(param)
         for params in kinds.values():
-            numel = min(BLOCK if params[0].number is None else _NOISY_BLOCK, BLOCK)
-            for batch in _batches(params, numel):
+            for batch in batches(params, min(BLOCK if params[0].number is None else NOISY_BLOCK, BLOCK)):
                 self._update_batch(batch, group)
             for param in params:
                 param.step.add_(1)
                 if param.number is not None:
                     note_num_steps(param.step, param.number)
 
-    def _update_batch(self, batch: "_Batch", group: Mapping[str, Any]) -> None:
-        pieces, wide = batch.pieces, batch.wide
-        for piece in pieces:
-            piece.place(wide).copy_(piece.cut(piece.param.grad))
-        scale = _grad_scale(pieces[0].param.weight, group)
-        if scale != 1.0:
-            wide.mul_(scale)
-        masters = batch.joined()
-        moments = [decode(piece.moments, piece.param.form) for piece in pieces]
+    def _update_batch(self, batch: "Batch[_Param]", group: Mapping[str, Any]) -> None:
+        pieces, masters = batch.pieces, batch.joined()
+        grads = batch.grads(grad_scale(pieces[0].param.weight, group))
+        stored = [piece.param.moments.part(piece.start, piece.stop) for piece in pieces]
+        moments = [decode(each, piece.param.form) for piece, each in zip(pieces, stored, strict=True)]
         updates: list[ParamUpdate] = []
-        for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
+        for piece, master, grad, (first, second) in zip(pieces, masters, grads, moments, strict=True):
             # A copy of the step, because the update of each piece adds 1.
             state: State = {"exp_avg": first, "exp_avg_sq": second, "step": piece.param.step.clone()}
             if piece.param.most is not None:
                 state["max_exp_avg_sq"] = piece.cut(piece.param.most)
-            updates.append(ParamUpdate(master, piece.place(wide), state))
+            updates.append(ParamUpdate(master, grad, state))
         self._fused(updates, group)
-        for piece, master, (first, second) in zip(pieces, masters, moments, strict=True):
+        for piece, master, own, (first, second) in zip(pieces, masters, stored, moments, strict=True):
             param = piece.param
             key = 0 if param.number is None else noise_key(self.precision.seed, param.number)
-            store(piece.moments, first, second, param.form, key)
+            store(own, first, second, param.form, key)
             if param.rest is None and param.weight.dtype == torch.bfloat16:
                 piece.cut(param.weight).copy_(rounded_weights(master, first, second, param.form, key))
-            elif param.rest is not None and param.rest.dtype != torch.int16:
-                piece.cut(param.weight).copy_(master)
         batch.split()
 
 
-BLOCK = 1 << 22
-"""Elements of a scratch tensor. Two of 16 MiB and a mask of 4 MiB are beside the budget's bytes then, and a kernel
-still moves more bytes than its launch takes time for."""
-_NOISY_BLOCK = 1 << 20
-"""Elements of a batch that is decoded or rounded with noise: its scratch tensors take 40 MiB then."""
-_ALIGN = 4
-"""Pieces begin at multiples of this many fp32 elements, which kernels load at once."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Param:
+class _Param(Wide):
     """The flat tensors of a parameter, all in the same order of elements."""
 
-    weight: torch.Tensor
-    grad: torch.Tensor
-    rest: torch.Tensor | None
-    """The int16 low half of the master, or the fp32 master itself; None if the weight has no master."""
     form: MomentForm
     moments: Moments
     most: torch.Tensor | None
@@ -324,103 +285,6 @@ class _Param:
     step: torch.Tensor
     number: int | None
     """The number of this step, which the noise depends on; None if moments and master are exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The elements `start` to `stop` of `param`; the first of them is at the place `at` of the scratch tensors."""
-
-    param: _Param
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def moments(self) -> Moments:
-        """Return the stored moments of the piece."""
-        return self.param.moments.part(self.start, self.stop)
-
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the piece in `tensor`, one of the parameter's."""
-        return tensor[self.start : self.stop]
-
-    def place(self, scratch: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the piece in a scratch tensor."""
-        return scratch[self.at : self.at + self.stop - self.start]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Pieces of parameters with equal dtypes and moments, and the scratch tensors that the pieces share."""
-
-    pieces: Sequence[_Piece]
-    wide: torch.Tensor
-    """In fp32: first the gradients."""
-    bits: torch.Tensor
-    """As int32: the fp32 masters; empty if they are in memory as such."""
-
-    @property
-    def _is_split(self) -> bool:
-        rest = self.pieces[0].param.rest
-        return rest is not None and rest.dtype == torch.int16
-
-    def joined(self) -> list[torch.Tensor]:
-        """Return the fp32 master of each piece, in `bits` unless it is in memory; see `host.flat_step.joined`."""
-        masters = [piece.param.weight if piece.param.rest is None else piece.param.rest for piece in self.pieces]
-        if not self.bits.numel():
-            return [piece.cut(master) for piece, master in zip(self.pieces, masters, strict=True)]
-        for piece in self.pieces:
-            piece.place(self.bits).copy_(piece.cut(piece.param.weight).view(torch.int16))
-        self.bits.bitwise_left_shift_(16)
-        if self._is_split:
-            for piece, low in zip(self.pieces, masters, strict=True):
-                piece.place(self.bits).add_(piece.cut(low))
-        return [piece.place(self.bits).view(torch.float32) for piece in self.pieces]
-
-    def split(self) -> None:
-        """Split the masters in `bits` into their halves by way of `wide`; see `host.flat_step.split`."""
-        if not self._is_split:
-            return
-        master, room = self.bits.view(torch.float32), self.wide.view(torch.int32)
-        master.masked_fill_(master.isnan(), torch.nan)
-        for piece in self.pieces:
-            assert piece.param.rest is not None
-            low = piece.cut(piece.param.rest)
-            low.copy_(piece.place(self.bits))  # the low 16 bits
-            torch.sub(piece.place(self.bits), low, out=piece.place(room))
-        room.bitwise_right_shift_(16)
-        for piece in self.pieces:
-            piece.cut(piece.param.weight).view(torch.int16).copy_(piece.place(room))
-
-
-def _batches(params: Sequence[_Param], block: int) -> "Iterator[_Batch]":
-    """Yield batches of at most `block` elements, which share their scratch tensors."""
-    first = params[0]
-    numel = min(block, sum(_aligned(param.weight.numel()) for param in params))
-    is_joined = first.weight.dtype == torch.bfloat16
-    wide = torch.empty(numel, dtype=torch.float32, device=first.weight.device)
-    bits = torch.empty(numel if is_joined else 0, dtype=torch.int32, device=first.weight.device)
-    pieces: list[_Piece] = []
-    end = 0
-    for param in params:
-        for start in range(0, param.weight.numel(), block):
-            stop = min(start + block, param.weight.numel())
-            if pieces and end + stop - start > block:
-                yield _Batch(pieces, wide[:end], bits[:end])
-                pieces, end = [], 0
-            pieces.append(_Piece(param, start, stop, end))
-            end = min(_aligned(end + stop - start), block)
-    if pieces:
-        yield _Batch(pieces, wide[:end], bits[:end])
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGN) * _ALIGN
-
-
-def _grad_scale(weight: torch.Tensor, group: Mapping[str, Any]) -> float:
-    """Return the factor of gradients; 1 for fp32 weights, whose gradients were scaled before the update."""
-    return 1.0 if weight.dtype == torch.float32 else group.get(GRAD_SCALE, 1.0)
 
 
 def may_be_narrow(param: torch.Tensor) -> bool:

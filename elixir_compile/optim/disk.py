@@ -20,6 +20,7 @@ from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import InnerVerb, Lane, StateRef, label
 from elixir_compile.ir.cost import DISK_STAGING_BYTES, NUM_DISK_STAGING
+from elixir_compile.optim.masters import begin_rest, rest_layouts
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
 from elixir_compile.optim.streaming import PassingParam, Segment, update
 from elixir_compile.runtime import disk_file
@@ -498,17 +499,18 @@ class DiskStates:
                 if name not in kinds
             }
             on_disk_state = DiskState(home, param, kinds, others)
+            rests = rest_layouts(param)
             for name in kinds:
                 if name in before:
                     on_disk_state[name] = before[name]
+                elif name in rests:
+                    begin_rest(param, on_disk_state, rests[name].zeros(own_shard(param).detach(), _HOST))
                 elif not self._rule.makes_state:
                     on_disk_state.begin(name)
             if not self._rule.makes_state:
                 on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-                slot, begun = slot_of(param), dict[str, torch.Tensor]()
-                device = param.device if slot is None else slot.device
-                self._rule.start(param, begun, device, is_fresh=not kinds.keys() <= before.keys())
-                on_disk_state.update(begun)
+            slot = slot_of(param)
+            self._rule.start(param, on_disk_state, param.device if slot is None else slot.device)
             former, states[param] = states.get(param), on_disk_state
             if not (isinstance(former, DiskState) and former.home is home):
                 self._leave(former, param)

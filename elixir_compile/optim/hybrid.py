@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir_compile.base.errors import ElixirWarning
-from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master
+from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master, master_ignored
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import (
     by_mesh,
@@ -25,11 +25,9 @@ from elixir_compile.graph.ops.shards import (
     sum_over_shards,
 )
 from elixir_compile.ir import Param
-from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.generic.dry_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, GradientSnapshots, Overflow, warn_if_unplanned
 from elixir_compile.optim.host import sum_of_squares
-from elixir_compile.optim.precision import EXACT
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.state import (
     States,
@@ -78,6 +76,10 @@ class Hybrid(torch.optim.Optimizer):
 
     updates_as: ClassVar[type[torch.optim.Optimizer]]
     """The optimizer class that computes the same updates."""
+    _clip_factor: float = 1.0
+    """The clip coefficient for the next update."""
+    _clipped = GradientSnapshots()
+    """The gradients to which `_clip_factor` applies."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._begin()
@@ -162,8 +164,14 @@ class Hybrid(torch.optim.Optimizer):
         """Add a param group as in `torch.optim.Optimizer`."""
         self.wait()
         super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            claim_for_hybrid(param, self)
+        self._claim(self.param_groups[-1:])
+
+    def _claim(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Own the state and the masters of the parameters of `groups`."""
+        for group in groups:
+            for param in group["params"]:
+                claim_for_hybrid(param, self)
+                claim_master(param, self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer class, after all queued updates; state on disk is read into memory."""
@@ -190,10 +198,12 @@ class Hybrid(torch.optim.Optimizer):
         return self._updater.rule.as_class(param, entry, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None without waiting: queued updates hold their gradients themselves.
+        """Set gradients to None without waiting: queued updates hold their gradients themselves. The clip coefficient
+        that was stored for them is dropped.
 
         If `set_to_none` is False, gradients become zeros, after the queued updates that read them.
         """
+        self._clip_factor = 1.0
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -233,9 +243,7 @@ class Hybrid(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
         super().__setstate__(state)
-        for group in self.param_groups:
-            for param in group["params"]:
-                claim_for_hybrid(param, self)
+        self._claim(self.param_groups)
 
     @_untraced
     @torch.no_grad()
@@ -246,6 +254,10 @@ class Hybrid(torch.optim.Optimizer):
         update runs in the backward before the first step, so the first step raises before any weight has changed.
         """
         if not self.places_state:
+            params = (param for group in self.param_groups for param in group["params"])
+            kept = next((param for param in params if param.grad is not None and has_master(param)), None)
+            if kept is not None:
+                raise master_ignored(kept, self, self._updater.rule.why_not_placed(self.param_groups))
             self.wait()
             return plain_step(self.updates_as)(self, closure)
         loss = None
@@ -319,11 +331,19 @@ class Hybrid(torch.optim.Optimizer):
         """Move the state of `params` to where the active plan wants it; executors call this after a change of plan."""
         self._updater.follow(params, self.param_groups, self.state)
 
+    # Clip gradients and unscale them.
+    #
+    #     clip_grad_norm_(norm)   stores the clip coefficient, by which the update multiplies gradients as it reads them
+    #     GradScaler.step(self)   stores 1 / loss scale in the same way for float16 masters; changes nothing on overflow
+    #
+    # Gradients of parameters without a master are multiplied at once by torch's own ops: bitwise as in torch.
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether `GradScaler` passes its scale to `step()`; `GradScaler` reads this before each step.
 
-        If False, `GradScaler` unscales the gradients itself and skips `step()` on overflow, so that weights, state and
+        True if a float16 parameter has a master: `GradScaler` refuses to unscale float16 gradients itself. If False,
+        `GradScaler` unscales the gradients itself and skips `step()` on overflow, so that weights, state and
         step count stay unchanged. `GradScaler` looks for infinities after reading this property, so ranks agree on
         overflow here. This is a collective: all ranks must read the property together.
 
@@ -331,83 +351,12 @@ class Hybrid(torch.optim.Optimizer):
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
         self._overflow.spread(self.param_groups)
-        return False
+        params = (param for group in self.param_groups for param in group["params"])
+        return any(param.dtype == torch.float16 and has_master(param) for param in params)
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore the assignment: torch's fused optimizers assign True in their constructors."""
-
-    def _take_factor(self) -> float | None:
-        """Return the factor by which this update multiplies gradients; None if a gradient overflowed."""
-        return 1.0
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Clip gradients and unscale them, for optimizers whose parameters may have fp32 masters.
-#
-#     state_dict()            holds moments and joined masters in fp32; `torch.optim.AdamW` ignores `master`
-#     clip_grad_norm_(norm)   stores the clip coefficient; the update multiplies gradients by it as it reads them
-#     GradScaler.step(self)   stores 1 / loss scale in the same way for float16 masters; on overflow nothing is changed
-#
-# Gradients of parameters without a master are multiplied at once by torch's own ops, so they are bitwise as in torch.
-#
-# The norm of a gradient that the backward has computed on the gradient's way to the host is not computed again: see
-# `runtime.published.GradNormCache`.
-#
-#     squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
-#     norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient
-
-
-class KeepsMasters(Hybrid):
-    """A hybrid optimizer that keeps fp32 masters in its state."""
-
-    grad_scale: "torch.Tensor | float" = 1.0
-    """The loss scale; `GradScaler` sets it around `step()`."""
-    found_inf: "torch.Tensor | float" = 0.0
-    """The number of gradients that overflowed; `GradScaler` sets it around `step()`."""
-    _clip_factor: float = 1.0
-    """The clip coefficient for the next update."""
-    _clipped = GradientSnapshots()
-    """The gradients to which `_clip_factor` applies."""
-
-    precision = EXACT
-    """How the state is stored; `HybridAdamW` takes it from the arguments of its constructor."""
-
-    def _new_rule(self) -> UpdateRule:
-        return AdamWRule(self.precision)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group as in `torch.optim.Optimizer`."""
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
-            claim_master(param, self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles of the optimizer hold."""
-        return {**super().__getstate__(), "precision": self.precision}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.precision = state.get("precision", self.precision)
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for param in group["params"]:
-                claim_master(param, self)
-
-    @Hybrid._step_supports_amp_scaling.getter
-    def _step_supports_amp_scaling(self) -> bool:
-        """Return whether a float16 parameter has a master: `GradScaler` refuses to unscale float16 gradients itself.
-
-        A collective of all ranks; raises GradientsChanged: see `Hybrid`.
-        """
-        params = (param for group in self.param_groups for param in group["params"])
-        return super()._step_supports_amp_scaling or any(
-            param.dtype == torch.float16 and has_master(param) for param in params
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and the clip coefficient that was stored for them."""
-        self._clip_factor = 1.0
-        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0) -> torch.Tensor:
@@ -439,9 +388,10 @@ class KeepsMasters(Hybrid):
     def _take_factor(self) -> float | None:
         """Return clip coefficient / loss scale, and reset the coefficient; None if a gradient overflowed."""
         clip_factor = self._take_clip_factor()
-        if float(self.found_inf):
+        given = vars(self)  # `GradScaler` sets both around `step()` if `_step_supports_amp_scaling`
+        if float(given.get("found_inf", 0.0)):
             return None
-        inverse_scale = 1.0 / float(self.grad_scale)
+        inverse_scale = 1.0 / float(given.get("grad_scale", 1.0))
         if inverse_scale != 1.0:  # else do not touch gradients: updates of this step may be queued already
             _multiply_grads(self._by_master()[1], inverse_scale)
         return clip_factor * inverse_scale
@@ -463,6 +413,16 @@ class KeepsMasters(Hybrid):
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         mixed = [param for param in params if has_master(param)]
         return mixed, [param for param in params if not has_master(param)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The norm of gradients, and their multiplication.
+#
+# The norm of a gradient that the backward has computed on the gradient's way to the host is not computed again: see
+# `runtime.published.GradNormCache`.
+#
+#     squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
+#     norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient
 
 
 def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:

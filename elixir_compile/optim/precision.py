@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elixir_compile.graph.ops.optimizers import REST_NAMES, take_rest
-from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.rule import StatisticLayout, flat_order
 
@@ -363,22 +361,3 @@ def wide_moments(state: Mapping[str, Any], like: torch.Tensor) -> tuple[torch.Te
     stored = (state[name] for name in layouts_of(form))
     moments = Moments(*(flat_order(value, like) if value.shape == like.shape else value for value in stored))
     return decode(moments, form)
-
-
-# -- masters ----------------------------------------------------------------------------------------------------------
-
-
-def rest_name_of(state: Mapping[str, Any]) -> str | None:
-    """Return the name under which `state` has the rest of a master; None if the parameter has no master there."""
-    return next((name for name in REST_NAMES.values() if name in state), None)
-
-
-def begin_master_rest(param: torch.Tensor, state: Mapping[str, Any]) -> None:
-    """Write the rest of the master of `param` to `state`, from the bits kept by `prepare` if there are any."""
-    target, rest = state[REST_NAMES[param.dtype]], take_rest(param)
-    if rest is not None:
-        target.copy_(rest)
-    elif target.dtype == torch.int16:
-        target.zero_()
-    else:
-        target.copy_(own_shard(param).detach())

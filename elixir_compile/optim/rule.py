@@ -157,8 +157,9 @@ class ParamUpdate(NamedTuple):
     state: State
 
 
-GRAD_SCALE = "grad_scale"
-"""The hyperparameter by which an update multiplies gradients; 1 if the group has no such key."""
+GRAD_SCALE = " grad_scale"
+"""The hyperparameter by which an update multiplies gradients of parameters with a master; 1 if the group has no such
+key. No class has one of this name, which begins with a space."""
 
 
 def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Sequence[Mapping[str, Any]]:
@@ -173,7 +174,8 @@ class UpdateRule:
     """
 
     makes_state = False
-    """Whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
+    """Whether `update` creates missing state, but for the rest of a master; if False, `StatePlacer` creates it as
+    zeros."""
 
     def snapshot(self, *, on_host: bool = False) -> "UpdateRule":
         """Return the rule with the optimizer's attributes as they are now, for an update that runs later, `on_host` or
@@ -236,11 +238,9 @@ class UpdateRule:
         """Return `state` of `param` in the layouts of `state_layouts`, converted if it is in others."""
         return state
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Prepare for updates of `param` on `device` or on the host; called on the training thread.
-
-        If `is_fresh`, statistics in `state` are zeros or missing, and those that do not begin at zero are filled here.
-        """
+    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+        """Prepare for updates of `param`, whose state is `state`, on `device` or on the host; called on the training
+        thread."""
 
     def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update the weights and the states of `updates` in place."""
@@ -322,5 +322,6 @@ def require_dense(params: Iterable[nn.Parameter]) -> None:
         if param.grad is not None and param.grad.is_sparse:
             raise UnsupportedModel(
                 f"a parameter of shape {tuple(param.shape)}",
-                "its gradient is sparse, and HybridAdamW updates dense ones. Give it to torch.optim.SparseAdam",
+                "its gradient is sparse, and HybridAdamW updates dense ones, as every update of an fp32 master does. "
+                "Give it to torch.optim.SparseAdam, without a master",
             )

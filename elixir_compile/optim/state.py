@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.graph.ops.optimizers import REST_DTYPES, REST_NAMES, has_master, take_rest, updated_dtype
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import as_dtensor, has_cut_rows, is_dtensor, own_shard, shard_like, shard_of_rows
 from elixir_compile.ir import Bucket, Tier
 from elixir_compile.optim.disk import DiskStates
 from elixir_compile.optim.host.flat_step import joined, split
+from elixir_compile.optim.masters import begin_rest, rest_layouts
 from elixir_compile.optim.precision import (
     BLOCK,
     CODED,
     MOMENTS,
     STORED_NAMES,
     MomentForm,
-    begin_master_rest,
     form_of,
     wide_moments,
     with_form,
@@ -147,7 +147,7 @@ def unwrap_statistics(
     Codes and scales keep their dtype, and if `as_saved` all statistics do. The statistics are moved to the device of
     `param` unless `stays`. The master is loaded too, and sets `param`.
     """
-    dtype = torch.float32 if has_master(param) else param.dtype
+    dtype = updated_dtype(param)
     found = {
         name: shard_like(value.tensor, param).to(
             dtype=value.tensor.dtype if as_saved or name in CODED else dtype, device=None if stays else param.device
@@ -175,6 +175,13 @@ def _loaded_moments(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, 
     return {name: value.reshape(-1) if name in CODED[2:] else value for name, value in state.items()}
 
 
+def _memory_for_rest(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
+    """Return memory for the rest of the master of `param`, beside the statistics in `state` if there are any."""
+    like = own_shard(param).detach()
+    homes = (value.device for value in state.values() if isinstance(value, torch.Tensor) and value.shape == like.shape)
+    return torch.empty_like(like, dtype=REST_DTYPES[param.dtype], device=next(homes, like.device))
+
+
 def _load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
     """Return `state`, loaded from a state dict, with its entry `master` converted to the rest of the master of `param`.
 
@@ -185,12 +192,11 @@ def _load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any
     master = found.pop("master", None)
     if not has_master(param):
         return found
-    home = next(value.device for name, value in found.items() if name != "step" and isinstance(value, torch.Tensor))
-    rest = torch.empty_like(own_shard(param).detach(), dtype=REST_DTYPES[param.dtype], device=home)
-    found[REST_NAMES[param.dtype]] = rest
+    rest = _memory_for_rest(param, found if master is None else {"master": master})
     if master is None:
-        begin_master_rest(param, found)
+        begin_rest(param, found, rest)
         return found
+    found[REST_NAMES[param.dtype]] = rest
     master = torch.empty_like(rest, dtype=torch.float32).copy_(master)
     high = torch.empty_like(rest, dtype=param.dtype)
     if rest.dtype == torch.int16:
@@ -373,27 +379,31 @@ class StatePlacer:
         group: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Create the state of `param` in `buffers`, or beside `param`; do nothing if the update creates it."""
-        if self._rule.makes_state:
-            return
-        state = states[param]
-        if state:
-            self._start(param, state, group)
-            return
-        like = own_shard(param).detach()
-        for name, layout in self._rule.state_layouts(param, group).items():
-            buffer = buffers.get(name) if buffers else None
-            state[name] = layout.zeros(like) if buffer is None else buffer.zero_()
-        device = next(value.device for value in state.values())
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        self._start(param, state, group, is_new=True)
+        """Create the state of `param` in `buffers`, or beside `param`; if the update creates it, only the rest of its
+        master."""
+        state, buffers = states[param], buffers or {}
+        if not (state or self._rule.makes_state):
+            like, rests = own_shard(param).detach(), rest_layouts(param)
+            for name, layout in self._rule.state_layouts(param, group).items():
+                if name not in rests:
+                    state[name] = buffers[name].zero_() if name in buffers else layout.zeros(like)
+            device = next(value.device for value in state.values())
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        self._start(param, state, group, buffers)
 
     def _start(
-        self, param: nn.Parameter, state: MutableMapping[str, Any], group: Mapping[str, Any], *, is_new: bool = False
+        self,
+        param: nn.Parameter,
+        state: MutableMapping[str, Any],
+        group: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
+        """Begin the rest of the master of `param` if `state` has none, as if it was made before `param` was cast."""
+        for name in rest_layouts(param).keys() - state.keys():
+            if name in self._rule.state_layouts(param, group):  # else the parameter is its own master
+                begin_rest(param, state, buffers[name] if name in buffers else _memory_for_rest(param, state))
         slot = slot_of(param)
-        is_fresh = is_new or not self._rule.state_layouts(param, group).keys() <= state.keys()
-        self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
+        self._rule.start(param, state, param.device if slot is None else slot.device)
 
     def _move(
         self,
@@ -415,4 +425,4 @@ class StatePlacer:
         for name, value in state.items():
             if name not in layouts and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
                 state[name] = value.to(device)
-        self._start(param, state, group)
+        self._start(param, state, group, buffers)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from elixir_compile.compat.platforms.host import at_least_threads
+from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.ir import BucketRef, GradientRef, Kept, Lane, Tier, Update, Verb, label
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.disk import DiskUpdate
@@ -115,8 +116,7 @@ class Updater:
                 if (landing := self._landing.pop(bucket, None)) is not None:
                     with found[bucket].ledger.waits(label(Verb.WAIT, BucketRef(bucket.spec.id))):
                         landing.wait()
-            if isinstance(rule, AdamWRule):
-                require_dense(unplanned)
+            require_dense(param for param in unplanned if isinstance(rule, AdamWRule) or has_master(param))
             unplanned_by_group.append((unplanned, group))
             self.placer.place(states, group, buckets)
             for bucket, members in buckets.items():

@@ -32,6 +32,7 @@ from elixir_compile.runtime.measure import Resident
 from elixir_compile.search import Problem
 from elixir_compile.session.cache import plan_for
 from tests.pure.mixes import collectives
+from tests.run.optimizers import Lion
 from tests.run.ranks_training import Pair, batches, compiled_with, full, homes, least_bytes, mesh_of, own_rows, pair_of
 from tests.run.updating import controlled_worker
 
@@ -348,15 +349,16 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(160, 321), nn.GELU(), nn.Linear(321, 320), nn.GELU(), nn.Linear(320, 8))
 
 
-def keeps_masters(rank: int, world_size: int, folder: str) -> list[list[str]]:
-    """Train 16-bit parameters with masters, and clip them, after the backward, and across steps with state on disk."""
+def keeps_masters(rank: int, world_size: int, folder: str, name: str) -> list[list[str]]:
+    """Train 16-bit parameters with masters by AdamW or Lion, and clip them, after the backward, and across steps with
+    state on disk."""
     steps = torch.randn(3, 8, 160, generator=torch.Generator().manual_seed(rank)).bfloat16()
     found: list[list[str]] = []
     expected: dict[str, torch.Tensor] = {}
     budget = 1
     for update, disk_path in (("after_backward", None), ("across_steps", folder)):
         model = elixir.prepare(perceptron(), mesh=mesh_of([world_size]), param_dtype="bfloat16")
-        optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-3)
+        optimizer: Any = elixir.hybrid({"AdamW": torch.optim.AdamW, "Lion": Lion}[name])(model.parameters(), lr=1e-3)
         options = {"planner": "greedy", "update": update, "disk_path": disk_path}
         if not found:
             with pytest.raises(elixir.NoFeasiblePlan) as raised:

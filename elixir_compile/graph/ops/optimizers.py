@@ -25,7 +25,8 @@ from elixir_compile.ir import Param
 #     float16    the rest is the full master
 #
 # `prepare` adds the rests, and the hybrid optimizer takes them as state. A step of an optimizer that keeps no masters
-# raises MasterIgnored, because it would change the parameter and not the master.
+# raises MasterIgnored, because it would change the parameter and not the master: one of torch, or a hybrid one of a
+# class that updates all parameters at once.
 
 
 REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
@@ -58,6 +59,11 @@ def has_master(param: torch.Tensor) -> bool:
     return param.dtype in REST_NAMES and param in _HELD
 
 
+def updated_dtype(param: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which an optimizer updates `param`: fp32 if it has a master, else its own."""
+    return torch.float32 if has_master(param) else param.dtype
+
+
 def take_rest(param: torch.Tensor) -> torch.Tensor | None:
     """Remove and return the rest of the master of `param`.
 
@@ -74,6 +80,14 @@ def claim_master(param: torch.Tensor, keeper: Optimizer) -> None:
     """Record that the optimizer `keeper` updates the master of `param`, now or later, and no other optimizer does."""
     _KEEPERS[param] = weakref.ref(keeper)
     _ALL_KEEPERS.add(keeper)
+
+
+def master_ignored(param: torch.Tensor, optimizer: Optimizer, because: str = "") -> MasterIgnored:
+    """Return the error of a step of `optimizer` that would not update the master of `param`; `because` says why its
+    class cannot."""
+    slot = slot_of(param)
+    name, is_kept = "outside of every model" if slot is None else slot.name, optimizer in _ALL_KEEPERS and not because
+    return MasterIgnored(name, str(param.dtype), type(optimizer).__name__, is_kept, because)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -267,9 +281,7 @@ def _check_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             ):  # a later keeper, such as a copy of the optimizer, was freed
                 claim_master(param, optimizer)
             elif keeper is not optimizer:
-                slot = slot_of(param)
-                name = "outside of every model" if slot is None else slot.name
-                raise MasterIgnored(name, str(param.dtype), type(optimizer).__name__, optimizer in _ALL_KEEPERS)
+                raise master_ignored(param, optimizer)
         # A replaced parameter with a gradient is still in use, for example tied into a module beside the model.
         if len(_REPLACED) and any(param in _REPLACED and param.grad is None for param in params):
             raise OptimizerTooEarly(type(optimizer).__name__)

@@ -11,10 +11,13 @@ ops, a host pass does so once in all.
 
     the step on tensors without values  ->  a tape  ->  C, compiled once per form  ->  weights, gradients, statistics
 
-Statistics that the class keeps in fp32 may be stored in bf16. Classes are element-wise, and dry steps have found that
-flat parts of a tensor get the bits of the whole, so a block is a tensor of its own to the class:
+Of a 16-bit parameter with an fp32 master the class sees the master and the gradient in fp32, in scratch tensors (see
+`masters`), and keeps the state of an fp32 parameter. Statistics that an element-wise class keeps in fp32 may be stored
+in bf16. Dry steps have found that it gives flat parts of a tensor the bits of the whole, so a block is a tensor of its
+own to it; a class that updates whole tensors gets them whole:
 
-    bf16 statistics  ->  fp32, a block of a parameter  ->  the class's own step  ->  bf16, rounded stochastically
+    halves, gradient  ->  fp32, a block of a parameter  ->  the class's own step  ->  halves, split
+    bf16 statistics   ->  fp32                          ->                        ->  bf16, rounded stochastically
 
 Each form is compared with the class on small tensors before its first use. If a step cannot be recorded, uses an op
 without a formula or gives other bits, the class's own step runs, and a log line says why once. The Python code of the
@@ -25,7 +28,7 @@ import copy
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +38,14 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import leaves_of
+from elixir_compile.graph.ops.optimizers import REST_NAMES, has_master, updated_dtype
 from elixir_compile.graph.ops.registry import gathered_numel
 from elixir_compile.graph.ops.shards import is_whole, own_shard
 from elixir_compile.ir import Param, WholeUpdate
+from elixir_compile.ir.cost import MASTER_BYTES_PER_ELEMENT
 from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
 from elixir_compile.optim.generic.dry_step import (
+    NO_HYPERPARAMETERS,
     ClassStep,
     StateSchema,
     UpdateKind,
@@ -53,12 +59,15 @@ from elixir_compile.optim.generic.dry_step import (
 from elixir_compile.optim.generic.tensor_step import TensorStep, flat_state, nested_state, tensor_step, work_bytes_of
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.passes import coalesce
+from elixir_compile.optim.masters import SCRATCH_BYTES_PER_ELEMENT, Wide, batches, rest_layouts
 from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise
 from elixir_compile.optim.rule import (
+    GRAD_SCALE,
     ParamUpdate,
     State,
     StatisticLayout,
     UpdateRule,
+    flat_order,
     forms_of,
     in_order_of,
     note_num_steps,
@@ -70,6 +79,9 @@ from elixir_compile.runtime.bucket import flat
 
 log = logging.getLogger("elixir_compile")
 
+_BF16 = StatisticLayout(torch.bfloat16)
+_MASTER_KERNELS = 10
+"""Ops that join a master and split it again: see `masters`."""
 _BLOCK = 1 << 20
 """Elements in fp32 at a time: 4 MiB for each statistic."""
 _NUM_UPDATES = "num_updates"
@@ -79,9 +91,7 @@ own: with the same noise in every update, a statistic that decays slowly is roun
 
 def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
     """Return a cache key: the hyperparameters that may change the set of statistics, with numbers as zero or not."""
-    return tuple(
-        (name, _value_key(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")
-    )
+    return tuple((name, _value_key(value)) for name, value in sorted(group.items()) if name not in NO_HYPERPARAMETERS)
 
 
 def _value_key(value: object) -> object:
@@ -138,9 +148,9 @@ class DryRuns:
 
     def why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
         """Return why no plan may have the state of `param`; empty if elements, or the tensor, are updated alone."""
-        schema = self.schema(group, param.dtype)
+        schema = self.schema(group, updated_dtype(param))
         if schema.kind is not UpdateKind.TENSOR:
-            return schema.because
+            return schema.because or _why_reserved(param, schema.dtypes)
         step = self.tensor_step(param, group)
         why = step.unknown
         if not is_whole(param):
@@ -152,19 +162,21 @@ class DryRuns:
             why = f"its param group has {', '.join(sorted(lists))} by parameter"
         elif not why and sum(one.nbytes for one in (step.state or {}).values()) != step.state_bytes:
             why = "tensors of its state share memory"
+        why = why or _why_reserved(param, step.state or {})
         return f"{schema.because}; and {why}" if why else ""
 
     def tensor_step(self, param: torch.Tensor, group: Mapping[str, Any]) -> TensorStep:
-        """Return what a step of the class does to `param`, from a dry run at its shape."""
-        per_param, group = self.schema(group, param.dtype).per_param, self._begun(group)
+        """Return what a step of the class does to `param`, or to its master, from a dry run at its shape."""
+        dtype = updated_dtype(param)
+        per_param, group = self.schema(group, dtype).per_param, self._begun(group)
         if per_param:
             place = next((at for at, each in enumerate(group["params"]) if each is param), 0)
             group = cut(group, per_param, [place])
         values = [value for name, value in sorted(group.items()) if name not in ("params", "param_names")]
         numbers = [value for value in leaves_of(values) if isinstance(value, int)]
-        key = (tuple(param.shape), param.dtype, param.device.type, *numbers, *group_key(group))
+        key = (tuple(param.shape), dtype, param.device.type, *numbers, *group_key(group))
         if key not in self._steps:
-            found = tensor_step(self._cls, self.attributes(), group, param, per_param=per_param)
+            found = tensor_step(self._cls, self.attributes(), group, param, dtype, per_param)
             self._steps[key] = found
             if found.unknown and found.unknown not in self._said:
                 self._said.add(found.unknown)
@@ -177,7 +189,7 @@ class DryRuns:
 
     def entries(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the nested entries of the state of `param` as `TensorStep.entries`; none if elements are updated."""
-        return self.tensor_step(param, group).entries if self.are_whole(group, param.dtype) else {}
+        return self.tensor_step(param, group).entries if self.are_whole(group, updated_dtype(param)) else {}
 
     def watch(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]
@@ -192,10 +204,10 @@ class DryRuns:
         for index, group in enumerate(groups):
             # A class may count the steps of a group without gradients too.
             params = [param for param in group["params"] if param.grad is not None] or group["params"]
-            if not params or not self.are_whole(group, params[0].dtype):
+            if not params or not self.are_whole(group, updated_dtype(params[0])):
                 continue
             step = ClassStep(cls=self._cls, attributes=self.attributes(), group=group)
-            watch = self._watches.setdefault(index, Watch(self.schema(group, params[0].dtype)))
+            watch = self._watches.setdefault(index, Watch(self.schema(group, updated_dtype(params[0]))))
             watch.check(step, params, states, self._num_steps)
             counts[index] = watch.counts(group)
             self._counts.update(counts[index])
@@ -203,10 +215,9 @@ class DryRuns:
             if self._tried.issuperset(map(id, params)):
                 continue
             updates = [
-                ParamUpdate(
-                    param, param.grad, nested_state(forms_of(states.get(param, {})), self.entries(param, group))
-                )
+                ParamUpdate(param, param.grad, nested_state(own, self.entries(param, group)))
                 for param in params
+                for own in [without(forms_of(states.get(param, {})), rest_layouts(param))]
             ]
             if because := joined_at_shapes(step, updates, self._num_steps):
                 log.info("%s was not tried at the sizes of its parameters: %s", self._cls.__name__, because)
@@ -253,7 +264,10 @@ def _origin_of(value: Any) -> object:
 
 
 class ClassRule(UpdateRule):
-    """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`."""
+    """The update rule of `cls`, with the attributes of its instance `optimizer`, and state of `precision`.
+
+    It has more than 20 methods, because it answers plans and runs updates at once, as each rule does.
+    """
 
     makes_state = True
 
@@ -292,13 +306,13 @@ class ClassRule(UpdateRule):
     def _why_not_alone(self, param: torch.Tensor, group: Mapping[str, Any]) -> str:
         because = self.known.why_not_alone(param, group)
         if not because and self.updates_whole(param, group) and not self._precision.is_exact:
-            because = self.known.schema(group, param.dtype).because
+            because = self.known.schema(group, updated_dtype(param)).because
             because += "; and its state is to be stored narrower, which is done element by element"
         return because
 
     def updates_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> bool:
         """Return whether the update of `param` reads the whole tensor, and no other one."""
-        return self.known.are_whole(group, param.dtype)
+        return self.known.are_whole(group, updated_dtype(param))
 
     def check_step(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Mapping[str, Any]]
@@ -335,19 +349,25 @@ class ClassRule(UpdateRule):
         return self.moves_with_update("step", group) and self.known.schema(group, torch.float32).counts_steps
 
     def state_layouts(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, StatisticLayout]:
-        """Return the layout of each statistic of `param` by name."""
+        """Return the layout of each statistic of `param` by name, and of the rest of its master if it has one."""
         if self.updates_whole(param, group):
             shape, found = tuple(param.shape), self.known.tensor_step(param, group).state or {}
-            return {
+            own = {
                 name: StatisticLayout(one.dtype, shape=one.shape, order=one.order)
                 if one.order or one.shape != shape
                 else StatisticLayout(one.dtype)
                 for name, one in found.items()
                 if one.shape
             }
-        narrow = self._narrow(group, param.dtype)
-        dtypes = self.known.schema(group, param.dtype).dtypes
-        return {name: StatisticLayout(torch.bfloat16 if name in narrow else dtype) for name, dtype in dtypes.items()}
+        else:
+            own = self._layouts(group, updated_dtype(param))
+        return {**own, **rest_layouts(param)}
+
+    def _layouts(self, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, StatisticLayout]:
+        """Return the layouts of the statistics of elements in `dtype`."""
+        narrow = self._narrow(group, dtype)
+        dtypes = self.known.schema(group, dtype).dtypes
+        return {name: StatisticLayout(torch.bfloat16 if name in narrow else own) for name, own in dtypes.items()}
 
     def _narrow(self, group: Mapping[str, Any], dtype: torch.dtype) -> frozenset[str]:
         """Return the names of the statistics of a parameter in `dtype` that the class has in fp32, and bf16 stores."""
@@ -364,30 +384,40 @@ class ClassRule(UpdateRule):
                 self.known.tensor_step(param, group),
                 state_nbytes(param, self.state_layouts(param, group)),
             )
+            copied_bytes = MASTER_BYTES_PER_ELEMENT[str(param.dtype).removeprefix("torch.")] if has_master(param) else 0
             whole = WholeUpdate(
                 flops=tuple(sorted(step.flops.items())),
-                moved_bytes=step.moved_bytes,
-                num_kernels=step.num_kernels,
+                moved_bytes=step.moved_bytes + copied_bytes * gathered_numel(param),
+                num_kernels=step.num_kernels + (_MASTER_KERNELS if has_master(param) else 0),
                 most_nbytes=param.nbytes,
                 most_state_nbytes=state_bytes,
-                work_nbytes=step.work_bytes,
+                work_nbytes=self.work_bytes([param], group),
             )
             return Param(is_trained=True, state_nbytes=state_bytes, whole_update=whole)
-        if self.known.schema(group, param.dtype).because:
+        if self.known.schema(group, updated_dtype(param)).because:
             step = self.known.tensor_step(param, group)
             state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
             return Param(is_trained=True, state_nbytes=state_bytes)
         found = super().param_state(param, group)
-        return replace(found, state_dtype="bfloat16") if self._narrow(group, param.dtype) else found
+        return replace(found, state_dtype="bfloat16") if self._narrow(group, updated_dtype(param)) else found
 
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
         """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
-        steps = (param for param in params if self.known.schema(group, param.dtype).because)
-        return work_bytes_of(self.known.tensor_step(param, group) for param in steps)
+        steps = (each for each in params if self.known.schema(group, updated_dtype(each)).because)
+        own_bytes = work_bytes_of(self.known.tensor_step(each, group) for each in steps)
+        scratch_bytes = mask_bytes = 0
+        for param in filter(has_master, params):
+            numel = gathered_numel(param) if self.updates_whole(param, group) else min(gathered_numel(param), _BLOCK)
+            scratch_bytes = max(scratch_bytes, numel * SCRATCH_BYTES_PER_ELEMENT[param.dtype])
+            mask_bytes = max(mask_bytes, numel * (param.dtype == torch.bfloat16))
+        return scratch_bytes + max(mask_bytes, own_bytes)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest; those of a parameter
-        that is updated whole with their elements in the order in which the class keeps them."""
+        that is updated whole with their elements in the order in which the class keeps them; those of a parameter with
+        a master in the dtypes of an fp32 parameter."""
+        layouts: Mapping[str, StatisticLayout] = dict.fromkeys(self._narrow(group, updated_dtype(param)), _BF16)
+        state = _in_dtypes(state, self.state_layouts(param, group) if has_master(param) else layouts)
         if self.updates_whole(param, group):
             like, layouts = own_shard(param).detach(), self.state_layouts(param, group)
             shapes = {name: own.shape or tuple(like.shape) for name, own in layouts.items()}
@@ -397,35 +427,36 @@ class ClassRule(UpdateRule):
                 else value
                 for name, value in state.items()
             }
-        narrow = self._narrow(group, param.dtype)
-        wide = {
-            name: state[name] for name in narrow & state.keys() if getattr(state[name], "dtype", None) == torch.float32
-        }
-        return {**state, **{name: value.to(torch.bfloat16) for name, value in wide.items()}} if wide else state
+        return state
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
         """Choose the host threads for `device`; the class creates the state at its first step."""
         self._passes.threads = host_threads_for(device)
 
     def update(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update weights in place and the entries of states in place or by new values, as the class does."""
-        if updates and self.updates_whole(updates[0].weight, group):
-            self._take_whole(updates, group)
+        factor = group.get(GRAD_SCALE, 1.0)
+        group = {name: value for name, value in group.items() if name != GRAD_SCALE}
+        with_master = [each for each in updates if rest_of(each) is not None]
+        exact = [each for each in updates if rest_of(each) is None]
+        if with_master and self.known.are_whole(group, torch.float32):
+            for each in with_master:
+                self._take_wide(each, group, factor)
+        elif with_master:
+            self._in_blocks(with_master, group, factor)
+        if exact and self.updates_whole(exact[0].weight, group):
+            self._take_whole(exact, group)
             return
-        narrow = self._narrow(group, torch.float32)
-        whole: Sequence[ParamUpdate] = []
-        for each in updates:
-            if narrow and each.weight.dtype == torch.float32 and each.weight.numel():
-                self._in_blocks(each, group, narrow)
-            else:
-                whole.append(each)
-        if not whole:
+        if self._narrow(group, torch.float32):
+            self._in_blocks([each for each in exact if each.weight.dtype == torch.float32], group, 1.0)
+            exact = [each for each in exact if each.weight.dtype != torch.float32]
+        if not exact:
             return
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
-            whole = self._passes.update(step, whole, self.known.schema(group, whole[0].weight.dtype))
-        if whole:
-            step.take(whole)
+            exact = self._passes.update(step, exact, self.known.schema(group, exact[0].weight.dtype))
+        if exact:
+            step.take(exact)
 
     def _take_whole(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update one tensor after another, so that there is work space for a single tensor at a time."""
@@ -438,36 +469,123 @@ class ClassRule(UpdateRule):
                 del one.state[name]
             one.state.update(found)
 
-    def _in_blocks(self, one: ParamUpdate, group: Mapping[str, Any], narrow: frozenset[str]) -> None:
-        """Update a parameter block by block; the statistics `narrow` are in bf16 in its state."""
-        weight, state = one.weight, one.state
-        number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1
-        key = noise_key(self._precision.seed, number)
-        entries = {name: value for name, value in state.items() if name != _NUM_UPDATES}
-        layouts = {
-            name: StatisticLayout(torch.bfloat16 if name in narrow else dtype)
-            for name, dtype in self.known.schema(group, weight.dtype).dtypes.items()
-        }
-        made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
-        own = MemoryParam(ParamUpdate(weight, one.grad, entries), layouts, made)
+    def _take_wide(self, one: ParamUpdate, group: Mapping[str, Any], factor: float) -> None:
+        """Update the whole tensor of the master of `one`; its gradient is multiplied by `factor`."""
+        like, rest = one.weight, rest_of(one)
+        entries = without(one.state, REST_NAMES.values())
+        wide = Wide(weight=flat(like), grad=flat_order(one.grad, like), rest=None if rest is None else flat(rest))
+        for batch in batches([wide], max(like.numel(), 1)):
+            tensors = (*batch.joined(), *batch.grads(factor))
+            master, grad = (each.as_strided(like.shape, like.stride()) for each in tensors)
+            self._take_whole([ParamUpdate(master, grad, entries)], group)
+            batch.split()
+        _note_results(one, entries)
+
+    def _in_blocks(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any], factor: float) -> None:
+        """Update elements block by block in fp32: those of masters, and those whose statistics are in bf16."""
         exact = copy.copy(self)
         exact._precision = EXACT
-        for start in range(0, weight.numel(), _BLOCK):
-            block = Segment(own, start, min(start + _BLOCK, weight.numel()))
-            homes = {name: own.home_of(name, block.start, block.stop) for name in own.layouts}
-            block.put({name: home.float() if name in narrow else home for name, home in homes.items()})
-            update([block], exact, group, weight.device)
-            for name in block.made & narrow:
-                values = flat(block.statistics[name])
-                # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
-                bits = torch.full((), key, dtype=torch.int64, device=values.device).to(torch.int32)
-                homes[name].copy_(rounded_to_bfloat16(values, weight_noise(bits, values)))
-        state.update(entries)
-        torch.autograd.graph.increment_version(weight)
-        if "step" not in state:
-            state[_NUM_UPDATES] = number
-        elif self.counts_steps(group):
-            note_num_steps(state["step"], number)
+        layouts, narrow = self._layouts(group, torch.float32), self._narrow(group, torch.float32)
+        kinds: dict[tuple[object, ...], list[_InBlocks]] = {}
+        for one in updates:
+            own = _InBlocks.of_update(one, layouts, narrow)
+            kinds.setdefault((one.weight.device, one.weight.dtype, own.rest is None), []).append(own)
+        for params in kinds.values():
+            for batch in batches(params, max(1, *(min(_BLOCK, each.weight.numel()) for each in params))):
+                tensors = zip(batch.pieces, batch.joined(), batch.grads(factor), strict=True)
+                blocks = [one.param.block(one.start, one.stop, master, grad) for one, master, grad in tensors]
+                update(blocks, exact, group, batch.wide.device)
+                for piece, block in zip(batch.pieces, blocks, strict=True):
+                    piece.param.store(block, self._precision.seed)
+                batch.split()
+            for each in params:
+                if not each.weight.numel():  # the shard of this rank is empty, but all ranks count steps
+                    update([each.block(0, 0, each.weight.float(), each.grad.float())], exact, group, each.weight.device)
+                each.finish(counts=self.counts_steps(group))
+
+
+def rest_of(one: ParamUpdate) -> torch.Tensor | None:
+    """Return the rest of the master of the parameter of `one`; None if it has none."""
+    return one.state.get(REST_NAMES.get(one.weight.dtype, ""))
+
+
+def _in_dtypes(state: State, layouts: Mapping[str, StatisticLayout]) -> State:
+    """Return `state` with its statistics in the dtypes of `layouts`."""
+    found = {
+        name: value.to(layouts[name].dtype)
+        for name in layouts.keys() & state.keys()
+        for value in [state[name]]
+        if isinstance(value, torch.Tensor) and value.dtype != layouts[name].dtype
+    }
+    return {**state, **found} if found else state
+
+
+def without(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return `state` without the entries `names`."""
+    return {name: value for name, value in state.items() if name not in names}
+
+
+def _why_reserved(param: torch.Tensor, names: Collection[str]) -> str:
+    """Return why a state with entries `names` cannot be told from one with a master of `param`; empty if it can."""
+    reserved = REST_NAMES.values() if has_master(param) else [REST_NAMES.get(param.dtype)]
+    name = next((name for name in reserved if name in names), None)
+    return f"its state has {name!r}, a name of fp32 masters" if name else ""
+
+
+def _note_results(one: ParamUpdate, entries: Mapping[str, Any]) -> None:
+    """Put `entries` into the state of `one` in place of all but the rest of its master; its weight was written."""
+    for name in without(one.state, (*REST_NAMES.values(), *entries)):
+        del one.state[name]
+    one.state.update(entries)
+    torch.autograd.graph.increment_version(one.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _InBlocks(Wide):
+    """A parameter that is updated block by block."""
+
+    of: ParamUpdate
+    own: MemoryParam
+    """Its statistics in their homes, without the rest of its master."""
+    narrow: frozenset[str]
+    """The names of the statistics that are in bf16 there."""
+    number: int
+    """The number of this step, which the noise depends on; 0 if nothing is narrow."""
+
+    @classmethod
+    def of_update(cls, one: ParamUpdate, layouts: Mapping[str, StatisticLayout], narrow: frozenset[str]) -> "_InBlocks":
+        weight, grad, state = one
+        entries, rest = without(state, (*REST_NAMES.values(), _NUM_UPDATES)), rest_of(one)
+        made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
+        own = MemoryParam(ParamUpdate(weight, grad, entries), layouts, made)
+        number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1 if narrow else 0
+        flats = {"weight": own.weight, "grad": own.grad, "rest": None if rest is None else flat(rest)}
+        return cls(**flats, of=one, own=own, narrow=narrow, number=number)
+
+    def block(self, start: int, stop: int, master: torch.Tensor, grad: torch.Tensor) -> Segment[MemoryParam]:
+        """Return the elements `start` to `stop`, with their `master` and `grad` in fp32, and all statistics as the
+        class has them."""
+        homes = {name: self.own.home_of(name, start, stop) for name in self.own.layouts}
+        wide = {name: home.float() if name in self.narrow else home for name, home in homes.items()}
+        return Segment(self.own, start, stop).put(wide, master, grad)
+
+    def store(self, block: Segment[MemoryParam], seed: int) -> None:
+        """Round the statistics of `block` that are narrow into their homes, with the noise of this step and `seed`."""
+        for name in block.made & self.narrow:
+            values = flat(block.statistics[name])
+            # The key as the int32 with its bits: the noise is a function of the value, the step and the seed.
+            key = torch.full((), noise_key(seed, self.number), dtype=torch.int64, device=values.device)
+            home = self.own.home_of(name, block.start, block.stop)
+            home.copy_(rounded_to_bfloat16(values, weight_noise(key.to(torch.int32), values)))
+
+    def finish(self, *, counts: bool) -> None:
+        """Put the results into the state; `counts` says that `step` counts steps, and nothing else."""
+        state = self.of.state
+        _note_results(self.of, self.own.entries)
+        if self.narrow and "step" not in state:
+            state[_NUM_UPDATES] = self.number
+        elif self.narrow and counts:
+            note_num_steps(state["step"], self.number)
 
 
 _COMPARED = 4099

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.base.errors import OptimizerNotTensorWise
+from elixir_compile.graph.ops.optimizers import updated_dtype
 from elixir_compile.optim.generic.owners import Owners
-from elixir_compile.optim.rule import ParamUpdate, State, forms_of
+from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate, State, forms_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Run the step of an optimizer class on chosen tensors, for an update.
@@ -28,10 +29,10 @@ from elixir_compile.optim.rule import ParamUpdate, State, forms_of
 
 
 _NOT_COPIED = frozenset(
-    {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
-    | {"_is_accumulating", "_has_stepped", "_has_warned", "_is_checked", "_counts"}
+    {"state", "param_groups", "step", "_updater", "_early", "_overflow", "_clip_factor", "_clipped", "grad_scale"}
+    | {"_is_accumulating", "_has_stepped", "_has_warned", "_is_checked", "_counts", "found_inf"}
 )
-"""Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
+"""Attributes not to copy: params, state, a `step` that a scheduler wrapped, and what `Hybrid` and GradScaler set."""
 
 
 def attributes_of(optimizer: Optimizer) -> Mapping[str, Any]:
@@ -170,6 +171,10 @@ class StateSchema:
     if the class is element-wise. `cut` takes the entries of some parameters."""
 
 
+NO_HYPERPARAMETERS = frozenset({"params", "param_names", GRAD_SCALE})
+"""The entries of a param group that are no hyperparameters of the class."""
+
+
 @contextmanager
 def beside_captures() -> Iterator[None]:
     """Return a context for steps that train nothing: during a capture too, its tensors are real, no op of it is
@@ -194,13 +199,7 @@ def dry_step(
     Runs steps of small tensors on the host. The global random state, gradient mode and warnings are left as they were.
     """
     with without_traces():
-        on_host = {
-            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        if on_host.get("capturable"):
-            on_host["capturable"] = False
+        on_host = _on_host({name: group[name] for name in group.keys() - NO_HYPERPARAMETERS})
         own = copied(attributes)
         makers = [_Maker(cls, own, on_host), _Maker(cls, own, on_host, by_constructor=True)]
         failures: list[str] = []
@@ -214,6 +213,15 @@ def dry_step(
             because = f"a step of one tensor, or of a part of one, fails with {failures[0]}"
             schema = StateSchema(dtypes={}, because=because)
         return _with_kind(schema, makers, group, dtype)
+
+
+def _on_host(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `group` for steps on the host: with copies of its tensors there, and not `capturable`."""
+    found = {
+        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+    }
+    return found | ({"capturable": False} if found.get("capturable") else {})
 
 
 def _with_kind(
@@ -682,7 +690,7 @@ class Watch:
 
     def _begin(self, step: ClassStep, params: Sequence[torch.Tensor]) -> Optimizer:
         """Make the small tensors: four, of the dimensions and dtypes of `params` in turn."""
-        kinds = list(dict.fromkeys((param.dim(), param.dtype) for param in params))
+        kinds = list(dict.fromkeys((param.dim(), updated_dtype(param)) for param in params))
         self._samples = []
         for place in range(_NUM_BENT):
             dim, dtype = kinds[place % len(kinds)]
@@ -690,13 +698,7 @@ class Watch:
             shape = shapes[place // len(kinds) % len(shapes)]
             self._samples.append(_small(place, shape, dtype, count=3))
         small = [nn.Parameter(start.clone()) for start, _ in self._samples]
-        group = {
-            name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in step.group.items()
-        }
-        group = cut(group, self._per_param, range(len(small)))
-        if group.get("capturable"):
-            group["capturable"] = False
+        group = cut(_on_host(step.group), self._per_param, range(len(small)))
         group = {**with_foreach(group, params[0]), "params": small}
         self.owners = Owners()
         self._optimizer = transient_optimizer(step.cls, copied(step.attributes), group)
@@ -754,14 +756,14 @@ def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: in
     try:
         with beside_captures(), compat.fake_tensors(), torch.no_grad():
             own = replace(step, attributes=copied(step.attributes), group=with_foreach(step.group, updates[0].weight))
-            params = [nn.Parameter(_without_values(one.weight)) for one in updates]
+            params = [nn.Parameter(_without_values(one.weight, dtype=updated_dtype(one.weight))) for one in updates]
             optimizer = own._transient(params, updates[0].weight)
             for param, one in zip(params, updates, strict=True):
                 if one.state:
                     optimizer.state[param] = _without_values(dict(one.state), one.weight.device)
             for _ in range(2):
                 for place, (param, one) in enumerate(zip(params, updates, strict=True)):
-                    param.grad = _without_values(one.grad)
+                    param.grad = _without_values(one.grad, dtype=param.dtype)
                     owners.own([param, param.grad, optimizer.state.get(param)], place)
                 with compat.ops_seen_by(owners.see):
                     plain_step(step.cls)(optimizer)
@@ -780,14 +782,14 @@ def with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, A
     return {**group, "foreach": compat.uses_foreach(like.device)} if is_open else group
 
 
-def _without_values(value: Any, device: torch.device | None = None) -> Any:
-    """Return `value` with a new tensor for each in it, of its shape and dtype, under `compat.fake_tensors`.
+def _without_values(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Return `value` with a new tensor for each in it, of its shape, under `compat.fake_tensors`.
 
-    All but counters are on `device`, by default that of the tensor.
+    A tensor has its own dtype and device if none is given; counters are where they are.
     """
     if isinstance(value, torch.Tensor):
         there = device if value.dim() and device is not None else value.device
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=there)
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=there)
     if isinstance(value, dict):
         return {name: _without_values(own, device) for name, own in value.items()}
     if type(value) in (list, tuple):

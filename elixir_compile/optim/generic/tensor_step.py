@@ -92,16 +92,16 @@ def tensor_step(
     attributes: Mapping[str, Any],
     group: Mapping[str, Any],
     like: torch.Tensor,
-    grad_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     per_param: Iterable[str] = (),
 ) -> TensorStep:
-    """Return what a step of `cls` does to a tensor with the shape, dtype and device of `like`, of all ranks together.
+    """Return what a step of `cls` does to a tensor with the shape and device of `like`, of all ranks together.
 
     `attributes` are those of an instance, `group` has the hyperparameters; of those named in `per_param`, which are
-    lists, the first entry is that of the tensor. Gradients have `grad_dtype`, by default the
-    dtype of `like`. The steps run on tensors without memory, and each value that the class reads on the host is 1. A
-    class that fails on those runs on small tensors with memory, on the host: the state follows from their sizes, or is
-    unknown too, and the rest is unknown.
+    lists, the first entry is that of the tensor. Tensor and gradient have `dtype`, by default the dtype of `like`. The
+    steps run on tensors without memory, and each value that the class reads on the host is 1. A class that fails on
+    those runs on small tensors with memory, on the host: the state follows from their sizes, or is unknown too, and the
+    rest is unknown.
 
     May be called during a capture. The random state, the gradient mode and warnings are left as they were, and nothing
     is compiled.
@@ -112,8 +112,7 @@ def tensor_step(
             attributes=copied(attributes),
             group=copied({name: group[name] for name in group.keys() - ({"params", "param_names"} - {*per_param})}),
             per_param=tuple(per_param),
-            dtype=like.dtype,
-            grad_dtype=like.dtype if grad_dtype is None else grad_dtype,
+            dtype=dtype or like.dtype,
             device=like.device,
         )
         try:
@@ -146,7 +145,6 @@ class _Asked:
     group: Mapping[str, Any]
     per_param: tuple[str, ...]
     dtype: torch.dtype
-    grad_dtype: torch.dtype
     device: torch.device
 
     def optimizer(self, params: Sequence[nn.Parameter], *, by_constructor: bool) -> Optimizer:
@@ -186,9 +184,7 @@ def _two_steps(
     work_bytes = 0
     for _ in range(2):
         for param in params:
-            param.grad = None
-            param.grad_dtype = asked.grad_dtype
-            param.grad = torch.ones(param.shape, dtype=asked.grad_dtype, device=device)
+            param.grad = torch.ones(param.shape, dtype=asked.dtype, device=device)
         given = [*params, *(param.grad for param in params if param.grad is not None)]
         before_bytes, seen = _state_bytes(optimizer, params), _Seen(given, _state_of(optimizer, params))
         del given

@@ -25,6 +25,7 @@ SAMPLES: list[ElixirError] = [
     errors.WrongDtype("transformer.wte.weight", "torch.float32", "bfloat16"),
     errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "SGD"),
     errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "HybridAdamW", True),
+    errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "HybridProdigy", False, "aten.add joins two"),
     errors.StaleParameters("transformer.wte.weight"),
     errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),

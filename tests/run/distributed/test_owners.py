@@ -40,7 +40,7 @@ def assert_owned(of_ranks: list[dict[str, Any]], shares: Shares, *, sees: bool) 
 Case = tuple[str, str, str]
 """The class, the home of its state, and when it updates."""
 QUICK: tuple[Case, ...] = (
-    ("Muon", "device", "after_backward"),
+    ("Muon with masters", "streamed", "across_steps"),
     ("Soap", "disk", "across_steps"),
 )
 SLOW: tuple[Case, ...] = (
@@ -48,6 +48,12 @@ SLOW: tuple[Case, ...] = (
     *(("Soap", home, update) for home in ("streamed", "disk") for update in ("after_backward", "across_steps")),
     *(("Adafactor", home, update) for home, update in (("host", "across_steps"), ("streamed", "in_backward"))),
     ("Adafactor", "disk", "in_backward"),
+    ("Muon", "device", "after_backward"),
+    *(
+        (f"{name} with masters", home, update)
+        for name in ("Muon", "Adafactor", "Soap")
+        for home, update in (("device", "in_backward"), ("host", "across_steps"), ("disk", "across_steps"))
+    ),
 )
 UNEQUAL: tuple[Case, ...] = (
     ("Muon", "device", "in_backward"),
@@ -80,7 +86,7 @@ def test_owners_update_with_the_bits_of_the_class(
         checks.append(["has_the_bits_of_the_class", name, num_layers, home, update, str(folder), given])
     for (name, home, _), each in zip(cases, zip(*on_ranks(len(shares), tmp_path, *checks), strict=True), strict=True):
         of_ranks = list(each)
-        assert_owned(of_ranks, given, sees=name == "Muon")
+        assert_owned(of_ranks, given, sees=name.startswith("Muon"))
         expected = {"streamed": "host"}.get(home, home)
         assert all(found["homes"] == [expected] for found in of_ranks)
         assert all(found["on_disk"] is (home == "disk") for found in of_ranks)
@@ -105,6 +111,7 @@ def test_owners_train_as_one_process(tmp_path: Path) -> None:
         ("Soap", ("device",) * 3),
         ("Soap", ("disk", "disk", "device")),
         ("Muon", ("host", "device", "disk")),
+        ("Soap with masters", ("host", "disk", "device")),
     ],
 )
 def test_the_state_of_two_owners_is_loaded_by_three_and_by_one(

@@ -24,11 +24,12 @@ from elixir_compile.optim import adamw_rule
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.rule import ParamUpdate
+from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate
 from elixir_compile.runtime.bucket import live_slab_bytes
 from tests.covering import covering
 from tests.run import training
 from tests.run.models import hf_batches, seeded, small_gpt2
+from tests.run.optimizers import Noisy
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import WIDTH, Ladder, buckets_of, in_flight, ladder, nan_staging, placed, rows, small_buckets
 
@@ -440,7 +441,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
                 weight.copy_(master)
                 state["master"] = master.clone()
             made.append((weight, {**state, "step": torch.zeros(())}))
-        group = {**ADAM, "amsgrad": True, "maximize": True, adamw_rule.GRAD_SCALE: 0.25}
+        group = {**ADAM, "amsgrad": True, "maximize": True, GRAD_SCALE: 0.25}
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
             rule.update([ParamUpdate(made[0][0], grad, made[0][1])], group)
@@ -477,7 +478,7 @@ def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype
             found.append(ParamUpdate(weight, grad, state))
         return found
 
-    group = {**ADAM, "amsgrad": False, "maximize": False, adamw_rule.GRAD_SCALE: 0.5}
+    group = {**ADAM, "amsgrad": False, "maximize": False, GRAD_SCALE: 0.5}
     alone, together = made(), made()
     with CountedOps() as counted:
         for each in alone:
@@ -671,16 +672,19 @@ def test_two_clips_of_one_gradient_both_count() -> None:
     assert not torch.equal(masters(optimizer)["0"], wide().linear.weight.detach().float())
 
 
+@pytest.mark.filterwarnings("ignore:HybridNoisy is not element-wise")
 @pytest.mark.parametrize("update", list(Update))
-def test_a_hybrid_class_without_masters_is_refused_each_time(update: Update) -> None:
+def test_a_class_that_updates_all_parameters_at_once_is_refused_each_time(update: Update) -> None:
     model = elixir.prepare(ladder(), param_dtype="bfloat16")
     before, batch = copies(model), rows(1)[0].bfloat16()
-    optimizer = elixir.hybrid(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = elixir.hybrid(Noisy)(model.parameters(), lr=0.1)
     with small_buckets(lambda plan: placed(plan, "split", 0.0, update)):
         compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
         for _ in range(2):
             compiled(batch).backward()
-            with pytest.raises(elixir.MasterIgnored, match=r"steps\.0.* HybridSGD does not"):
+            with pytest.raises(
+                elixir.MasterIgnored, match=r"steps\.0.* HybridNoisy does not update: .*draws random numbers"
+            ):
                 optimizer.step()
             optimizer.zero_grad()
     assert_same_tensors(before, copies(model))
