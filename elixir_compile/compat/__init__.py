@@ -44,6 +44,7 @@ from elixir_compile.compat.compilers import lower_plainly_with_inductor as lower
 from elixir_compile.compat.compilers import lower_with_inductor as lower_with_inductor
 from elixir_compile.compat.compilers import min_cut_partition as min_cut_partition
 from elixir_compile.compat.compilers import report_forward as report_forward
+from elixir_compile.compat.compilers import returned_writes as returned_writes
 from elixir_compile.compat.compilers import timed_within as timed_within
 from elixir_compile.compat.distributed import ScheduledStage as ScheduledStage
 from elixir_compile.compat.distributed import active_ddp as active_ddp
@@ -125,6 +126,7 @@ from elixir_compile.compat.tensors import may_have_any_value_from as may_have_an
 from elixir_compile.compat.tensors import memory_address as memory_address
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
+from elixir_compile.compat.tensors import plain_inside as plain_inside
 from elixir_compile.compat.tensors import real_tensors as real_tensors
 from elixir_compile.compat.tensors import rewrapped as rewrapped
 from elixir_compile.compat.tensors import schema_of as schema_of

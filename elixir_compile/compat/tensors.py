@@ -281,6 +281,14 @@ def is_wrapper(value: object) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
+def plain_inside(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors inside of `value`, of which `is_wrapper` is true, however deep; any other tensor itself."""
+    if not is_wrapper(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  the protocol of such classes
+    return [leaf for name in names for leaf in plain_inside(getattr(value, name))]
+
+
 def rewrapped(value: Any, inside: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a tensor like `value`, of which `is_wrapper` is true, around `inside` of each tensor in it.
 

@@ -12,6 +12,8 @@ from elixir_compile.ir.kinds import BucketId, GroupId, Kind, Saving, StorageId, 
 
 STATE_DTYPES = ("bfloat16", "int8")
 """The dtypes of moments that are narrower than fp32, from the most exact on."""
+MIXED_DTYPE = "uint8"
+"""The dtype of a bucket of frozen parameters whose dtypes differ: its elements are their bytes."""
 NUM_WHOLE_ROOMS = 2
 """Rooms on the device for parameters that are updated whole, one after another, with their state."""
 _REDUCED_BYTES = {"float32": 4}
@@ -108,6 +110,7 @@ class Bucket:
     state_nbytes: int
     """Bytes of optimizer state of the whole parameters: 0 if they are frozen, twice `nbytes` for Adam."""
     dtype: str
+    """The dtype of all parameters; `MIXED_DTYPE` if those of frozen parameters differ."""
     trainable: bool
     shard_numels: tuple[int, ...]
     """Number of elements that each rank owns, by rank. Unless `is_ragged`, the flat shard of every rank is padded to
@@ -158,6 +161,10 @@ class Bucket:
                 f"bucket {self.id} reduces gradients of {self.dtype} in {self.reduce_dtype}; expected "
                 f"{' or '.join(_REDUCED_BYTES)}, for gradients of a narrower dtype."
             )
+
+    def may_hold(self, dtype: str) -> bool:
+        """Return whether a parameter of `dtype` may be in the bucket."""
+        return dtype == self.dtype or (self.dtype == MIXED_DTYPE and not self.trainable)
 
     @property
     def is_sharded(self) -> bool:

@@ -96,12 +96,12 @@ class Executor:
         self.nothing = torch.empty(0, device=device)
         """The placeholder that a forward saves for autograd instead of a value that the plan keeps off the device."""
 
-    def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
+    def slot_for(self, param: torch.Tensor) -> Slot | None:
         """Return the slot of `param` in this executor, or None."""
         slot = slot_of(param)
         return slot if slot is not None and slot.sink is self else None
 
-    def add_slot(self, name: str, param: torch.nn.Parameter) -> Slot:
+    def add_slot(self, name: str, param: torch.Tensor) -> Slot:
         """Return the slot of `param`, called `name` in the model; make the slot on the first call for `param`."""
         slot = self.slot_for(param)
         if slot is None:

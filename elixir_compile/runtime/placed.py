@@ -289,10 +289,11 @@ def take_replaced(sites: Sites, next_forward: int) -> list[Slot]:
     """
     moved = sites.moved()
     for site in moved:
-        there = site.params.get(site.name)
+        there = site.tensors.get(site.name)
         if sites.may_take(site.slot, there):
             continue
-        if isinstance(there, torch.Tensor) and not isinstance(there, nn.Parameter):
+        is_param = isinstance(site.slot.param, nn.Parameter)
+        if is_param and isinstance(there, torch.Tensor) and not isinstance(there, nn.Parameter):
             raise ParameterReplaced(site.slot.name, "a plain tensor is in its place", is_temporary=True)
         retire(sites)
         raise ParameterReplaced(site.slot.name, "it is gone" if there is None else "another is in its place")

@@ -37,7 +37,7 @@ from elixir_compile.graph.capture.joint import (
     sizes_in,
 )
 from elixir_compile.graph.capture.loss import chunk_loss, find_loss
-from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, read_plainly
+from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, movable, read_plainly
 from elixir_compile.graph.capture.node_facts import gather_keys, outputs_of
 from elixir_compile.graph.capture.rewire import (
     ParameterInputs,
@@ -144,7 +144,7 @@ def compile_unmanaged(
                 wanted = {id(slot.param) for slot in gathered}
                 for root in find_roots([slot.param for slot in gathered]) if gathered else ():
                     for module in root.modules():
-                        names = [name for name, param in module._parameters.items() if id(param) in wanted]
+                        names = [name for name, tensor in movable(module) if id(tensor) in wanted]
                         if names and is_swapped(module):
                             read_plainly(module, names)
                 gathered.clear()
@@ -348,7 +348,7 @@ def _capture_whole() -> NoReturn:
 
 
 def _compile_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, unmanaged: Sequence[tuple[nn.Parameter, str]] = ()
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, unmanaged: Sequence[tuple[torch.Tensor, str]] = ()
 ) -> Callable[..., Any]:
     """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
     keys = split_gathers(gm)
@@ -376,7 +376,7 @@ def _compile_graph(
         stop_managing(model, ((slot, reason) for param, reason in unmanaged if (slot := slot_for(param)) is not None))
     if model is None or not any(model.executor.slot_for(param) for param in params):
         message = (
-            "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
+            "the captured graph reads no parameter of a module that a plan can move, so there is nothing to place: "
             f"it runs as with backend={options.inner!r}, without a memory budget."
         )
         takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
@@ -404,7 +404,7 @@ def _follow_changes(models: Iterable[ManagedModel], inputs: Sequence[Any]) -> No
 
 
 def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
-    return [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+    return [value for value in inputs if isinstance(value, nn.Parameter)]
 
 
 def _compile_gathers(

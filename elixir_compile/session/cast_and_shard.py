@@ -144,19 +144,36 @@ def torch_dtype(name: ParamDtype) -> torch.dtype:
 
 
 def gets_master(param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a cast to `dtype` gives `param` a master: it is in fp32 or in `dtype`, and no tensor subclass."""
+    """Return whether a cast to `dtype` gives `param`, which is no scale, a master: it is in fp32 or in `dtype`, and no
+    tensor subclass."""
     return type(own_shard(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
+
+
+def scales_of(modules: Iterable[nn.Module]) -> frozenset[int]:
+    """Return the ids of the parameters of `modules` that no cast rounds: the scales of quantised weights.
+
+    A scale is a frozen parameter beside a tensor of integers, the codes, with as many elements or more: its module
+    multiplies both in each forward, so that all weights of the layer would get the error of a rounded scale.
+    """
+    found: set[int] = set()
+    for module in modules:
+        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        codes = [each.numel() for each in own if not (each.is_floating_point() or each.is_complex() or each.is_meta)]
+        most = max(codes, default=0)
+        found |= {id(each) for each in own if not each.requires_grad and most > 1 and each.numel() <= most}
+    return frozenset(found)
 
 
 @torch.no_grad()
 def cast(model: nn.Module, name: ParamDtype) -> None:
-    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master.
+    """Cast every fp32 parameter of `model` but the scales of quantised weights to the dtype called `name`, and give it
+    a master.
 
     DTensors are left alone: `shard_parameters` has cast them.
     """
-    dtype = torch_dtype(name)
+    dtype, scales = torch_dtype(name), scales_of(model.modules())
     for param in model.parameters():
-        if not gets_master(param, dtype) or has_master(param) or is_dtensor(param):
+        if id(param) in scales or not gets_master(param, dtype) or has_master(param) or is_dtensor(param):
             continue
         if param.dtype == dtype or param.numel() == 0:
             param.data = param.data.to(dtype)
@@ -165,10 +182,12 @@ def cast(model: nn.Module, name: ParamDtype) -> None:
             _cast(param, dtype)
 
 
-def check_masters(slots: Iterable[Slot], name: ParamDtype) -> None:
-    """Raise WrongDtype if a parameter of `slots` has no master, although `cast` to the dtype `name` would add one."""
+def check_masters(slots: Iterable[Slot], modules: Iterable[nn.Module], name: ParamDtype) -> None:
+    """Raise WrongDtype if a parameter of `slots`, all parameters of `modules`, has no master, although `cast` to the
+    dtype `name` would add one."""
+    scales = scales_of(modules)
     for slot in slots:
-        if gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
+        if id(slot.param) not in scales and gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
             raise WrongDtype(slot.name, str(slot.param.dtype), name)
 
 
@@ -357,7 +376,7 @@ def _sharded(
         if param.requires_grad and ranks is not None:
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
         return param
-    is_cast = dtype is not None and gets_master(param, dtype)
+    is_cast = dtype is not None and gets_master(param, dtype) and id(param) not in scales_of([module])
     if ranks is None and not is_dtensor(original):  # `cast` casts it
         _from_first(param.data, ranks, axis)
         return param

@@ -29,6 +29,7 @@ from elixir_compile.graph.capture.modules import (
     gathered_names,
     is_swapped,
     model_of,
+    movable,
     swap,
     undo_swap,
     unmanaged_reason,
@@ -302,7 +303,11 @@ class ManagedModel:
         self._gates: list[Gate] = []
         self._regions: dict[str, RegionCompiler] = {}
         self._roots = tuple(weakref.ref(root) for root in roots)
+        # A buffer is complete on each rank, and DistributedDataParallel writes it before each forward.
+        moves_buffers = peers is None and ranks is None and tensor_axis is None and compat.active_ddp() is None
         for name, param, reason in _with_reasons(roots, originals):
+            if not (moves_buffers or isinstance(param, nn.Parameter)):
+                continue
             if reason is None:
                 self.executor.add_slot(name, param)
             else:
@@ -315,11 +320,11 @@ class ManagedModel:
             self.executor.gradients.unmanaged[name] = param
 
     def _unplaced(self) -> Iterable[torch.Tensor]:
-        """Yield the buffers of the models, and all parameters without a slot."""
+        """Yield the buffers and the parameters of the models that have no slot."""
         for root in self.roots:
-            yield from root.buffers()
-            params = (param for module in root.modules() for param in module._parameters.values())
-            yield from (param for param in params if param is not None and self.executor.slot_for(param) is None)
+            for module in root.modules():
+                own = (*module._buffers.values(), *module._parameters.values())
+                yield from (each for each in own if each is not None and self.executor.slot_for(each) is None)
 
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
@@ -342,34 +347,31 @@ class ManagedModel:
             yield from root.buffers()
 
     def swap_modules(self) -> None:
-        """Let all modules read the parameters with a slot as gathers; no tensor moves."""
+        """Let all modules read the parameters and buffers with a slot as gathers; no tensor moves."""
         for root in self.roots:
             for module in root.modules():
                 if is_swapped(module):
                     continue
-                readable = (name for name in module._parameters if unmanaged_reason(module, name) is None)
                 found = {
-                    name: self.executor.slot_for(param)
-                    for name in readable
-                    if (param := module._parameters[name]) is not None
+                    name: self.executor.slot_for(tensor)
+                    for name, tensor in movable(module)
+                    if unmanaged_reason(module, name) is None
                 }
                 slots = {name: slot for name, slot in found.items() if slot is not None}
                 if slots:
                     swap(module, slots, self)
 
     def move_rest(self) -> None:
-        """Move the buffers of the models, and all parameters that do not read as gathers, to the device."""
-        roots = self.roots
+        """Move all parameters and buffers of the models that do not read as gathers to the device."""
         rest = [
-            param
-            for root in roots
+            tensor
+            for root in self.roots
             for module in root.modules()
-            for name, param in module._parameters.items()
-            if param is not None and name not in gathered_names(module)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and name not in gathered_names(module)
         ]
         with torch.no_grad():
-            buffers = (buffer for root in roots for buffer in root.buffers())
-            moved_together((*rest, *buffers), self.executor.device)
+            moved_together(rest, self.executor.device)
 
     def is_outdated(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether a graph that reads `params` needs the models prepared again, because parameters were replaced
@@ -406,7 +408,8 @@ class ManagedModel:
             expected = '"across_steps" or "after_backward", or a schedule made with `scale_grads=False`'
             raise InvalidOption("update", options.update, expected)
         if options.param_dtype is not None:
-            check_masters(executor.slots.values(), options.param_dtype)
+            modules = (module for root in self.roots for module in root.modules())
+            check_masters(executor.slots.values(), modules, options.param_dtype)
         executor.gradients.stay |= bool(options.accumulate)
         executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
         if executor.ranks is not None:
@@ -551,15 +554,18 @@ def prepare_again(old: ManagedModel) -> None:
 
 def _with_reasons(
     roots: Sequence[nn.Module], originals: Sequence[nn.Module] = ()
-) -> Iterable[tuple[str, nn.Parameter, str | None]]:
-    """Yield the name and each parameter of `roots`, with the reason why it cannot become a gather, or None if it can.
+) -> Iterable[tuple[str, torch.Tensor, str | None]]:
+    """Yield the name and each parameter and large buffer of `roots`, with the reason why it cannot become a gather, or
+    None if it can.
 
     `originals` are models of the same structure that show which parameters share memory; by default `roots` themselves.
     """
     named = list(_named_parameters(roots))
     owners = originals or roots
-    buffers = {f"buffer {name}": buffer for root in owners for name, buffer in root.named_buffers()}
-    shared = aliases([*((name, param) for name, param, _, _ in _named_parameters(owners)), *buffers.items()])
+    moved = [(name, tensor) for name, tensor, _, _ in _named_parameters(owners)]
+    known = {id(tensor) for _, tensor in moved}
+    buffers = ((f"buffer {name}", buffer) for root in owners for name, buffer in root.named_buffers())
+    shared = aliases([*moved, *(found for found in buffers if id(found[1]) not in known)])
     for name, param, module, local in named:
         reason = unmanaged_reason(module, local)
         if reason is None and name in shared:
@@ -567,14 +573,14 @@ def _with_reasons(
         yield name, param, reason
 
 
-def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
-    """Yield each parameter of `roots` once: its name, itself, its module, and its name in the module."""
+def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, torch.Tensor, nn.Module, str]]:
+    """Yield each parameter and large buffer of `roots` once: its name, itself, its module, and its name in that."""
     seen: set[int] = set()
     for index, root in enumerate(roots):
         prefix = "" if index == 0 else f"{type(root).__name__}{index}."
         for path, module in root.named_modules():
-            for local, param in module._parameters.items():
-                if param is not None and id(param) not in seen:
+            for local, param in movable(module):
+                if id(param) not in seen:
                     seen.add(id(param))
                     yield f"{prefix}{path}.{local}" if path else f"{prefix}{local}", param, module, local
 

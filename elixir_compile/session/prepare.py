@@ -25,6 +25,7 @@ from elixir_compile.session.cast_and_shard import (
     gets_master,
     materialize,
     ranks_of,
+    scales_of,
     shard_parameters,
     tensor_axis_of,
     torch_dtype,
@@ -344,8 +345,10 @@ def _require_as_prepared(
     if target not in (None, here):
         raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
     if param_dtype is not None:
+        scales = scales_of(model.modules())
         for name, param in model.named_parameters():
-            if gets_master(param, torch_dtype(param_dtype)) and not has_master(param):
+            is_cast = id(param) not in scales and gets_master(param, torch_dtype(param_dtype))
+            if is_cast and not has_master(param):
                 because = (
                     f"it was prepared as {param.dtype} and cannot become {param_dtype}. Name `param_dtype` in the "
                 )

@@ -495,7 +495,7 @@ def _differences(plan: Plan, graph: StepGraph) -> Iterator[str]:
 
 def _differences_of_bucket(bucket: Bucket, graph: StepGraph, params: Mapping[StorageId, Storage]) -> Iterator[str]:
     for name in bucket.params:
-        if params[name].dtype != bucket.dtype:
+        if not bucket.may_hold(params[name].dtype):
             yield f"Parameter {name} was {bucket.dtype} and is {params[name].dtype} here"
     nbytes = sum(params[name].nbytes for name in bucket.params)
     if nbytes != bucket.nbytes:

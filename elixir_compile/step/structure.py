@@ -178,7 +178,7 @@ def _bucket_fault(
             return f"{bucket.id} holds {param}, which is not a parameter of the graph."
         if param in owners:
             return f"{param} is in two buckets, {owners[param]} and {bucket.id}."
-        if storages[param].dtype != bucket.dtype:
+        if not bucket.may_hold(storages[param].dtype):
             return f"{bucket.id} mixes dtypes: {param} is {storages[param].dtype}, the bucket {bucket.dtype}."
     nbytes = sum(storages[param].nbytes for param in bucket.params)
     if nbytes != bucket.nbytes:

@@ -39,6 +39,7 @@ from elixir_compile.graph.capture.captured import (
 )
 from elixir_compile.graph.capture.node_facts import (
     MARKERS,
+    OF_MODULE,
     TICKET,
     as_node,
     gradient,
@@ -259,11 +260,6 @@ class _Walk:
 #
 # Sizes may be dynamic. If the number of rows is a symbol, a micro-batch runs the same graph with fewer rows as the
 # symbol: `batch_call` says which ops allow that.
-
-
-OF_MODULE = "elixir_of_module"
-"""The key in `node.meta` that marks the inputs that are tensors of modules, such as buffers. They are no batch, even if
-they have as many rows."""
 
 
 def step_states(captured: Captured) -> StepStates:

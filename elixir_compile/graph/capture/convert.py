@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from elixir_compile import compat
 from elixir_compile.base.errors import InvalidPlan, UnsupportedModel
-from elixir_compile.graph.capture.batch import OF_MODULE, scattered, step_states
+from elixir_compile.graph.capture.batch import scattered, step_states
 from elixir_compile.graph.capture.captured import (
     NEGLIGIBLE_BYTES,
     SAME,
@@ -31,6 +31,7 @@ from elixir_compile.graph.capture.captured import (
 )
 from elixir_compile.graph.capture.node_facts import (
     MARKERS,
+    OF_MODULE,
     bodies_of,
     dense_tensors_of,
     flops_of,

@@ -13,16 +13,20 @@ and the partitioner returns, node for node, the forward and backward of the same
 which inputs are parameters, by their positions.
 """
 
+import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from elixir_compile import compat
 from elixir_compile.base.errors import UnsupportedModel
 from elixir_compile.graph.capture.node_facts import (
+    OF_MODULE,
     TICKET,
     as_node,
     first_op,
@@ -81,6 +85,7 @@ def partition_hidden(
     """
     add_sizes(joint.graph)
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
+    _recompute_frozen(joint.graph, hidden)
     num_primals = sum(not is_tangent(node) for node in joint.graph.find_nodes(op="placeholder"))
     known = options.pop("static_lifetime_input_indices", None) or []
     static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
@@ -190,6 +195,53 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
     for node in reversed([node for node in graph.nodes if node in reached]):
         graph.erase_node(node)
     return hidden
+
+
+_FROZEN_REGION = sys.maxsize
+"""The number of the region of tagged ops: behind all regions of `checkpoint`, so that torch saves no result of them as
+the last of one region that a later region reads."""
+
+
+def _recompute_frozen(graph: fx.Graph, hidden: _Hidden) -> None:
+    """Have the backward compute again what depends on frozen parameters alone and is larger than they are.
+
+    Weights in 4 or 8 bits become such values in each forward, and torch's partitioner would save them: memory for which
+    the user quantised them. So the backward reads the parameters once more instead, as under a `checkpoint` of these
+    ops alone. Buffers and constants, such as the table of the 16 values of NF4, may be among what an op reads. Ops that
+    draw random numbers or write are left out.
+    """
+    roots: dict[fx.Node, frozenset[fx.Node]] = {}
+    """The frozen parameters on which each node depends, for nodes that depend on nothing but them and constants."""
+    written = compat.returned_writes(graph)
+    for node in graph.nodes:
+        if node.name in hidden.keys:
+            is_frozen = not slot_by_key(hidden.keys[node.name]).param.requires_grad
+            roots |= {node: frozenset([node])} if is_frozen else {}
+        elif node.op == "placeholder":
+            is_read_only = node.meta.get("desc") not in written and all(map(_may_run_again, node.users))
+            if node.meta.get(OF_MODULE, False) and is_read_only and not tensor_of(node).requires_grad:
+                roots[node] = frozenset()
+        elif _may_run_again(node) and all(source in roots for source in node.all_input_nodes):
+            roots[node] = frozenset().union(*(roots[source] for source in node.all_input_nodes))
+    for node, read in roots.items():
+        if _nbytes([node]) > _nbytes(read) > 0:
+            node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, _FROZEN_REGION
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    """Return whether `node` gives the same result from the same inputs, and writes nothing."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    if not compat.is_op_overload(node.target) or compat.schema_of(node.target).is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _nbytes(nodes: Iterable[fx.Node]) -> int:
+    """Return the bytes of the storages of the values of `nodes`."""
+    tensors = [tensor_of(node) for node in nodes if has_tensor(node)]
+    storages = {compat.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(compat.evaluate_size(nbytes, {}) for nbytes in storages.values())
 
 
 def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:

@@ -38,10 +38,10 @@ from elixir_compile.graph.ops.shards import DTensor, has_layout_of, is_dtensor, 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An entry of `_parameters` of a module, and its slot in graphs."""
+    """An entry of `_parameters` or `_buffers` of a module, and its slot in graphs."""
 
-    params: dict[str, nn.Parameter | None]
-    """The dictionary `_parameters` of the module."""
+    tensors: dict[str, torch.Tensor | None]
+    """The dictionary of the module that has the entry."""
     name: str
     slot: Slot
     module: "weakref.ref[nn.Module]"
@@ -61,8 +61,8 @@ class Sites:
     """The number of the first forward after that replacement."""
 
     def add(self, module: nn.Module, name: str, slot: Slot) -> None:
-        """Add the site of the parameter `name` of `module`, for which graphs read `slot`."""
-        self._sites.append(Site(module._parameters, name, slot, weakref.ref(module)))
+        """Add the site of the parameter or buffer `name` of `module`, for which graphs read `slot`."""
+        self._sites.append(Site(holder_of(module, name), name, slot, weakref.ref(module)))
         self._num_of_slot[slot.key] = self._num_of_slot.get(slot.key, 0) + 1
 
     def clear(self) -> None:
@@ -77,13 +77,15 @@ class Sites:
 
     def moved(self) -> list[Site]:
         """Return the sites whose parameter is not the parameter of the slot. It takes 60 ns for each site."""
-        return [site for site in self._sites if site.params.get(site.name) is not site.slot.param]
+        return [site for site in self._sites if site.tensors.get(site.name) is not site.slot.param]
 
     def may_take(self, slot: Slot, param: object) -> bool:
         """Return whether `slot` can take `param` in place of its parameter without another capture."""
-        if not isinstance(param, nn.Parameter) or slot_of(param) is not None or self._num_of_slot[slot.key] > 1:
-            return False
         old = slot.param
+        if not isinstance(param, torch.Tensor) or isinstance(param, nn.Parameter) is not isinstance(old, nn.Parameter):
+            return False
+        if type(param.data) is not type(old.data) or slot_of(param) is not None or self._num_of_slot[slot.key] > 1:
+            return False
         return slot.fits(param) and has_layout_of(param, old) and has_master(param) == has_master(old)
 
     def take(self, sites: Iterable[Site], next_forward: int) -> Iterator[Slot]:
@@ -92,7 +94,7 @@ class Sites:
         `may_take` must be True for each site.
         """
         for site in sites:
-            site.slot.take(cast("nn.Parameter", site.params[site.name]))  # `may_take` refuses None
+            site.slot.take(cast("torch.Tensor", site.tensors[site.name]))  # `may_take` refuses None
             self._replaced, self._replaced_before = site.slot.name, next_forward
             yield site.slot
 
@@ -151,8 +153,8 @@ class EagerReads:
 # Make the parameters of modules read as gathers, undo it, and find the models of parameters.
 
 
-def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules in the process with any of `params`.
+def find_roots(params: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """Return the outermost modules in the process with any of `params`, parameters or buffers.
 
     A DistributedDataParallel counts as its module, so that parameters have the same names inside of it.
     """
@@ -165,7 +167,7 @@ def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     wanted = {id(param) for param in params}
     outermost = [module for module in modules if id(module) not in children]
     roots = [module.module if isinstance(module, DistributedDataParallel) else module for module in outermost]
-    return [root for root in roots if wanted & {id(param) for param in root.parameters()}]
+    return [root for root in roots if wanted & set(map(id, (*root.parameters(), *root.buffers())))]
 
 
 _HANDLE = "_elixir_handle_"
@@ -196,17 +198,36 @@ class OwningModel(Protocol):
     def executor(self) -> Owner: ...
 
 
+_LEAST_BUFFER_BYTES = 64 * 1024
+"""Smaller buffers stay on the device: statistics, masks, tables of positions. Weights as buffers, such as those of GPTQ
+and AWQ, are larger."""
+
+
+def holder_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return the dictionary of `module` that has its parameter or buffer `name`: `_parameters` or `_buffers`."""
+    return module._parameters if name in module._parameters else module._buffers
+
+
+def movable(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of `module` itself, and its buffers that are large enough for plans to move them, each with
+    its name."""
+    params = [(name, param) for name, param in module._parameters.items() if param is not None]
+    buffers = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    return [*params, *(found for found in buffers if found[1].nbytes >= _LEAST_BUFFER_BYTES)]
+
+
 def unmanaged_reason(module: nn.Module, name: str) -> str | None:
-    """Return why parameter `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
-    param = module._parameters[name]
+    """Return why parameter or buffer `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
+    param = holder_of(module, name).get(name)
     if param is None:
         return "it is None"
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
     if parametrize.is_parametrized(module):
         return f"{type(module).__name__} gets another class when its parametrization is removed"
-    if not (param.is_floating_point() or param.is_complex()):
-        return f"{param.dtype} parameters carry no gradient"
+    is_plain = type(param) in (torch.Tensor, nn.Parameter) or is_dtensor(param)
+    if not (is_plain or param.is_floating_point() or param.is_complex()):
+        return f"code reads attributes of a {type(param).__name__}, which a gathered copy of its values has not"
     if type(param.data) is not torch.Tensor and not is_dtensor(param):
         return f"{type(param.data).__name__} is a tensor subclass"
     if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_shard(param)):
@@ -331,10 +352,11 @@ def _gathered(name: str, slot: Slot) -> property:
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
-            if name not in module._parameters:
+            tensors = holder_of(module, name)
+            if name not in tensors:
                 raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
             slot: Slot = module.__dict__[_SLOTS][name]
-            param = module._parameters[name]
+            param = tensors[name]
             if param is None:  # set by the user
                 return None
             if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
@@ -388,13 +410,21 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
                 _give_back(module)
         base.register_parameter(module, name, param)
 
+    def register_buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register `tensor` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
+        if is_swapped(module):
+            slot = module.__dict__[_SLOTS].get(name)
+            if slot is not None and not module.__dict__[_MODEL].executor.sites.may_take(slot, tensor):
+                _give_back(module)
+        base.register_buffer(module, name, tensor, persistent)
+
     def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a shard of a parameter whose dtype it
         keeps.
 
         The shard has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
         """
-        kept: dict[str, nn.Parameter] = {}
+        kept: dict[str, Any] = {}
         slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
         for name, slot in slots.items():
             is_own = slot.is_dtensor and module._parameters.get(name) is slot.param
@@ -416,7 +446,9 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
         # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
         return copyreg._reconstructor, (base, object, None), state  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
 
-    found: dict[str, object] = {"__reduce_ex__": reduce_ex, "register_parameter": register_parameter}
+    found: dict[str, object] = {
+        "__reduce_ex__": reduce_ex, "register_buffer": register_buffer, "register_parameter": register_parameter
+    }  # fmt: skip
     return {**found, "__delattr__": delete, **({"_apply": move} if has_dtensors else {})}
 
 

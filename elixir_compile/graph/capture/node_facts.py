@@ -19,6 +19,9 @@ from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.ir import Kernel
 from elixir_compile.ir.graph import Ring
 
+OF_MODULE = "elixir_of_module"
+"""The key in `node.meta` that marks the inputs that are tensors of modules, such as buffers. They are no batch, even if
+they have as many rows."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _STEP = re.compile(r"\['?([^'\]]+)'?\]|\.?(\w+)")
 _DROPPED = {"L", "G", "self", "_modules", "_parameters", "_buffers", "_orig_mod"}

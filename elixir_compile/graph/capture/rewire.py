@@ -327,12 +327,13 @@ def pass_unmanaged(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Col
     return PassedUnmanaged(example_inputs=inputs, keys=keys)
 
 
-def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    """Return a fake tensor like `param` on `device` for an input of `gm`, with separate memory."""
+def fake_parameter(gm: fx.GraphModule, param: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor like `param`, or a buffer, on `device` for an input of `gm`, with separate memory."""
     examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     with compat.fake_mode_of(examples):
         empty = compat.like_in_strides(param, param.stride(), device)
-        return torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+        is_param = isinstance(param, torch.nn.Parameter)
+        return torch.nn.Parameter(empty, requires_grad=param.requires_grad) if is_param else empty
 
 
 def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:
@@ -400,7 +401,7 @@ def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any], sink: object) -> R
     fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
     inputs, handles = list(example_inputs), {}
     for index, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
-        slot = slot_of(value) if isinstance(value, torch.nn.Parameter) else None
+        slot = slot_of(value) if isinstance(value, torch.Tensor) else None
         if slot is None or slot.sink is not sink or slot.is_dtensor or slot.shape != value.shape:
             continue
         handles[index] = slot.handle()
@@ -502,8 +503,8 @@ _Roots = frozenset[int]
 class _Found:
     """The parameters of a graph and the reasons found so far why some of them cannot be gathered."""
 
-    params: dict[int, nn.Parameter] = field(default_factory=dict)
-    """The parameters that the graph takes or gathers, by their id."""
+    params: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The parameters and buffers that the graph takes or gathers, by their id."""
     roots: dict[fx.Node, _Roots] = field(default_factory=dict)
     """The ids of the parameters with which a node shares memory."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -514,8 +515,8 @@ class _Found:
             self.reasons.setdefault(root, reason)
 
 
-def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[nn.Parameter, str]]:
-    """Return the parameters of `gm` that must be plain inputs instead of gathers, each with the reason.
+def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[torch.Tensor, str]]:
+    """Return the parameters and buffers of `gm` that must be plain inputs instead of gathers, each with the reason.
 
     A parameter must be an input if `gm` writes it, if `gm` returns it to eager code behind a graph break, which may
     write it, if its gradient is sparse, or if an earlier graph made it an input.
@@ -524,7 +525,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
     """
     found = _Found()
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, nn.Parameter) or (isinstance(value, torch.Tensor) and compat.belongs_to_module(node)):
             found.params[id(value)] = value
             found.roots[node] = frozenset({id(value)})
     for node in gathers_of(gm):
@@ -541,7 +542,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
     return [(found.params[root], reason) for root, reason in found.reasons.items()]
 
 
-def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
+def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[torch.Tensor, str]]) -> dict[Slot, str]:
     """Return the slots of `params` that `gm` gathers, or reads by name beside gathers, with the reason of each.
 
     A graph without gathers reads all its parameters where they live, and can write them there.

@@ -96,7 +96,8 @@ class SlotOwner(Protocol):
 
 
 class Slot:
-    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor.
+    """The place of a parameter of a prepared model, or of a large buffer of it that no graph writes, which is a frozen
+    parameter to all that follows, with its handles, its autograd node and its executor.
 
     It has more than 20 methods: each is a question about the parameter, asked by another room.
     """
@@ -115,7 +116,7 @@ class Slot:
         "sink",
     )
 
-    def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
+    def __init__(self, key: int, name: str, param: torch.Tensor, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
         self.name = name
         self.param = param
@@ -138,11 +139,11 @@ class Slot:
                 "Cast or resize the model first, then prepare or compile it",
             )
 
-    def fits(self, param: torch.nn.Parameter) -> bool:
+    def fits(self, param: torch.Tensor) -> bool:
         """Return whether `param` has the dtype, shape and strides for which graphs were captured."""
         return _form(param) == self._made_as
 
-    def take(self, param: torch.nn.Parameter) -> None:
+    def take(self, param: torch.Tensor) -> None:
         """Replace the parameter of the slot by `param`, of the same dtype, shape and strides."""
         is_known = slot_of(self.param) is self
         forget(self)
@@ -302,7 +303,7 @@ _BY_PARAM: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionar
 time of a `WeakTensorKeyDictionary`."""
 
 
-def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> Slot:
+def new_slot(name: str, param: torch.Tensor, device: torch.device, sink: SlotOwner) -> Slot:
     """Make the slot of `param` and add it to the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot

@@ -529,7 +529,7 @@ def sum_over_shards(number: float, param: torch.Tensor, axes: Sequence[int]) -> 
     return float(total)
 
 
-def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+def rehome(param: torch.Tensor, data: torch.Tensor) -> None:
     """Replace the data of `param`, or its local tensor, by `data`, and move the gradient to the device of `data`.
 
     torch requires a parameter and its gradient to be on one device, also a gradient that a backward adds later.

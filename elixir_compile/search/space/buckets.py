@@ -13,6 +13,7 @@ from elixir_compile.base.errors import InvalidPlan, StateNotApart
 from elixir_compile.base.options import Fractions
 from elixir_compile.ir import (
     ITEM_BYTES,
+    MIXED_DTYPE,
     Bucket,
     BucketId,
     Kind,
@@ -151,7 +152,8 @@ def level_text(level: Level) -> str:
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
 # parameter group in the optimizer. They are all trained or all frozen, all updated whole or all by elements, and all
-# sharded over the ranks or all complete on each rank.
+# sharded over the ranks or all complete on each rank. Frozen parameters of one rank may have different dtypes, as the
+# codes of a quantised layer and their scales have: then the elements of their bucket are bytes.
 
 
 MIN_BUCKETS = 16
@@ -204,7 +206,10 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     for param in params:
         facts = param.facts
         is_whole = facts.whole_update is not None
-        kind = (param.storage.dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole)
+        # Shards of several ranks are counted in elements, and so are gradients and state: of one dtype.
+        is_of_bytes = not param.is_trained and problem.num_shards == 1
+        dtype = MIXED_DTYPE if is_of_bytes else param.storage.dtype
+        kind = (dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole)
         # Of several ranks, each owns a shard of the parameter, or the complete parameter.
         is_sharded = problem.num_shards > 1 and set(facts.shard_numels) != {param.numel}
         classes.setdefault((*kind, is_sharded), []).append(param)
@@ -313,7 +318,8 @@ def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
 
 
 def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
-    dtype = group[0].storage.dtype
+    dtypes = {param.storage.dtype for param in group}
+    dtype = group[0].storage.dtype if len(dtypes) == 1 else MIXED_DTYPE
     if dtype not in ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
     nbytes = sum(param.storage.nbytes for param in group)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.compat import AllocatorProfile
 from elixir_compile.compat.platforms import BlockRecord
 from elixir_compile.graph.ops.shards import own_shard
@@ -154,8 +155,7 @@ def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], devi
     found: dict[int, str] = {}
 
     def add(value: object, kind: str) -> None:
-        if isinstance(value, torch.Tensor):
-            own = own_shard(value)
+        for own in compat.plain_inside(own_shard(value)) if isinstance(value, torch.Tensor) else ():
             if own.device == device and own.layout is torch.strided:
                 found[own.untyped_storage().data_ptr()] = kind
 

@@ -28,7 +28,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import Chunks, possible_chunks
 from elixir_compile.session.backend import trace_unmanaged, with_compiler
-from elixir_compile.session.cast_and_shard import gets_master, torch_dtype
+from elixir_compile.session.cast_and_shard import gets_master, scales_of, torch_dtype
 from elixir_compile.session.machine import library_bytes, scalar_bytes
 from elixir_compile.session.model import ManagedModel
 from elixir_compile.session.neighbours import state_of_hybrid_adamw, unmanaged_state_bytes
@@ -351,13 +351,14 @@ def _stand_in(
     if not params:
         raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
     memo: dict[int, Any] = {}
+    scales = scales_of(model.modules())
     shaped = [param for param in params if not isinstance(param, nn.parameter.UninitializedParameter)]
     memory = torch.UntypedStorage(max((param.numel() * param.element_size() for param in shaped), default=0))
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
         _require_no_tensor_axis(name, param)
-        is_cast = dtype is not None and gets_master(param, dtype)
+        is_cast = dtype is not None and id(param) not in scales and gets_master(param, dtype)
         cast_to = dtype if is_cast and dtype is not None else param.dtype
         if type(param.data) is torch.Tensor and torch.ops.aten.is_non_overlapping_and_dense(param.data):
             empty = torch.empty(0, dtype=cast_to, device=memory.device)
