@@ -388,11 +388,16 @@ def uses_foreach(device: torch.device) -> bool:
 def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[object]:
     """Return a context in which each op of torch on this thread is replaced by a call of `see(op, args, kwargs)`.
 
-    `torch.utils._python_dispatch.TorchDispatchMode`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch.utils._python_dispatch.TorchDispatchMode`, `_should_skip_dynamo`: torch 2.11 to 2.13. Gone: ImportError at
+    the first capture, and the watch of optimizer classes takes longer.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # callers are outside of captures already, and saying so at each op takes a sixth of the time
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return see(func, args, kwargs or {})
 

@@ -35,9 +35,12 @@ class WholeUpdate:
     most_state_nbytes: int
     """Bytes of the largest state of a parameter."""
     work_nbytes: int = field(default=0, metadata=LEFT_OUT)
-    """The most bytes that the update of a parameter holds beside weight, gradient and state, at once."""
+    """The most bytes that the update of a parameter holds beside weight, gradient and state, at once: in the memory
+    beside which it runs."""
+    works_on_device: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the work space is memory of the device wherever the update runs, because the device is a CPU."""
     state_nbytes: int = field(default=0, metadata=LEFT_OUT)
-    """Bytes of the state of all parameters of a bucket; 0 for one parameter, which has them itself."""
+    """Bytes of the state of the parameters that a rank owns; 0 for a parameter and a bucket, which have their own."""
 
     @classmethod
     def of_all(cls, each: Sequence["WholeUpdate"]) -> "WholeUpdate":
@@ -53,6 +56,7 @@ class WholeUpdate:
             most_state_nbytes=max((one.most_state_nbytes for one in each), default=0),
             state_nbytes=sum(one.state_nbytes for one in each),
             work_nbytes=max((one.work_nbytes for one in each), default=0),
+            works_on_device=any(one.works_on_device for one in each),
         )
 
     @property
@@ -256,6 +260,16 @@ class Bucket:
         """What the updates on this rank take if each reads a whole tensor; None if each element is updated alone."""
         return self.owned_updates[self.rank] if self.owned_updates else self.whole_update
 
+    @property
+    def work_nbytes(self) -> int:
+        """Bytes of the work space of an update on this rank; 0 if each element is updated alone."""
+        return 0 if self.own_update is None else self.own_update.work_nbytes
+
+    @property
+    def works_on_device(self) -> bool:
+        """Whether this work space is memory of the device wherever the update runs."""
+        return self.own_update is not None and self.own_update.works_on_device
+
     def seen_by(self, rank: int) -> "Bucket":
         """Return the bucket in the plan of `rank`."""
         return self if rank == self.rank else replace(self, rank=rank)
@@ -364,3 +378,29 @@ def streamed(bucket: Bucket, param: Tier) -> tuple[tuple[Kind, int], ...]:
 def streamed_bytes(bucket: Bucket, param: Tier) -> int:
     """Return the sum of `streamed` over kinds."""
     return sum(nbytes for _, nbytes in streamed(bucket, param))
+
+
+def takes_device(bucket: Bucket, placement: Placement) -> bool:
+    """Return whether the work space of an update of `bucket` is memory of the device."""
+    return bucket.works_on_device or placement.update is Tier.DEVICE
+
+
+def in_turns(placed: Iterable[tuple[Bucket, Placement]]) -> tuple[tuple[Kind, int], ...]:
+    """Return the bytes by kind that the updates of `placed`, which are trained, add to the device of this rank at once.
+
+    ```text
+      updates on the device   b0 | b1 |                    the largest work space
+      streamed ones                     b2 | b3 | b4       the rooms of the largest, and the largest work space
+    ```
+    """
+    rooms: tuple[tuple[Kind, int], ...] = ()
+    work_bytes = stream_work_bytes = 0
+    for bucket, home in placed:
+        if home.streamed:
+            rooms = max(rooms, streamed(bucket, home.param), key=lambda own: sum(nbytes for _, nbytes in own))
+        if home.streamed or bucket.works_on_device:
+            stream_work_bytes = max(stream_work_bytes, bucket.work_nbytes)
+        if takes_device(bucket, home):
+            work_bytes = max(work_bytes, bucket.work_nbytes)
+    rooms += ((Kind.WORKSPACE, stream_work_bytes),) if rooms else ()
+    return rooms if sum(nbytes for _, nbytes in rooms) > work_bytes else ((Kind.WORKSPACE, work_bytes),)

@@ -134,11 +134,11 @@ class Hybrid(torch.optim.Optimizer):
         return found
 
     def work_bytes(self, *, of_one: bool) -> int:
-        """Return the most bytes that `step()` holds at once beside weights, gradients and state: if it is one step for
-        all parameters, of all, or of the parameter that needs the most if `of_one`; else of that parameter. 0 if it
-        updates elements by themselves."""
-        of_one, found = of_one or self.places_state, 0
-        for group in self.param_groups:
+        """Return the most bytes that `step()` holds at once beside weights, gradients and state, if it is one step for
+        all parameters: of all, or of the parameter that needs the most if `of_one`. 0 if plans count the work space of
+        each update with its bucket."""
+        found = 0
+        for group in self.param_groups if not self.places_state else ():
             params = [param for param in group["params"] if param.requires_grad]
             for together in [[param] for param in params] if of_one else [params]:
                 found = max(found, self._updater.rule.work_bytes(together, group))

@@ -177,10 +177,10 @@ class UpdateRule:
     """Whether `update` creates missing state, but for the rest of a master; if False, `StatePlacer` creates it as
     zeros."""
 
-    def snapshot(self, *, on_host: bool = False) -> "UpdateRule":
-        """Return the rule with the optimizer's attributes as they are now, for an update that runs later, `on_host` or
-        on the device: what it keeps from update to update must not be shared by the two."""
-        return self
+    def snapshots(self) -> "tuple[UpdateRule, UpdateRule]":
+        """Return the rule with the optimizer's attributes as they are now, for updates that run later: on the device,
+        and on the host. What it keeps from update to update must not be shared by the two."""
+        return self, self
 
     def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return why `groups` may not be updated bucket by bucket, and their state placed by plans."""

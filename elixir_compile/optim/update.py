@@ -103,7 +103,7 @@ class Updater:
 
         Their state is in its place. Parameters without a bucket are updated already.
         """
-        rule, host_rule = self.rule.snapshot(), self.rule.snapshot(on_host=True)
+        rule, host_rule = self.rule.snapshots()
         parts: dict[RunningBucket, list[GroupSlice]] = {}
         executors: dict[RunningBucket, Executor] = {}
         unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []

@@ -178,7 +178,14 @@ class Evaluator:
 
     def host_bytes(self, levels: Sequence[Level]) -> int:
         """Return the host bytes of the whole step."""
-        return self.away_bytes + sum(nbytes[level] for nbytes, level in zip(self._host_bytes, levels, strict=True))
+        held_bytes = sum(nbytes[level] for nbytes, level in zip(self._host_bytes, levels, strict=True))
+        # Whether an update is streamed is not known here.
+        works = zip(self.memory.work_bytes, levels, strict=True)
+        return (
+            self.away_bytes
+            + held_bytes
+            + max((own for own, level in works if own and level.has_state_on_host), default=0)
+        )
 
     def host_bytes_of(self, bucket: int, level: Level) -> int:
         """Return the host bytes of the bucket with index `bucket` at `level`."""

@@ -136,6 +136,9 @@ def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
         names = " and ".join(side[0].name for number, side in enumerate(milp.phases) if number in milp.spanned)
         rest = [side.label for number, side in enumerate(sides) if number not in milp.spanned]
         labels = [f"{names}: {across.label.partition(': ')[2]}", *rest]
+    products_s, moved_s = _whole_updates_s(milp, x)
+    if products_s >= moved_s and products_s > milp.lower_s(x) / 2:
+        labels.append(f"updates of whole tensors: compute-bound, {format_s(products_s)} of matrix products")
     fullest = int(live_bytes.argmax())
     if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:
         op = facts.graph.ops[milp.memory.highest_op(fullest)]
@@ -144,6 +147,20 @@ def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
     if host.values @ x[host.columns] >= host.limit * _FULL:
         labels.append("host memory is full")
     return tuple(dict.fromkeys(labels))
+
+
+def _whole_updates_s(milp: Milp, x: Vector) -> tuple[float, float]:
+    """Return the seconds of the matrix products, and those of the memory, of the updates of whole tensors that the
+    device does at x."""
+    facts, products_s, moved_s = milp.evaluator.facts, 0.0, 0.0
+    for i, bucket in enumerate(facts.buckets):
+        if bucket.own_update is not None:
+            here = [(i, level) for level in facts.choices[i] if not level.has_state_on_host]
+            here += [choice for (streamed, _), choice in milp.streams.items() if streamed == i]
+            share = x[[milp.choices[choice] for choice in here]].sum()
+            own_s = whole_update_s(bucket.own_update, Tier.DEVICE, facts.problem.cluster)
+            products_s, moved_s = products_s + share * own_s[0], moved_s + share * own_s[1]
+    return products_s, moved_s
 
 
 _NUM_REJECTED = 6

@@ -330,11 +330,17 @@ def may_be_streamed(evaluator: Evaluator, levels: Sequence[Level], moves: Moves)
     unstreamed = moves._replace(streamed=frozenset())
     in_update = memory.live_bytes(levels, unstreamed)[memory.segment_of(facts.num_run) :]
     free_bytes = facts.problem.budget_bytes - int(in_update.max(initial=0))
-    return [
-        i
-        for i in sorted(facts.streamable)
-        if levels[i].has_state_on_host and memory.streamed_bytes(i, levels[i].home) <= free_bytes
-    ]
+    # The rooms of one bucket are there beside the work space of another: any of those that are returned fit together.
+    rooms_bytes = work_bytes = 0
+    found: list[int] = []
+    for i in (*sorted(moves.streamed), *sorted(facts.streamable - moves.streamed)):
+        if levels[i].has_state_on_host:
+            own_bytes = memory.work_bytes[i]
+            most = max(rooms_bytes, memory.streamed_bytes(i, levels[i].home) - own_bytes), max(work_bytes, own_bytes)
+            if sum(most) <= free_bytes:
+                rooms_bytes, work_bytes = most
+                found += [i] if i in facts.streamable else []
+    return sorted(found)
 
 
 def update_decisions(

@@ -536,9 +536,7 @@ def planned_in_step(
     def ask() -> tuple[Captured, Problem]:
         joint = _joined(executor, captured, uses)
         external = ExternalUsage(outstanding_bytes=executor.saved.held_bytes())
-        return joint, problem_of(
-            joint, graph_of(joint, executor, sizes, update=options.update), executor, options, external
-        )
+        return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
 
     joint, problem = asked_by_all(executor, ask)
     if all(use == uses[0] for use in uses):

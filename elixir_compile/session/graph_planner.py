@@ -415,7 +415,7 @@ class GraphPlanner:
 
     def graph(self, captured: Captured) -> StepGraph:
         """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
-        graph = graph_of(captured, self._executor, self.sizes.values, self.step, update=self.options.update)
+        graph = graph_of(captured, self._executor, self.sizes.values, self.step)
         self.kernels.keep()
         return graph
 
@@ -458,7 +458,7 @@ class GraphPlanner:
         """
         captured = active.captured
         sizes = self.sizes.as_run() if is_as_run else self.sizes.with_headroom()
-        graph = graph_of(captured, self._executor, sizes, update=self.options.update)
+        graph = graph_of(captured, self._executor, sizes)
         problem = self.problem(captured, graph, external, base_bytes=base_bytes)
         if self.correction is None and self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, InvalidOption
-from elixir_compile.base.options import Options, UpdateTime
+from elixir_compile.base.options import Options
 from elixir_compile.graph.capture.captured import Captured
 from elixir_compile.graph.capture.convert import step_graph, storages_behind, with_siblings, with_update_workspace
 from elixir_compile.graph.capture.node_facts import tensor_of
@@ -195,14 +195,12 @@ def graph_of(
     executor: Executor,
     sizes: Mapping[str, int],
     step: StepGraph | None = None,
-    *,
-    update: UpdateTime = "auto",
 ) -> StepGraph:
     """Return the step of `captured` with the symbols of dynamic shapes at `sizes`.
 
     It includes the siblings: parameters that the step does not read, but that are in a bucket in force with a parameter
     that it reads. `step` is the step of `captured` at the sizes of the capture, without siblings, if it is known:
-    converting the nodes again takes as long as the search of a small plan. `update` says when optimizers update.
+    converting the nodes again takes as long as the search of a small plan.
     """
     read = set(captured.param_names.values())
     siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
@@ -211,7 +209,7 @@ def graph_of(
         return found
     trained = [executor.slots[name].param for name in read if executor.slots[name].param.requires_grad]
     work_bytes = update_work_bytes(trained, executor.device)
-    return with_update_workspace(found, work_bytes, in_backward=update == Update.IN_BACKWARD)
+    return with_update_workspace(found, work_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +330,8 @@ def problem_of(
     slots = [executor.slots[name] for name in own]
     trained = [slot.param for slot in slots if is_training and slot.param.requires_grad]
     known = planned_states(trained)
-    if executor.device.type == "cpu" and options.device_memory is not None:
+    is_cpu = executor.device.type == "cpu"
+    if is_cpu and options.device_memory is not None:
         _expect_plain_state(executor, slots, known)
     in_force = executor.buckets.in_force(for_training=is_training)
     plain_state = executor.plain_state.by_name()
@@ -345,7 +344,7 @@ def problem_of(
             for bucket, home in in_force
         )
     held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
-    params = _params_of(slots, ranks, known, plain_state, is_training=is_training)
+    params = _params_of(slots, ranks, known, plain_state, is_training=is_training, is_cpu=is_cpu)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
         base_bytes=held_bytes + library_bytes(executor.device),
@@ -407,11 +406,13 @@ def _params_of(
     plain_state: Collection[str],
     *,
     is_training: bool,
+    is_cpu: bool,
 ) -> Mapping[StorageId, Param]:
     """Return the facts about the parameters of `slots`; if `is_training`, those that need gradients are trained.
 
     `known` has the answers of optimizers, by the id of the parameter. A trained parameter without an optimizer gets
-    group 0 and the state of HybridAdamW. The state of those named in `plain_state` counts elsewhere.
+    group 0 and the state of HybridAdamW. The state of those named in `plain_state` counts elsewhere. If `is_cpu`, the
+    device is a CPU.
     """
     found: dict[StorageId, Param] = {}
     for slot in slots:
@@ -421,6 +422,8 @@ def _params_of(
             if slot.name in plain_state:
                 param = replace(param, state_nbytes=0, narrower_nbytes=())
             dtype, reduced = slot.param.dtype, grad_dtype_of(slot, ranks)
+            if param.whole_update is not None:
+                param = replace(param, whole_update=replace(param.whole_update, works_on_device=is_cpu))
             param = replace(
                 param,
                 numel=slot.numel,

@@ -28,7 +28,7 @@ from elixir_compile.ir import (
     Tier,
     Update,
 )
-from elixir_compile.ir.bucket import streamed, streamed_bytes
+from elixir_compile.ir.bucket import in_turns, takes_device
 from elixir_compile.ir.plan import next_is_lean
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import (
@@ -138,6 +138,7 @@ def _works(plan: Plan) -> Sequence[Work]:
 #   bucket b4     gathered  86.0 MiB   op 210 to 261         from its gather to its release
 #   storage s17   saved     64.0 MiB   op 31 to 4120         an activation that is kept
 #   joint         moment   516.0 MiB   op 4378 to 4378       the largest of the streamed updates, which take turns
+#   joint         workspace 48.0 MiB   op 4378 to 4378       what the update of a whole tensor holds besides
 #
 # The rows of all owners add up to the timeline of the plan, and the rows of an owner to its own bytes. Buckets that
 # take turns have one joint row, with the bytes of the largest of them.
@@ -287,13 +288,14 @@ class PlanRows:
             yield held._replace(last=min(held.last, end))
 
     def joint(self, buckets: Iterable[Bucket]) -> Iterator[Held]:
-        """Yield the rows that `buckets` hold in turns: streamed updates."""
-        homes = [(b, self._placements[b.id].param) for b in buckets if self._placements[b.id].streamed and b.trainable]
-        if homes:
-            # Buckets pass one after another, so the largest counts.
-            bucket, param = max(homes, key=lambda home: streamed_bytes(*home))
-            for kind, nbytes in streamed(bucket, param):
-                yield Held(kind, nbytes, self._ops.num_run, self._ops.num - 1)
+        """Yield the rows that `buckets` hold in turns, in their updates: rooms of streamed ones, and work space."""
+        placed = [(bucket, self._placements[bucket.id]) for bucket in buckets if bucket.trainable]
+        first, end = self._ops.num_run, self._ops.num - 1
+        if self.plan.update is Update.IN_BACKWARD:
+            working = [own.id for own, home in placed if own.work_nbytes and takes_device(own, home)]
+            first = min([first, *(self.axis.reduced.get(name, end) + 1 for name in working)])
+        for kind, nbytes in in_turns(placed):
+            yield Held(kind, nbytes, first, end)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

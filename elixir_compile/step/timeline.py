@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
+from elixir_compile.ir.bucket import takes_device
 from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
 from elixir_compile.ir.graph import StepGraph, Storage
 from elixir_compile.ir.hardware import Cluster
@@ -167,10 +168,13 @@ def live_storages(graph: StepGraph, plan: Plan, at: OpId) -> Sequence[Storage]:
 
 
 def host_bytes(plan: Plan) -> int:
-    """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations."""
+    """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations, and the
+    work space of an update."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
     on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
-    staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk)
+    # Updates on the host come one after another.
+    works = [own.work_nbytes for own, home in placed if own.trainable and not takes_device(own, home)]
+    staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk) + max(works, default=0)
     return staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
 
 

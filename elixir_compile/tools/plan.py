@@ -60,12 +60,13 @@ from elixir_compile.session.machine import device_budget_bytes, host_budget_byte
 from elixir_compile.session.plan_files import save_plan
 from elixir_compile.session.planning import savings_of
 from elixir_compile.step.as_run import graph_of_rows
-from elixir_compile.tools.preview.capture import Capture, Inputs, budgets_bytes
+from elixir_compile.tools.preview.capture import Capture, Inputs, PlannedClass, budgets_bytes
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import find_described
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
     from transformers import PreTrainedConfig
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -78,11 +79,12 @@ def plan(
     *,
     hardware: "Cluster | str | None" = None,
     options: "Mapping[str, object] | Options | None" = None,
+    optimizer: "type[Optimizer] | None" = None,
     state_bytes_per_element: int | None = None,
     dynamic: bool = False,
     save: "str | Path | None" = None,
 ) -> Plan:
-    """Return the plan for training `model` with HybridAdamW on batches like `example_inputs`.
+    """Return the plan for training `model` on batches like `example_inputs`.
 
     No weights are allocated, no GPU is needed, nothing is compiled or run, and `model` stays as it is.
 
@@ -96,8 +98,9 @@ def plan(
     free memory. The step is always captured on the device of the model; if the model has none, on the GPU if there is
     one, else on `cpu`. So a plan for another machine counts the kernels of this machine.
 
-    `state_bytes_per_element` are the bytes of optimizer state for each element of a trained parameter, by default of
-    HybridAdamW; 12 stands for fp32 master weights and moments. If `dynamic`, the batch, the first dimension of every
+    The optimizer is `hybrid(optimizer)`, for parameters that this class refuses HybridAdamW, by default for all.
+    `state_bytes_per_element` are instead the bytes of optimizer state for each element of a trained parameter; 12
+    stands for fp32 master weights and moments. If `dynamic`, the batch, the first dimension of every
     input, is symbolic. `save` is a file for the plan, to be written with its question beside it, see `save_plan`.
 
     Raises NoFeasiblePlan with the missing bytes, UnsupportedModel, UnknownModel, and UnknownHardware.
@@ -112,6 +115,7 @@ def plan(
         example_inputs,
         hardware=hardware,
         options=chosen,
+        optimizer=optimizer,
         state_bytes_per_element=state_bytes_per_element,
         dynamic=dynamic,
     )
@@ -126,6 +130,7 @@ def plan_and_problem(
     *,
     options: Options,
     hardware: "Cluster | str | None" = None,
+    optimizer: "type[Optimizer] | None" = None,
     state_bytes_per_element: int | None = None,
     dynamic: bool = False,
 ) -> tuple[Plan, Problem]:
@@ -137,12 +142,15 @@ def plan_and_problem(
         raise InvalidOption("plan", str(options.plan), "None: a new plan is made here")
     cluster = named_cluster(hardware or options.hardware)  # before the capture, which takes seconds
     described = find_described(model, example_inputs)
+    planned = None if optimizer is None else PlannedClass(optimizer)
 
     def ask(capture: Capture, options: Options) -> tuple[Problem, Options]:
         return question(capture, options, cluster, state_bytes_per_element=state_bytes_per_element)
 
     def capture_with(chunks: Chunks | None) -> Capture:
-        return capture_model(described, example_inputs, options=options, dynamic=dynamic, chunks=chunks)
+        return capture_model(
+            described, example_inputs, options=options, dynamic=dynamic, chunks=chunks, optimizer=planned
+        )
 
     return plan_with_loss(capture_with, ask, plan_for, options)
 

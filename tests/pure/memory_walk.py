@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Verb
+from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Update, Verb
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.cost import disk_staging_bytes
 from elixir_compile.ir.kinds import Saving, Tier
@@ -53,7 +53,7 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
         else:
             walk.act(action.verb, action.target)
     walk.add_to_sums()
-    walk.stream()
+    walk.update()
     for i, op in enumerate(step.ops):
         if op.phase is Phase.UPDATE:
             walk.run(i)
@@ -137,6 +137,8 @@ class _Walk:
         self.seen[-1] = max(self.seen[-1], self.total_bytes + more_bytes)
 
     def act(self, verb: Verb, target: Target) -> None:
+        if verb is Verb.REDUCE and isinstance(target, BucketRef):
+            self.work_in_backward(self.buckets[target.bucket])
         match verb, target:
             case Verb.GATHER, BucketRef(bucket):
                 self.gather(self.buckets[bucket])
@@ -233,21 +235,58 @@ class _Walk:
                 self.drop_unreduced(bucket)
                 self.drop("shard", bucket.id)
 
-    def stream(self) -> None:
-        """Allocate the largest streamed bucket: its state, and its parameters and gradients if they are on the host."""
-        largest_bytes = 0
-        for bucket in self.plan.buckets:
+    def update(self) -> None:
+        """Allocate what updates take, one after another: the work space of those on the device, then the rooms of the
+        largest streamed bucket (its state, and parameters and gradients if they are on the host) beside work space."""
+        is_cpu = any(map(self.is_cpu, self.plan.buckets))
+        on_device, streamed, rooms = [0], [0], [0]
+        for bucket in filter(lambda own: own.trainable, self.plan.buckets):
             home = self.homes[bucket.id]
-            if home.streamed and bucket.trainable:
-                there_bytes = 0
-                if home.param is not Tier.DEVICE:
-                    there_bytes = bucket.shard_nbytes() + (self.held_sums(bucket) or bucket.shard_grad_nbytes())
-                largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + there_bytes)
-        self.take("stream", "", largest_bytes)
+            if is_cpu or home.optim is Tier.DEVICE:
+                on_device.append(self.work(bucket))
+            if is_cpu or home.streamed:
+                streamed.append(self.work(bucket))
+            if home.streamed:
+                rooms.append(self.room(bucket))
+        self.drop("work", "")
+        self.take("updates", "", max(*on_device, max(rooms) + max(streamed) if max(rooms) else 0))
+
+    def work(self, bucket: Bucket) -> int:
+        """Return the work space of the largest parameter of `bucket` on the rank."""
+        own = bucket.owned_updates[bucket.rank] if bucket.owned_updates else bucket.whole_update
+        return 0 if own is None else own.work_nbytes
+
+    def room(self, bucket: Bucket) -> int:
+        """Return the bytes in which a streamed bucket passes: all at once, or two parameters that are updated whole."""
+        home, param_bytes, state_bytes = self.homes[bucket.id], bucket.shard_nbytes(), bucket.shard_state_nbytes()
+        if bucket.whole_update is not None:
+            own = bucket.owned_updates[bucket.rank] if bucket.owned_updates else bucket.whole_update
+            param_bytes, state_bytes = 2 * own.most_nbytes, 2 * own.most_state_nbytes
+        if home.param is Tier.DEVICE:
+            return state_bytes
+        grad_bytes = self.held_sums(bucket) or bucket.shard_grad_nbytes()
+        return state_bytes + param_bytes + grad_bytes * param_bytes // max(bucket.shard_nbytes(), 1)
+
+    def work_in_backward(self, bucket: Bucket) -> None:
+        """Allocate the largest work space of all updates on the device when the first gradient of theirs is reduced."""
+        working = [
+            own
+            for own in self.plan.buckets
+            if own.trainable and self.work(own) and (self.homes[own.id].optim is Tier.DEVICE or self.is_cpu(own))
+        ]
+        if self.plan.update is Update.IN_BACKWARD and bucket in working:
+            self.take("work", "", max(map(self.work, working)))
+
+    @staticmethod
+    def is_cpu(bucket: Bucket) -> bool:
+        """Return whether the work space of `bucket` is on the device wherever its update runs."""
+        return bucket.whole_update is not None and bucket.whole_update.works_on_device
 
     def host_bytes(self) -> int:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())
         total_bytes += disk_staging_bytes(b for b in self.plan.buckets if self.homes[b.id].optim is Tier.DISK)
+        by_host = [b for b in self.plan.buckets if self.homes[b.id].update is Tier.HOST and b.trainable]
+        total_bytes += max((self.work(bucket) for bucket in by_host if not self.is_cpu(bucket)), default=0)
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
             if home.optim is not Tier.DEVICE:

@@ -264,18 +264,13 @@ def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
     return replace(step, storages=(*unread, *step.storages)) if unread else step
 
 
-def with_update_workspace(step: StepGraph, nbytes: int, *, in_backward: bool) -> StepGraph:
-    """Return `step`, which trains, with a work space of `nbytes` in its update.
-
-    If buckets are updated `in_backward`, the work space may be there from the op on that completes the first gradient.
-    """
+def with_update_workspace(step: StepGraph, nbytes: int) -> StepGraph:
+    """Return `step`, which trains, with a work space of `nbytes` in its update."""
     if nbytes <= NEGLIGIBLE_BYTES:
         return step
     own = Storage(id=StorageId(f"{UPDATE_OP}.workspace"), nbytes=nbytes, kind=Kind.WORKSPACE, dtype="uint8")
-    grads = {storage.id for storage in step.storages if storage.kind is Kind.GRAD}
-    completed = {name: at for at, op in enumerate(step.ops[:-1]) for name in (*op.reads, *op.writes) if name in grads}
-    ends = {len(step.ops) - 1, *([min(completed.values())] if in_backward and completed else [])}
-    ops = [replace(op, writes=(*op.writes, own.id)) if at in ends else op for at, op in enumerate(step.ops)]
+    *ops, update = step.ops
+    ops.append(replace(update, writes=(*update.writes, own.id)))
     return replace(step, ops=tuple(ops), storages=(*step.storages, own))
 
 

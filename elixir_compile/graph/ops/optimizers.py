@@ -116,7 +116,7 @@ class StateOwner(Protocol):
 
     def work_bytes(self, *, of_one: bool) -> int:
         """Return the most bytes that a step of all parameters at once holds beside weights, gradients and state; if
-        `of_one`, the most bytes that it holds for a single parameter."""
+        `of_one`, the most bytes that it holds for a single parameter. 0 if its updates run bucket by bucket."""
         ...
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
@@ -220,8 +220,8 @@ def place_state(params: Sequence[torch.Tensor]) -> bool:
 
 
 def update_work_bytes(params: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Return the most bytes that a step of a hybrid optimizer of `params` holds on `device` at once beside weights,
-    gradients and state. Optimizers step one after another.
+    """Return the most bytes that a step of a hybrid optimizer of `params`, of a class whose state no plan places, holds
+    on `device` at once beside weights, gradients and state. Optimizers step one after another.
 
     Ops on lists of tensors hold bytes for each tensor of the device. On a CPU all are there; on an accelerator those of
     one count, because which parameters are there is what a plan decides.

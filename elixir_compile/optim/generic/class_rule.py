@@ -282,12 +282,13 @@ class ClassRule(UpdateRule):
         self._reasons: dict[int, tuple[object, str]] = {}
         """By index of a param group why it is not placed, and for which parameters: a cache, read at each bucket."""
 
-    def snapshot(self, *, on_host: bool = False) -> "ClassRule":
-        """Return the rule with the present attributes of the optimizer, for updates that run later; if `on_host`, with
-        attributes of their own: scratch of the device, or scratch that the training thread writes, would mix two."""
-        rule, present = copy.copy(self), self.known.attributes()
-        rule._attributes = self._host_attributes.of(present) if on_host else present
-        return rule
+    def snapshots(self) -> "tuple[ClassRule, ClassRule]":
+        """Return the rule with the present attributes of the optimizer, for updates that run later on the device, and
+        with attributes of their own on the host: scratch that the other side writes meanwhile would mix two."""
+        present = self.known.attributes()
+        rule, on_host = copy.copy(self), copy.copy(self)
+        rule._attributes, on_host._attributes = present, self._host_attributes.of(present)
+        return rule, on_host
 
     def why_not_placed(self, groups: Sequence[Mapping[str, Any]]) -> str:
         """Return why the class may not be updated bucket by bucket for some param group; empty if it may for all.

@@ -669,7 +669,7 @@ class Watch:
         for _ in range(2):
             optimizer = self._optimizer or self._begin(step, params)
             try:
-                known = (states.get(params[place % len(params)], {}) for place in range(_NUM_BENT))
+                known = (states.get(params[place % len(params)], {}) for place in range(len(self._samples)))
                 self._take(optimizer, step, [*map(forms_of, known)])
                 break
             except Exception as error:
@@ -689,10 +689,10 @@ class Watch:
         return {name: value for name, value in own.items() if type(value) in (int, float) and value != group.get(name)}
 
     def _begin(self, step: ClassStep, params: Sequence[torch.Tensor]) -> Optimizer:
-        """Make the small tensors: four, of the dimensions and dtypes of `params` in turn."""
+        """Make four small tensors, of the dimensions and dtypes of `params` in turn, or three if all have the same."""
         kinds = list(dict.fromkeys((param.dim(), updated_dtype(param)) for param in params))
         self._samples = []
-        for place in range(_NUM_BENT):
+        for place in range(_NUM_BENT if len(kinds) > 1 else _NUM_BENT - 1):
             dim, dtype = kinds[place % len(kinds)]
             shapes = _shapes_of(dim)
             shape = shapes[place // len(kinds) % len(shapes)]

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from elixir_compile import compat
 
@@ -34,6 +35,7 @@ _ELEMENT_BY_ELEMENT = frozenset({"copy_", "_to_copy"})
 _ALL_BYTES = sys.maxsize
 """Where the range ends that is a whole storage."""
 _MASKS = (torch.bool, torch.uint8)
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 _SWEPT_BYTES = 1 << 20
 """After a result of more bytes, storages that only `Owners` holds are let go of at once."""
 _MOST_BENT = 1000
@@ -69,6 +71,14 @@ class _Op:
         self.draws = torch.Tag.nondeterministic_seeded in tags
         self.makes_sizes = torch.Tag.dynamic_output_shape in tags
         self.reads_on_host = torch.Tag.data_dependent_output in tags
+        self.is_plain = (
+            schema is not None
+            and not (self.is_by_index or self.puts_behind or self.reads_no_value or self.draws or self.makes_sizes)
+            and not (self.reads_on_host or any(argument.is_out for argument in schema.arguments))
+        )
+        """Whether its results, and what it writes, have the owners of all that it is given."""
+        self.makes_new = not any(each.alias_info is not None for each in (schema.returns if schema is not None else ()))
+        """Whether its results are in new memory."""
 
 
 class Owners:
@@ -121,6 +131,17 @@ class Owners:
         if known is None:
             known = self._known[op] = _Op(op)
         self.num_ops += 1
+        if known.is_plain and (owners := self._only_owners(args, kwargs)) is not None:
+            result = op(*args, **kwargs)
+            if not known.makes_new:
+                return result
+            storage = result.untyped_storage() if type(result) is torch.Tensor else None
+            if storage is None or not 0 < storage.nbytes() <= _SWEPT_BYTES:
+                self._label(known, args, owners, [], result)
+                return result
+            key = compat.storage_key(result)
+            self._spans[key], self._held[key] = [(0, _ALL_BYTES, owners)], storage
+            return result
         given = [*args, *kwargs.values()]
         written = [(args[at] if at < len(args) else kwargs.get(name), lost) for at, name, lost in known.written]
         lost = [value for value, is_lost in written if is_lost]
@@ -144,6 +165,21 @@ class Owners:
         else:
             self._label(known, read, owners, [value for value, _ in written], result)
         return result
+
+    def _only_owners(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Owners | None:
+        """Return the owners of all tensors in `args` if these are the only ones and own whole storages; None if some
+        differ, or if that is not plain to see. Most ops of a step are on tensors of one parameter."""
+        found: _Owners | None = None
+        for value in args:
+            kind = type(value)
+            if kind is torch.Tensor or kind is nn.Parameter:
+                spans = self._spans.get(compat.storage_key(value))
+                if not spans or spans[0][1] != _ALL_BYTES or (found is not None and found != spans[0][2]):
+                    return None
+                found = spans[0][2]
+            elif kind not in _NO_TENSORS and not (kind is list and all(type(each) in _NO_TENSORS for each in value)):
+                return None
+        return found if all(type(value) in _NO_TENSORS for value in kwargs.values()) else None
 
     def _of_all(self, values: Iterable[Any]) -> _Owners:
         found = _NOBODY

@@ -7,6 +7,7 @@ known step and both budgets equal `SCALE`, because the solver's tolerances are a
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,11 +85,19 @@ class Milp:
         self.memory = MemoryModel(facts, np.flatnonzero(changes).tolist(), like=evaluator.memory)
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
-        # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
-        # here, and `_add_streamed` adds a constraint for each streamed bucket on its own.
+        # Updates run in turn, so only the largest rooms and work space count. A sum cannot express a maximum: these
+        # columns are 0 here, and `add_memory` adds a constraint for each bucket on its own.
         columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
         self.bytes_of = np.array(columns, dtype=np.float64).T
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
+        turns = defaultdict[int, Vector](lambda: np.zeros(self.num_choices))
+        for i, level in pairs:
+            if self.memory.work_bytes[i] and not level.has_state_on_host:
+                turns[i][self.choices[i, level]] = self.memory.work_bytes[i]
+        for (i, home), choice in self.streams.items():
+            turns[i][self.choices[choice]] = self.memory.streamed_bytes(i, home)
+        self._turns = dict(turns)
+        """By bucket, by column: the device bytes that its update adds while it runs, rooms and work space."""
         self._slower = 1.0
         """The seconds of all lanes but compute, over those of the prices."""
         self._seen: set[tuple[object, ...]] = set()
@@ -114,7 +123,7 @@ class Milp:
         # them.
         reused = [own for own in self.constraints if own.is_memory and own.columns.max(initial=0) < self.num_choices]
         other.constraints = [*self._lasting_constraints, *reused]
-        other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
+        other._seen = {key for key in self._seen if key[0] in ("segment", "in turn")}
         other.num_extra = self._num_counts
         # The same gates, because copies of activations are no takers.
         shops = flow_shops(self._runs, counts_trips=True)
@@ -283,16 +292,16 @@ class Milp:
             columns = np.flatnonzero(self.bytes_of[segment])
             self._append_memory(segment, columns, self.bytes_of[segment][columns])
         has_new = bool(new)
-        # A streamed update fits beside all buckets and activations. Others pass through the device at other times.
+        # A streamed update fits beside all buckets and activations, and so does the work space of one on the device.
+        # Others pass through the device at other times.
         in_update = self.memory.segment_of(self.evaluator.facts.num_run)
-        for (i, home), choice in self.streams.items() if in_update < len(live_bytes) else ():
-            column, nbytes = self.choices[choice], self.evaluator.memory.streamed_bytes(i, home)
-            is_over = live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE)
-            if is_over and ("streamed", column) not in self._seen:
-                self._seen.add(("streamed", column))
-                columns = np.flatnonzero(self.bytes_of[in_update])
-                own = np.append(self.bytes_of[in_update][columns], float(nbytes))
-                self._append_memory(in_update, np.append(columns, column), own)
+        for i, turn in self._turns.items() if in_update < len(live_bytes) else ():
+            is_over = live_bytes[in_update] + turn @ x > budget_bytes * (1 + TOLERANCE)
+            if is_over and ("in turn", i) not in self._seen:
+                self._seen.add(("in turn", i))
+                own = self.bytes_of[in_update] + turn
+                columns = np.flatnonzero(own)
+                self._append_memory(in_update, columns, own[columns])
                 has_new = True
         return has_new
 

@@ -334,9 +334,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         for rank, part in enumerate(own or (-(-param.numel // num_shards),) * num_shards):
             shard_numels[rank] += part
     whole = [
-        (replace(facts.whole_update, state_nbytes=facts.state_nbytes), facts.shard_numels)
-        for facts in (param.facts for param in group)
-        if facts.whole_update is not None
+        (facts.whole_update, facts) for facts in (param.facts for param in group) if facts.whole_update is not None
     ]
     is_sharded, is_owned = any(own != numel for own in shard_numels), any(param.facts.is_uneven for param in group)
     is_uneven = is_sharded and (bool(problem.state) or is_owned)
@@ -355,7 +353,9 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         state_dtype=group[0].facts.state_dtype,
         whole_update=WholeUpdate.of_all([update for update, _ in whole]) if whole else None,
         owned_updates=tuple(
-            WholeUpdate.of_all([update for update, own in whole if own[rank]])
+            WholeUpdate.of_all(
+                [replace(update, state_nbytes=own.state_nbytes) for update, own in whole if own.shard_numels[rank]]
+            )
             for rank in range(num_shards if whole and is_owned else 0)
         ),
         is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Kind, Tier
+from elixir_compile.ir import Kind, Tier, Update
 from elixir_compile.ir.bucket import streamed_bytes
+from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.buckets import Level, is_gathered, placement_of
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.profiles import Moves, Positions, Profile, Residency, moves_at_use
@@ -66,6 +67,10 @@ class MemoryModel:
         for bucket in facts.buckets if like is None else ():
             placed = [placement_of(bucket, level) for level in Level]
             self._resting_bytes.append([sum(nbytes for _, nbytes in resting(bucket, home)) for home in placed])
+        self.work_bytes: Sequence[int] = [0 if own.works_on_device else own.work_nbytes for own in facts.buckets]
+        """By bucket: the work space of its update, in the memory where it runs. What is on the device wherever updates
+        run is in `rest_bytes`."""
+        self._has_work = any(self.work_bytes)
         self._call = call_at_most(facts.problem.calls)
         self._ops = Ops(places.of(facts.num_forward), places.of(facts.num_run), places.num)
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
@@ -112,15 +117,27 @@ class MemoryModel:
                 continue
             for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, ends.get(bucket, end)):
                 changes[start] += nbytes
-        if moves.streamed:
-            changes[self.segment_of(facts.num_run)] += max(
-                self.streamed_bytes(i, levels[i].home) for i in moves.streamed
-            )
+        if moves.streamed or self._has_work:
+            start, nbytes = self._in_turns(levels, moves)
+            changes[start] += nbytes
         return self.rest_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64))
+
+    def _in_turns(self, levels: Sequence[Level], moves: Moves) -> tuple[int, int]:
+        """Return the segment at which updates on the device begin, and the bytes that they add, as `ir.bucket.in_turns`
+        counts them."""
+        facts, work_bytes = self._facts, self.work_bytes
+        rooms_bytes = max((streamed_bytes(facts.buckets[i], levels[i].home) for i in moves.streamed), default=0)
+        rooms_bytes += max((work_bytes[i] for i in moves.streamed), default=0)
+        here = [i for i, level in enumerate(levels) if work_bytes[i] and not level.has_state_on_host]
+        starts = [self.segment_of(facts.num_run)]
+        if asked_time(facts.problem) is Update.IN_BACKWARD:
+            grads, before_reduce = [(i, facts.gradients[i]) for i in here], self._positions.before_reduce
+            starts += [self._segments[before_reduce(i, own.complete) + 1] for i, own in grads if own is not None]
+        return min(starts), max(rooms_bytes, *(work_bytes[i] for i in here), 0)
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
-        return streamed_bytes(self._facts.buckets[bucket], home)
+        return streamed_bytes(self._facts.buckets[bucket], home) + self.work_bytes[bucket]
 
     def early_bytes(self, residency: Residency, levels: Sequence[Level]) -> int:
         """Return the device bytes that `residency` adds to each op by which its gather is before its wait."""
@@ -282,6 +299,12 @@ def _rest(facts: Facts, places: Positions, ops: Ops) -> NDArray[np.int64]:
     rest[places.of(last)] += max(0, facts.problem.between_bytes - dying_bytes)
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
     rest[ops.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
+    here = [(i, bucket) for i, bucket in enumerate(facts.buckets) if bucket.works_on_device and bucket.trainable]
+    start = ops.num_run
+    if asked_time(facts.problem) is Update.IN_BACKWARD:
+        grads = ((i, facts.gradients[i]) for i, _ in here)
+        start = min([start, *(places.before_reduce(i, own.complete) + 1 for i, own in grads if own is not None)])
+    rest[start:] += max((bucket.work_nbytes for _, bucket in here), default=0)
     return rest
 
 

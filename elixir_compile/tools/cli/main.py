@@ -62,6 +62,10 @@ STATE_BYTES = Annotated[
     list[int] | None,
     typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
 ]
+OPTIMIZER = Annotated[
+    str | None,
+    typer.Option(help="The optimizer class: muon, or module.Class. What it refuses, and by default all: HybridAdamW."),
+]
 LARGEST_BATCH = Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")]
 TUNE = Annotated[
     bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens per second.")
@@ -329,6 +333,7 @@ def plan(
     offload_optim_frac: FRAC = None,
     offload_param_frac: FRAC = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
+    optimizer: OPTIMIZER = None,
     state_bytes: STATE_BYTES = None,
     largest_batch: LARGEST_BATCH = False,
     tune: TUNE = False,

@@ -32,7 +32,7 @@ from elixir_compile.step import plan_at, verify
 from elixir_compile.step.legality import require_same_graph
 from elixir_compile.tools.cli.report import fail
 from elixir_compile.tools.plan import named_cluster, plan_with_loss, question
-from elixir_compile.tools.preview.capture import Capture
+from elixir_compile.tools.preview.capture import Capture, PlannedClass
 from elixir_compile.tools.preview.few_layers import capture_model
 from elixir_compile.tools.preview.models import TextBatch, cached_capture, capture_key, find_model, store_capture
 from elixir_compile.tools.report.explain import plan_answer
@@ -58,6 +58,8 @@ class Request:
     ranks: int
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of the backend by name; a value of None stands for the default."""
+    optimizer: str | None = None
+    """The optimizer class by name; None for HybridAdamW."""
 
     def given_options(self) -> Mapping[str, object]:
         """Return the options without those of value None."""
@@ -87,7 +89,8 @@ class Request:
     def capture(self, *, dynamic: bool = False, chunks: Chunks | None = None) -> Capture:
         """Return the captured step of the model; its batch is symbolic if `dynamic`.
 
-        `chunks` splits the loss. Raises UnknownModel, UnsupportedModel, or InvalidOption for an unknown dtype.
+        `chunks` splits the loss. Raises UnknownModel, UnsupportedModel, or InvalidOption for an unknown dtype, or an
+        optimizer whose state plans do not place.
         """
         if self.dtype not in DTYPES:
             raise InvalidOption("dtype", self.dtype, "one of " + ", ".join(DTYPES))
@@ -95,12 +98,14 @@ class Request:
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
         options = self.parsed_options()
+        optimizer = None if self.optimizer is None else PlannedClass.of_name(self.optimizer)
         with collector_off():  # imports of transformers and new models make many objects
-            key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks)
+            key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks, optimizer=self.optimizer)
             capture = None if key is None else cached_capture(key)
             if capture is None:
                 model, inputs = find_model(self.model, text)
-                capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+                asked = {"options": options, "dynamic": dynamic, "chunks": chunks, "optimizer": optimizer}
+                capture = capture_model(model, inputs, **asked, may_fork=True)
                 if key is not None:
                     store_capture(key, capture)
             gc.freeze()  # keeps the collector off torch's leftovers: 5 MB per layer, 1 s per collection

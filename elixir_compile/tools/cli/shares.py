@@ -359,7 +359,7 @@ def run_asked(**typed: Any) -> int:
     micro_batches = typed["micro_batches"]
     if micro_batches and micro_batches.isdecimal():
         options["micro_batches"] = int(micro_batches)
-    names = ("model", "seq", "dtype", "recompute", "hardware", "ranks")
+    names = ("model", "seq", "dtype", "recompute", "hardware", "ranks", "optimizer")
     request = Request(batch=typed["batch"] or 8, options=options, **{name: typed[name] for name in names})
     wrong = wrong_beside_plan(typed, states)
     if wrong is not None:
@@ -394,6 +394,8 @@ def wrong_beside_plan(typed: Mapping[str, Any], states: tuple[int, ...]) -> Inva
         return InvalidOption("state_bytes", states, "a single number; several need --tune")
     if schedule is not None and stages is None:
         return InvalidOption("schedule", schedule, "--stages beside it, such as --stages 4")
+    if typed["optimizer"] is not None and (states or is_tuned or stages is not None):
+        return InvalidOption("optimizer", typed["optimizer"], "no --state-bytes, --tune or --stages beside it")
     if stages is not None and (is_tuned or is_largest):
         return InvalidOption("stages", stages, "no --tune and no --largest-batch beside --stages")
     return None

@@ -3,12 +3,14 @@ refuse samples too long for the model.
 """
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.base.errors import InvalidOption, UnsupportedModel
@@ -24,6 +26,8 @@ from elixir_compile.graph.ops.shards import DTensor
 from elixir_compile.ir import Kind, Param, StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.ir.hardware import Cluster
+from elixir_compile.optim.adamw import HybridAdamW
+from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.variants import Chunks, possible_chunks
@@ -137,6 +141,55 @@ def _too_long(num_tokens: int, limit: int, table: str) -> InvalidOption:
 Inputs = Sequence[Any] | Mapping[str, Any]
 
 
+class PlannedClass:
+    """The state that the optimizer class `cls` will keep, before there is an optimizer of the user.
+
+    Dry runs find it, see `optim.generic`. Parameters that the constructor refuses, as that of Muon those that are no
+    matrices, and all of AdamW, are those of HybridAdamW.
+    """
+
+    def __init__(self, cls: type[Optimizer]) -> None:
+        self._cls = cls
+        self._made: dict[int, tuple[Optimizer, ClassRule] | None] = {}
+        """By number of dimensions an optimizer of a small parameter, and its rule; None if it refuses one."""
+
+    @classmethod
+    def of_name(cls, name: str) -> "PlannedClass":
+        """Return that of a class of torch, as `muon`, or of `module.Class`. Raises InvalidOption if there is none."""
+        known = {own.lower(): found for own, found in vars(torch.optim).items() if isinstance(found, type)}
+        module, _, own = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), own, None) if module else known.get(name.lower())
+        except ImportError as error:
+            raise InvalidOption("optimizer", name, f"a class that can be imported: {error}") from None
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            raise InvalidOption("optimizer", name, "a class of torch.optim, as muon, or the dotted name of another")
+        return cls(found)
+
+    def state_of(self, param: torch.Tensor) -> Param:
+        """Return the state of `param`. Raises InvalidOption if no plan may place it, or if the class needs arguments
+        beside parameters."""
+        if self._cls is torch.optim.AdamW or issubclass(self._cls, HybridAdamW):
+            return state_of_hybrid_adamw(param)
+        if param.dim() not in self._made:
+            small = nn.Parameter(torch.zeros((2,) * param.dim(), device="cpu"))
+            try:
+                optimizer = cast("Callable[[list[nn.Parameter]], Optimizer]", self._cls)([small])
+                self._made[param.dim()] = optimizer, ClassRule(self._cls, optimizer)
+            except ValueError:  # as torch's optimizers refuse a parameter
+                self._made[param.dim()] = None
+            except TypeError as error:
+                because = f"a class that is made of parameters alone: {error}"
+                raise InvalidOption("optimizer", self._cls.__name__, because) from None
+        made = self._made[param.dim()]
+        if made is None:
+            return state_of_hybrid_adamw(param)
+        group = {**made[0].param_groups[0], "params": [param]}
+        if because := made[1].why_not_placed([group]):
+            raise InvalidOption("optimizer", self._cls.__name__, f"a class whose state plans place: {because}")
+        return made[1].param_state(param, group)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
     """One captured training step, and the facts about its parameters on which a plan depends."""
@@ -145,7 +198,7 @@ class Capture:
     device: torch.device
     """The device of the capture; kernels, such as those of attention, differ between devices."""
     params: Mapping[StorageId, Param]
-    """The trained parameters, with the state that HybridAdamW keeps."""
+    """The trained parameters, with the state that HybridAdamW keeps, or the optimizer class of the capture."""
     held_bytes: int
     """Bytes of parameters on the device now; 0 for a model on `meta`."""
     base_bytes: int
@@ -171,8 +224,8 @@ class Capture:
     def trained(self, options: Options, state_bytes_per_element: int | None = None) -> Mapping[StorageId, Param]:
         """Return the trained parameters, with the bytes of their gradients on one rank or after the reduce of several.
 
-        Their state is that of HybridAdamW by default. `state_bytes_per_element` replaces it; 12 are fp32 master weights
-        and moments.
+        Their state is that of the optimizer of the capture, by default HybridAdamW. `state_bytes_per_element` replaces
+        it; 12 are fp32 master weights and moments.
         """
         param_bytes = {storage.id: storage.nbytes for storage in self.graph.storages if storage.kind is Kind.PARAM}
         found: dict[StorageId, Param] = {}
@@ -186,15 +239,30 @@ class Capture:
         return found
 
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
-        """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer, under `budgets_bytes`."""
+        """Return the problem of one rank of `cluster`, with the optimizer of the capture, under `budgets_bytes`.
+
+        Raises InvalidOption for several ranks if the optimizer updates whole tensors.
+        """
         device_bytes, host_bytes = budgets_bytes(cluster, options)
+        if cluster.num_ranks > 1 and any(param.whole_update is not None for param in self.params.values()):
+            expected = (
+                "1 beside an optimizer that updates whole tensors: `prepare(..., whole=...)` chooses their owners"
+            )
+            raise InvalidOption("ranks", cluster.num_ranks, expected)
+        is_cpu = not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute)
+        params = {
+            name: param
+            if param.whole_update is None
+            else replace(param, whole_update=replace(param.whole_update, works_on_device=is_cpu))
+            for name, param in self.trained(options, state_bytes_per_element).items()
+        }
         memory = Memory(budget_bytes=device_bytes, base_bytes=self.base_bytes, host_budget_bytes=host_bytes)
         disk = options.disk_path is not None
         return build_problem(
             self.graph,
             cluster,
             options,
-            params=self.trained(options, state_bytes_per_element),
+            params=params,
             hybrid=bool(self.params),
             memory=memory,
             disk=disk,
@@ -225,13 +293,15 @@ def capture_step(
     options: Options | None = None,
     dynamic: bool = False,
     chunks: Chunks | None = None,
+    optimizer: PlannedClass | None = None,
 ) -> Capture:
     """Return the training step of `model` on `example_inputs`, positional or by name; only their shapes count.
 
     `device` is by default the device of the first parameter that is not on `meta`, else `cuda` if it is available, else
     `cpu`. If `dynamic`, the first dimension of every input is symbolic. The loss is computed in `chunks`, found by an
-    earlier capture, if they are given. Raises UnsupportedModel if the model cannot be traced as one graph or trains
-    nothing, and InvalidOption if samples have more tokens than the model has positions.
+    earlier capture, if they are given. `optimizer` will train the model, by default HybridAdamW. Raises
+    UnsupportedModel if the model cannot be traced as one graph or trains nothing, and InvalidOption if samples have
+    more tokens than the model has positions, or if plans do not place the state of `optimizer`.
     """
     model = _built(model)
     held = (param.device for param in model.parameters() if param.device.type != "meta")
@@ -262,11 +332,23 @@ def capture_step(
     batch = next((value.shape[0] for value in tensors), None) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
-    made = _capture(captured, managed.executor, held_bytes, batch)
+    made = _capture(
+        captured,
+        managed.executor,
+        held_bytes,
+        batch,
+        state_of_hybrid_adamw if optimizer is None else optimizer.state_of,
+    )
     return replace(made, chunks=possible[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
 
 
-def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:
+def _capture(
+    captured: Captured,
+    executor: Executor,
+    held_bytes: int,
+    batch: int | None,
+    state_of: Callable[[torch.Tensor], Param],
+) -> Capture:
     read = set(captured.param_names.values())
     unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
     slots = [executor.slots[name] for name in captured.param_names.values()]
@@ -277,7 +359,7 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
         graph=graph,
         device=executor.device,
         params={
-            name: replace(state_of_hybrid_adamw(param), numel=param.numel(), has_master=has_master(param))
+            name: replace(state_of(param), numel=param.numel(), has_master=has_master(param))
             for name, param in trained.items()
         },
         held_bytes=held_bytes,

@@ -31,7 +31,7 @@ from elixir_compile.base.process import collector_off, num_usable_cores
 from elixir_compile.compat.platforms import is_accelerator_in_use
 from elixir_compile.ir import Op, OpId, StepGraph, Storage, StorageId
 from elixir_compile.search.joint.variants import Chunks
-from elixir_compile.tools.preview.capture import Capture, Inputs, capture_step
+from elixir_compile.tools.preview.capture import Capture, Inputs, PlannedClass, capture_step
 from elixir_compile.tools.preview.models import Configured
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -587,6 +587,7 @@ def capture_model(
     options: Options | None = None,
     dynamic: bool = False,
     chunks: Chunks | None = None,
+    optimizer: PlannedClass | None = None,
     least_layers: int = LEAST_LAYERS,
     may_fork: bool = False,
 ) -> Capture:
@@ -597,7 +598,7 @@ def capture_model(
     """
 
     def capture(model: nn.Module | Callable[[], nn.Module]) -> Capture:
-        return capture_step(model, example_inputs, options=options, dynamic=dynamic, chunks=chunks)
+        return capture_step(model, example_inputs, options=options, dynamic=dynamic, chunks=chunks, optimizer=optimizer)
 
     if not isinstance(model, Configured):
         return capture(model)

@@ -612,19 +612,27 @@ class _CaptureFile:
     batch_symbol: str | None
 
 
-def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool, chunks: Chunks | None) -> str | None:
+def capture_key(
+    model: str,
+    text: TextBatch,
+    options: Options,
+    *,
+    dynamic: bool,
+    chunks: Chunks | None,
+    optimizer: str | None = None,
+) -> str | None:
     """Return 32 hex digits that differ if anything differs on which the capture of the named `model` depends.
 
     Returns None if the capture is not cached. A model made by a function of the user is not, as the function may do
-    anything. On a machine with a GPU no capture is cached: the name of the GPU would be part of the key, and to ask for
-    it initialises CUDA, after which no process can be forked.
+    anything, nor is one for an `optimizer` outside of torch. On a machine with a GPU no capture is cached: the name of
+    the GPU would be part of the key, and to ask for it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
-    if description is None or not options.plan_cache or accelerator_type() is not None:
+    if description is None or not options.plan_cache or accelerator_type() is not None or "." in (optimizer or ""):
         return None
     options = with_compiler(options)
     parts = [
-        ("model", description, text, dynamic, chunks),
+        ("model", description, text, dynamic, chunks, optimizer),
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
         ("source", __version__, source_digest("**/*.py")),
         ("torch", torch.__version__),  # a public name

@@ -131,6 +131,34 @@ def test_json_is_the_plan_and_nothing_else(net: str) -> None:
     assert json.loads(done.stdout)["prediction"]["step_s"] == made.prediction.step_s > 0
 
 
+@pytest.mark.parametrize("name", ["muon", "torch.optim.Muon"])
+def test_an_optimizer_class_trains_what_its_constructor_takes(net: str, name: str) -> None:
+    """Muon the two matrices, which are updated whole, with a momentum; HybridAdamW the vectors, with two moments."""
+    made = plan_from_json(cli("plan", net, *FAST, "--optimizer", name, "--json").stdout)
+    whole = [bucket for bucket in made.buckets if bucket.whole_update is not None]
+    rest = [bucket for bucket in made.buckets if bucket.whole_update is None]
+    assert sum(bucket.state_nbytes for bucket in whole) == 4 * 2 * 64 * 256
+    assert all(bucket.work_nbytes and not bucket.works_on_device for bucket in whole)
+    assert sum(bucket.state_nbytes for bucket in rest) == 8 * (256 + 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("muom",), "a class of torch.optim, as muon"),
+        (("no.such.Class",), "No module named 'no'"),
+        (("lbfgs",), "a class whose state plans place"),
+        (("torch.optim.Optimizer",), "a class that is made of parameters alone"),
+        (("muon", "--state-bytes", 12), "no --state-bytes"),
+        (("muon", "--ranks", 2), "`prepare(..., whole=...)` chooses their owners"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_planned_is_refused(net: str, words: tuple[object, ...], expected: str) -> None:
+    done = cli("plan", net, *FAST, "--optimizer", *words)
+    assert done.exit_code == 1
+    assert expected in done.stderr
+
+
 def test_the_arguments_reach_the_plan(net: str) -> None:
     done = cli("plan", net, *FAST, "--ranks", 2, "--device-memory", "1GiB", "--state-bytes", 12, "--json")
     made = plan_from_json(done.stdout)
