@@ -175,7 +175,7 @@ Squares = float | torch.Tensor
 SquaresOf = Callable[[torch.Tensor], Squares]
 
 
-def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+def fitted(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return `grad`, this rank's shard of a gradient, on the device of `param` and with its strides."""
     own = own_shard(param)
     if grad.device != own.device:
@@ -185,7 +185,7 @@ def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, new_buffer: Callable[[], torch.Tensor] | None) -> None:
+def widen_sum(param: torch.Tensor, dtype: torch.dtype, new_buffer: Callable[[], torch.Tensor] | None) -> None:
     """Prepare `param.grad` so that a gradient of `dtype` can be added: convert it to fp32 if the sum is kept in fp32.
 
     `new_buffer` returns memory for an fp32 sum; None if sums have the dtype of `param`.
@@ -198,7 +198,7 @@ def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, new_buffer: Callabl
         param.grad = as_dtensor(total, param)
 
 
-def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[[], torch.Tensor] | None) -> None:
+def publish(param: torch.Tensor, grad: torch.Tensor, new_buffer: Callable[[], torch.Tensor] | None) -> None:
     """Add `grad` to the gradient of `param`, unless `param` is frozen by now; `new_buffer` as for `widen_sum`."""
     if not param.requires_grad:
         return

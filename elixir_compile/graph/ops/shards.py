@@ -444,7 +444,7 @@ def shard_numels(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
     return tuple(math.prod(shape[1:]) * min(max(shape[0] - start, 0), num_rows) for start in starts)
 
 
-def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+def rehome_grad(param: torch.Tensor, data: torch.Tensor) -> None:
     """Replace the data of the gradient of `param`, or its local tensor, by `data`, which has its values.
 
     On the same device the gradient stays the same tensor, as a user may hold it.
