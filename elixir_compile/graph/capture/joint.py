@@ -219,7 +219,8 @@ def _recompute_frozen(graph: fx.Graph, hidden: _Hidden) -> None:
             roots |= {node: frozenset([node])} if is_frozen else {}
         elif node.op == "placeholder":
             is_read_only = node.meta.get("desc") not in written and all(map(_may_run_again, node.users))
-            if node.meta.get(OF_MODULE, False) and is_read_only and not tensor_of(node).requires_grad:
+            is_constant = has_tensor(node) and not tensor_of(node).requires_grad  # a mesh of ranks is no tensor
+            if node.meta.get(OF_MODULE, False) and is_read_only and is_constant:
                 roots[node] = frozenset()
         elif _may_run_again(node) and all(source in roots for source in node.all_input_nodes):
             roots[node] = frozenset().union(*(roots[source] for source in node.all_input_nodes))

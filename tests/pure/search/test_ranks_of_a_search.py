@@ -592,8 +592,10 @@ def test_two_budgets_give_one_order_of_collectives_and_homes_of_their_own(
     try:
         made = planned(problems)
     except NoFeasiblePlan as error:
+        made = error
+    if isinstance(made, NoFeasiblePlan):
         # A rank that releases what the other must release too may need a few more bytes than alone, as the error says.
-        assert error.needed_bytes <= 1.01 * error.budget_bytes
+        assert made.needed_bytes <= 1.01 * made.budget_bytes
         return
     assert skeleton_of(made[0]) == skeleton_of(made[1])
     assert made[0].prediction.step_s == made[1].prediction.step_s
