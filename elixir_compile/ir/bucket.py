@@ -97,6 +97,12 @@ class Param:
     is_uneven: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the ranks own parts of any sizes, or one of them owns it whole."""
 
+    def works_as(self, *, is_cpu: bool) -> "Param":
+        """Return the parameter with the work space of its whole update on the device always if the device `is_cpu`."""
+        if self.whole_update is None:
+            return self
+        return replace(self, whole_update=replace(self.whole_update, works_on_device=is_cpu))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

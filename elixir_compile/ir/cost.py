@@ -247,7 +247,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         elif _has_exact_master(bucket):
             moved_bytes += MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, 0)
         over_fp32 = moved_bytes / ADAM_BYTES_PER_ELEMENT
-        if cluster.host.update_forms and not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
+        if cluster.host.update_forms and not cluster.copies_overlap:
             over_fp32 = _host_over_fp32(bucket, cluster.host)  # the same cores run the host's pass
         return cluster.device.launch_s + bucket.own_numel * over_fp32 / cluster.device.update_elements_per_s
     if tier is Tier.HOST:

@@ -422,10 +422,8 @@ def _params_of(
             if slot.name in plain_state:
                 param = replace(param, state_nbytes=0, narrower_nbytes=())
             dtype, reduced = slot.param.dtype, grad_dtype_of(slot, ranks)
-            if param.whole_update is not None:
-                param = replace(param, whole_update=replace(param.whole_update, works_on_device=is_cpu))
             param = replace(
-                param,
+                param.works_as(is_cpu=is_cpu),
                 numel=slot.numel,
                 has_master=has_master(slot.param),
                 grad_nbytes=reduced.itemsize * slot.numel,

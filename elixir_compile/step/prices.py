@@ -325,7 +325,6 @@ def _lanes(cluster: Cluster) -> Mapping[Lane, Lane]:
         Lane.D2H: cluster.d2h.overlaps_compute,
         Lane.GATHER: cluster.collective is not None and cluster.collective.overlaps_compute,
         Lane.REDUCE: cluster.collective is not None and cluster.collective.overlaps_compute,
-        # If neither direction overlaps, device and host are the same cores.
-        Lane.HOST: cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute,
+        Lane.HOST: cluster.copies_overlap,
     }
     return {Lane.COMPUTE: Lane.COMPUTE, **{lane: lane if own else Lane.COMPUTE for lane, own in overlaps.items()}}

@@ -248,6 +248,12 @@ class Cluster:
         """Number of devices of each node."""
         return self.nodes[0].num_devices
 
+    @property
+    def copies_overlap(self) -> bool:
+        """Whether copies between host and device run beside compute in some direction. If they do not, device and host
+        are the same cores, as on a CPU."""
+        return self.h2d.overlaps_compute or self.d2h.overlaps_compute
+
     def alone(self) -> "Cluster":
         """Return a cluster of a single device, with a host of its own."""
         return Cluster(nodes=(replace(self.nodes[0], num_devices=1, peer=None),))

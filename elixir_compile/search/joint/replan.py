@@ -158,7 +158,7 @@ def _corrected(problem: Problem, plan: Plan, seconds: Mapping[_OnLane, float]) -
     price = prices(problem.graph, plan.buckets, cluster)
     on_device = _ratio(seconds, _update_prices(plan, price, Tier.DEVICE))
     on_host = _ratio(seconds, _update_prices(plan, price, Tier.HOST))
-    if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
+    if not cluster.copies_overlap:
         on_device, on_host = on_device or on_host, on_host or on_device
 
     def slowed(node: Node) -> Node:

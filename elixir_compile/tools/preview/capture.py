@@ -249,13 +249,8 @@ class Capture:
                 "1 beside an optimizer that updates whole tensors: `prepare(..., whole=...)` chooses their owners"
             )
             raise InvalidOption("ranks", cluster.num_ranks, expected)
-        is_cpu = not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute)
-        params = {
-            name: param
-            if param.whole_update is None
-            else replace(param, whole_update=replace(param.whole_update, works_on_device=is_cpu))
-            for name, param in self.trained(options, state_bytes_per_element).items()
-        }
+        trained = self.trained(options, state_bytes_per_element)
+        params = {name: param.works_as(is_cpu=not cluster.copies_overlap) for name, param in trained.items()}
         memory = Memory(budget_bytes=device_bytes, base_bytes=self.base_bytes, host_budget_bytes=host_bytes)
         disk = options.disk_path is not None
         return build_problem(
