@@ -13,7 +13,6 @@ and the partitioner returns, node for node, the forward and backward of the same
 which inputs are parameters, by their positions.
 """
 
-import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from elixir_compile.graph.capture.node_facts import (
     is_tangent,
     key_of,
     marker_node,
+    may_run_again,
     merge_markers,
     outputs_of,
     parameter,
@@ -218,24 +218,15 @@ def _recompute_frozen(graph: fx.Graph, hidden: _Hidden) -> None:
             is_frozen = not slot_by_key(hidden.keys[node.name]).param.requires_grad
             roots |= {node: frozenset([node])} if is_frozen else {}
         elif node.op == "placeholder":
-            is_read_only = node.meta.get("desc") not in written and all(map(_may_run_again, node.users))
+            is_read_only = node.meta.get("desc") not in written and all(map(may_run_again, node.users))
             is_constant = has_tensor(node) and not tensor_of(node).requires_grad  # a mesh of ranks is no tensor
             if node.meta.get(OF_MODULE, False) and is_read_only and is_constant:
                 roots[node] = frozenset()
-        elif _may_run_again(node) and all(source in roots for source in node.all_input_nodes):
+        elif may_run_again(node) and all(source in roots for source in node.all_input_nodes):
             roots[node] = frozenset().union(*(roots[source] for source in node.all_input_nodes))
     for node, read in roots.items():
         if _nbytes([node]) > _nbytes(read) > 0:
             node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.MUST_RECOMPUTE, _FROZEN_REGION
-
-
-def _may_run_again(node: fx.Node) -> bool:
-    """Return whether `node` gives the same result from the same inputs, and writes nothing."""
-    if node.op == "get_attr" or node.target is operator.getitem:
-        return True
-    if not compat.is_op_overload(node.target) or compat.schema_of(node.target).is_mutable:
-        return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _nbytes(nodes: Iterable[fx.Node]) -> int:

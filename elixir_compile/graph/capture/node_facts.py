@@ -4,6 +4,7 @@ parameter that it stands for.
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -296,6 +297,17 @@ def _kernel_of_op(op: Any) -> Kernel:
 @functools.cache
 def _may_be_random(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def may_run_again(node: fx.Node) -> bool:
+    """Return whether `node`, an operator of any library, gives the same result from the same inputs and writes none."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    return (
+        compat.is_op_overload(node.target)
+        and not compat.schema_of(node.target).is_mutable
+        and not _may_be_random(node.target)
+    )
 
 
 def runs_once(node: fx.Node) -> bool:

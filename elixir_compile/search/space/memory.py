@@ -129,11 +129,8 @@ class MemoryModel:
         rooms_bytes = max((streamed_bytes(facts.buckets[i], levels[i].home) for i in moves.streamed), default=0)
         rooms_bytes += max((work_bytes[i] for i in moves.streamed), default=0)
         here = [i for i, level in enumerate(levels) if work_bytes[i] and not level.has_state_on_host]
-        starts = [self.segment_of(facts.num_run)]
-        if asked_time(facts.problem) is Update.IN_BACKWARD:
-            grads, before_reduce = [(i, facts.gradients[i]) for i in here], self._positions.before_reduce
-            starts += [self._segments[before_reduce(i, own.complete) + 1] for i, own in grads if own is not None]
-        return min(starts), max(rooms_bytes, *(work_bytes[i] for i in here), 0)
+        start = self._segments[_first_update(facts, self._positions, here)]
+        return start, max(rooms_bytes, *(work_bytes[i] for i in here), 0)
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
@@ -299,13 +296,19 @@ def _rest(facts: Facts, places: Positions, ops: Ops) -> NDArray[np.int64]:
     rest[places.of(last)] += max(0, facts.problem.between_bytes - dying_bytes)
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
     rest[ops.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
-    here = [(i, bucket) for i, bucket in enumerate(facts.buckets) if bucket.works_on_device and bucket.trainable]
-    start = ops.num_run
-    if asked_time(facts.problem) is Update.IN_BACKWARD:
-        grads = ((i, facts.gradients[i]) for i, _ in here)
-        start = min([start, *(places.before_reduce(i, own.complete) + 1 for i, own in grads if own is not None)])
-    rest[start:] += max((bucket.work_nbytes for _, bucket in here), default=0)
+    here = [i for i, bucket in enumerate(facts.buckets) if bucket.works_on_device and bucket.trainable]
+    rest[_first_update(facts, places, here) :] += max((facts.buckets[i].work_nbytes for i in here), default=0)
     return rest
+
+
+def _first_update(facts: Facts, places: Positions, buckets: Iterable[int]) -> int:
+    """Return the first position at which one of `buckets` may be updated: behind the backward, or under `in_backward`
+    behind the reduce of its gradients."""
+    starts = [places.of(facts.num_run)]
+    if asked_time(facts.problem) is Update.IN_BACKWARD:
+        grads = ((i, facts.gradients[i]) for i in buckets)
+        starts += [places.before_reduce(i, own.complete) + 1 for i, own in grads if own is not None]
+    return min(starts)
 
 
 def _segment_starts(facts: Facts, places: Positions, more_starts: Iterable[int]) -> NDArray[np.int64]:
