@@ -135,7 +135,7 @@ class Hybrid(torch.optim.Optimizer):
 
     def work_bytes(self, *, of_one: bool) -> int:
         """Return the most bytes that `step()` holds at once beside weights, gradients and state, if it is one step for
-        all parameters: of all, or of the parameter that needs the most if `of_one`. 0 if plans count the work space of
+        all parameters; if `of_one`, the most that it holds for a single parameter. 0 if plans count the work space of
         each update with its bucket."""
         found = 0
         for group in self.param_groups if not self.places_state else ():

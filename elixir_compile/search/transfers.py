@@ -330,7 +330,7 @@ def may_be_streamed(evaluator: Evaluator, levels: Sequence[Level], moves: Moves)
     unstreamed = moves._replace(streamed=frozenset())
     in_update = memory.live_bytes(levels, unstreamed)[memory.segment_of(facts.num_run) :]
     free_bytes = facts.problem.budget_bytes - int(in_update.max(initial=0))
-    # The rooms of one bucket are there beside the work space of another: any of those that are returned fit together.
+    # The rooms of one bucket are there beside the work space of another, so all buckets that are returned fit together.
     rooms_bytes = work_bytes = 0
     found: list[int] = []
     for i in (*sorted(moves.streamed), *sorted(facts.streamable - moves.streamed)):

@@ -25,8 +25,8 @@ from elixir_compile.ir import Param
 #     float16    the rest is the full master
 #
 # `prepare` adds the rests, and the hybrid optimizer takes them as state. A step of an optimizer that keeps no masters
-# raises MasterIgnored, because it would change the parameter and not the master: one of torch, or a hybrid one of a
-# class that updates all parameters at once.
+# raises MasterIgnored, because it would change the parameter and not the master. Such are torch's optimizers, and
+# hybrid optimizers whose class updates all parameters at once.
 
 
 REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}

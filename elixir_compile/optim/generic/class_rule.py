@@ -403,12 +403,13 @@ class ClassRule(UpdateRule):
         return replace(found, state_dtype="bfloat16") if self._narrow(group, updated_dtype(param)) else found
 
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
-        """Return the most bytes that one step of all of `params` holds at once beside weights, gradients and state."""
+        """Return the most bytes that one step of all of `params`, none of which is updated by elements, holds at once
+        beside weights, gradients and state."""
         steps = (each for each in params if self.known.schema(group, updated_dtype(each)).because)
         own_bytes = work_bytes_of(self.known.tensor_step(each, group) for each in steps)
         scratch_bytes = mask_bytes = 0
         for param in filter(has_master, params):
-            numel = gathered_numel(param) if self.updates_whole(param, group) else min(gathered_numel(param), _BLOCK)
+            numel = gathered_numel(param)
             scratch_bytes = max(scratch_bytes, numel * SCRATCH_BYTES_PER_ELEMENT[param.dtype])
             mask_bytes = max(mask_bytes, numel * (param.dtype == torch.bfloat16))
         return scratch_bytes + max(mask_bytes, own_bytes)
@@ -506,7 +507,7 @@ class ClassRule(UpdateRule):
 
 
 def rest_of(one: ParamUpdate) -> torch.Tensor | None:
-    """Return the rest of the master of the parameter of `one`; None if it has none."""
+    """Return the rest of the master of the updated parameter; None if the parameter has no master."""
     return one.state.get(REST_NAMES.get(one.weight.dtype, ""))
 
 

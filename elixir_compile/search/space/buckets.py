@@ -146,8 +146,8 @@ def level_text(level: Level) -> str:
 #     wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends with a layer if it holds at least `min` bytes, and holds at
 #                                         most `max` bytes
 #
-# If one of several ranks owns each parameter, a bucket goes on, up to `max`, until no rank has more than 1.5 times the
-# part of it that it has of all: the collectives of a bucket last as long as those of the rank with the most bytes.
+# If one of several ranks owns each parameter, a bucket goes on, up to `max`, until the share of no rank in it is more
+# than 1.5 times its share of all parameters: the collectives of a bucket last as long as the rank with the most bytes.
 #
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
