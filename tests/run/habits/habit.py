@@ -48,7 +48,9 @@ def habit(
         raise ValueError("a refusal needs both the error and a part of its text")
 
     def enter(test: Callable[..., None]) -> Callable[..., None]:
-        HABITS[test.__name__] = Habit(area=area, text=text, refused=refused, says=says, note=note)
+        row = Habit(area=area, text=text, refused=refused, says=says, note=note)
+        if HABITS.setdefault(test.__name__, row) != row:
+            raise ValueError(f"two tests are called {test.__name__}: the page would have the row of one of them")
         if refused is None:
             return test
 

@@ -399,7 +399,7 @@ def test_writes_between_steps() -> None:
 
 @habit("Progressive unfreezing, a new param group for each layer", area="Parameters")
 @pytest.mark.filterwarnings("ignore:.*began to require a gradient")
-def test_progressive_unfreezing() -> None:
+def test_progressive_unfreezing_with_a_group_for_each_layer() -> None:
     def story(run: Run) -> None:
         model = run.model
         model.requires_grad_(False)
