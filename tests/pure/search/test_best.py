@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -130,6 +130,12 @@ def odd_instances(count: int) -> Iterator[tuple[int, Problem]]:
 def random_answer(draw: random.Random, evaluator: Evaluator) -> Candidate:
     levels = tuple(draw.choice(own) for own in evaluator.facts.choices)
     return Candidate(levels, tuple(draw.randrange(len(layer.modes)) for layer in evaluator.facts.layers))
+
+
+def random_streams(draw: random.Random, evaluator: Evaluator, levels: Sequence[Level], share: float) -> frozenset[int]:
+    """Return about this `share` of the buckets whose updates may be streamed at `levels`."""
+    may_stream = [i for i in sorted(evaluator.facts.streamable) if levels[i].has_state_on_host]
+    return frozenset(i for i in may_stream if draw.random() < share)
 
 
 def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:

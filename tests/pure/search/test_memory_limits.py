@@ -24,7 +24,14 @@ from elixir_compile.search.space.profiles import moves_at_use
 from elixir_compile.step import verify
 from tests.pure.ir.test_graph import bucket
 from tests.pure.problems import disk_staging, needed_bytes, problem_of
-from tests.pure.search.test_best import assert_as_good_as_brute_force, instances, machine, random_answer, tried_s
+from tests.pure.search.test_best import (
+    assert_as_good_as_brute_force,
+    instances,
+    machine,
+    random_answer,
+    random_streams,
+    tried_s,
+)
 from tests.pure.search.test_transfers import layers_of, mixed_layers, on, split
 from tests.pure.strategies import Layer, chain, examples, symbolic
 
@@ -245,8 +252,7 @@ def test_the_bound_is_at_most_every_simulated_step(update: Update) -> None:
         for _ in range(8):
             levels, modes = answer = random_answer(draw, evaluator)
             here = evaluator.at(modes)
-            may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
-            streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
+            streamed = random_streams(draw, here, levels, 0.25)
             x = milp.vector(answer, streamed)
             lower_s = milp.lower_s(x)
             num_binding += any(longest_s(phase, x) >= lower_s for phase in milp.whole_step)

@@ -3,7 +3,6 @@ Muon for the matrices of a model of 7 billion parameters, from shapes."""
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -28,7 +27,7 @@ from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import action_of, with_actions
 from tests.pure.problems import needed_bytes, problem_of, state_of
-from tests.pure.search.test_best import machine, random_answer
+from tests.pure.search.test_best import machine, random_answer, random_streams
 from tests.pure.strategies import Layer, chain, examples
 
 A100 = preset("a100-80g")
@@ -193,13 +192,6 @@ def mixed_problem(draw: random.Random, update: Update = Update.ACROSS_STEPS, *, 
     )
 
 
-def random_streams(draw: random.Random, evaluator: Evaluator, levels: Sequence[Level]) -> frozenset[int]:
-    """Return some of the buckets whose updates may be streamed at `levels`."""
-    return frozenset(
-        i for i in sorted(evaluator.facts.streamable) if levels[i].has_state_on_host and draw.random() < 0.5
-    )
-
-
 @given(st.integers(0, 2**32), st.sampled_from(list(Update)), st.booleans())
 @settings(max_examples=60)
 def test_all_counts_of_bytes_agree_for_any_homes_of_whole_tensors(seed: int, update: Update, is_cpu: bool) -> None:
@@ -210,7 +202,7 @@ def test_all_counts_of_bytes_agree_for_any_homes_of_whole_tensors(seed: int, upd
     evaluator = Evaluator(gather_facts(problem))
     levels, modes = random_answer(draw, evaluator)
     evaluator = evaluator.at(modes)
-    moves = moves_at_use(evaluator.facts, levels)._replace(streamed=random_streams(draw, evaluator, levels))
+    moves = moves_at_use(evaluator.facts, levels)._replace(streamed=random_streams(draw, evaluator, levels, 0.5))
     made = write_out(evaluator, DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=()))
     walk, timeline = walk_memory(problem.graph, made), plan_timeline(problem.graph, made)
     assert walk.live_bytes == timeline.live_bytes
@@ -232,7 +224,7 @@ def test_no_bound_is_above_a_step_with_whole_tensors(update: Update) -> None:
         milp = Milp(evaluator, reference_s=1.0)
         for _ in range(6):
             levels, modes = answer = random_answer(draw, evaluator)
-            here, streamed = evaluator.at(modes), random_streams(draw, evaluator, levels)
+            here, streamed = evaluator.at(modes), random_streams(draw, evaluator, levels, 0.5)
             x = milp.vector(answer, streamed)
             for ahead in (0, 2):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)

@@ -30,7 +30,7 @@ from elixir_compile.step.bucket_bytes import kept_copy_bytes, kept_grad_bytes, r
 from elixir_compile.step.seconds import hidden_update_share, simulate
 from elixir_compile.tools.report.explain import explain
 from tests.pure.problems import problem_of, state_of
-from tests.pure.search.test_best import instances, machine, random_answer
+from tests.pure.search.test_best import instances, machine, random_answer, random_streams
 from tests.pure.search.test_ranks_of_a_search import drawn, ranks, shared_problems
 from tests.pure.strategies import Layer, chain
 
@@ -420,8 +420,7 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
         for _ in range(NUM_ANSWERS):
             levels, modes = answer = random_answer(draw, evaluator)
             here = evaluator.at(modes)
-            may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
-            streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
+            streamed = random_streams(draw, here, levels, 0.25)
             x = milp.vector(answer, streamed)
             lower_s = milp.lower_s(x)
             for number, shops in enumerate((milp.phases[0], milp.across)):

@@ -24,10 +24,9 @@ from tests.run.optim.test_whole_updates import (
     CLASSES,
     LARGE_WIDTHS,
     PLACED,
-    PLACES,
     STATIC,
-    UPDATES,
     batches,
+    each_time,
     leaves,
     model_for,
     some_slow,
@@ -99,13 +98,7 @@ def assert_same(run: Run, reference: Reference) -> None:
         assert torch.equal(value, own), path
 
 
-OF_ELEMENTS = [
-    (cls, home, share, update)
-    for cls in ELEMENTS
-    for home, share in PLACES
-    for update in UPDATES
-    if not (share and update == "in_backward")
-]
+OF_ELEMENTS = each_time(ELEMENTS)
 QUICK_PLACED = {
     (Muon, "split", 1.0, "across_steps"),
     (Lars, "host", 0.0, "in_backward"),

@@ -5,9 +5,9 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,17 @@ PLACES = (
     *(("device", 0.0), ("split", 0.0), ("split", 1.0), ("host", 0.0), ("host", 0.5)),
     *(("split disk", 0.0), ("host disk", 0.0)),
 )
-PLACED = [
-    (cls, home, share, update)
-    for cls in CLASSES
-    for home, share in PLACES
-    for update in UPDATES
-    if not (share and update == "in_backward")
-]
+
+
+def each_time(classes: Iterable[Any], places: Iterable[tuple[str, float]] = PLACES) -> list[tuple[Any, ...]]:
+    """Return each of `classes` at each of `places`, homes with shares of streamed updates, at each time of updates.
+
+    No update is streamed in the backward."""
+    found = product(classes, places, UPDATES)
+    return [(cls, *place, update) for cls, place, update in found if not (place[1] and update == "in_backward")]
+
+
+PLACED = each_time(CLASSES)
 QUICK_PLACED = {
     (Muon, "split", 1.0, "across_steps"),
     (Muon, "host", 0.5, "after_backward"),
@@ -193,13 +197,7 @@ def test_state_loads_in_both_directions(cls: type[Optimizer]) -> None:
     assert_same_run(expected, run.train(each[4:]))
 
 
-KEPT = [
-    (cls, home, share, update)
-    for cls in (ByColumns, CountsSteps)
-    for home, share in (("device", 0.0), ("split", 0.0), ("split", 1.0), ("split disk", 0.0))
-    for update in UPDATES
-    if not (share and update == "in_backward")
-]
+KEPT = each_time((ByColumns, CountsSteps), (("device", 0.0), ("split", 0.0), ("split", 1.0), ("split disk", 0.0)))
 QUICK_KEPT = {
     (ByColumns, "split", 1.0, "across_steps"),
     (ByColumns, "split disk", 0.0, "after_backward"),
