@@ -40,7 +40,14 @@ from elixir_compile.search.evaluator import (
     leanest,
 )
 from elixir_compile.search.formulation.milp import Milp, Vector
-from elixir_compile.search.formulation.solver import CountedMilp, Solution, integral_candidates, priced, rounded
+from elixir_compile.search.formulation.solver import (
+    CountedMilp,
+    Solution,
+    decided,
+    integral_candidates,
+    priced,
+    rounded,
+)
 from elixir_compile.search.outer import lowest
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.buckets import Level
@@ -339,8 +346,10 @@ def place_best(
     if not moves_nothing:
         _try_shortest(tries, milp, starts)
     seeds = _seeds(milp, dict.fromkeys((first.candidate, tries.best.candidate, *starts)))
+    part = milp
     if milp.is_large and not moves_nothing:
-        seeds += _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES[:1])
+        part = decided(milp, tries.deadline, -int(_COUNTED_SHARES[0] * _widest_bytes(evaluator)))
+        seeds += _try_counted(tries, CountedMilp(part), _COUNTED_SHARES[:1])
     start = priced(milp, seeds, tries.deadline)
     if start is None:
         _try_rules(tries, milp, () if moves_nothing else others)
@@ -348,7 +357,7 @@ def place_best(
     proved = _certificate(milp, start)
     if moves_nothing and not _is_worth_moving(evaluator, first, proved.bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
-    bound_s = _search(tries, milp, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
+    bound_s = _search(tries, milp, part, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
     log.debug("searched %s in %s", evaluator.facts.problem.name, format_s(clock.spent_s))
     if moves_nothing and not _is_worth_moving(evaluator, first, tries.best.step_s, bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
@@ -443,6 +452,7 @@ def _try_shortest(tries: Tries, milp: Milp, starts: Sequence[Candidate]) -> None
 def _search(
     tries: Tries,
     milp: Milp,
+    part: Milp,
     start: Solution,
     seeds: Sequence[Vector],
     others: Iterable[Candidate],
@@ -455,14 +465,14 @@ def _search(
     bound_s = milp.seconds(start.bound)
     candidates = milp
     if milp.is_large and not tries.is_good(bound_s):
-        _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES, bound_s)
+        _try_counted(tries, CountedMilp(part), _COUNTED_SHARES, bound_s)
     if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
         candidates = milp.with_trips()
-        if milp.is_large:
+        if milp.is_large and part is milp:
             _try_counted(tries, CountedMilp(candidates), _COUNTED_SHARES, bound_s)
     if not tries.is_good(bound_s):
         shares = _FREE_SHARES if candidates is milp else _FREE_SHARES_OF_RANKS
-        _round(tries, candidates, start, seeds, bound_s, shares)
+        _round(tries, candidates if part is milp else part, start, seeds, bound_s, shares)
     _try_rules(tries, milp, others)
     if not tries.is_good(bound_s) and not milp.is_large:
         bound_s = max(bound_s, _solve(tries, milp, solver_end))

@@ -129,7 +129,10 @@ class RunTables:
                 event = run.event_of[gradients.complete + 1, False, i]
                 by_event.setdefault(event, {})[self.columns[i, level]] = 1.0
         events = sorted(by_event)
-        gate = Gate(takers=[by_event[event] for event in events])
+        gate = Gate(
+            takers=[by_event[event] for event in events],
+            others=list(self._late_copies(spans_of_step[1], run, events)) if counts_trips else (),
+        )
         found: list[Gated] = []
         for phase in (run.table.phase(), *self.collectives(counts_trips=counts_trips)):
             starts = np.full((len(phase.lanes), phase.num_events), -1)
@@ -140,6 +143,26 @@ class RunTables:
                     starts[row] = np.searchsorted(events, np.arange(phase.num_events) + (lane is Lane.COMPUTE))
             found.append(Gated(phase=phase, gate=gate, starts=starts.ravel()))
         return found
+
+    def _late_copies(
+        self, span: Span, run: RunTable, events: Sequence[int]
+    ) -> Iterator[tuple[int, Mapping[int, float]]]:
+        """Yield the modes of each layer whose activations come back to the device behind one of the `events`, with the
+        number of the last such event.
+
+        The thread that trains waits for these copies at the end of the backward. They come as late as they may, so it
+        waits for the ops before them too.
+        """
+        for i, layer in enumerate(self.profiles, start=len(self.facts.buckets)):
+            late: dict[int, dict[int, float]] = {}
+            for mode, profile in enumerate(layer):
+                places = [
+                    (trip.first, True, self._numbers[trip.group]) for trip in profile.trips if span.holds(trip.first)
+                ]
+                if places:
+                    number = bisect_left(events, max(run.event_of[place] for place in places)) - 1
+                    late.setdefault(number, {})[self.columns[i, mode]] = 1.0
+            yield from ((number, modes) for number, modes in late.items() if number >= 0)
 
     def host_sums(self) -> Phase | None:
         """Return the seconds in which the thread that trains adds gradients to their sums on the host, as one event;

@@ -13,8 +13,9 @@ comes to it, so ops count if a bucket whose gradient is complete behind them has
 and `Chain` is shops one behind the other.
 """
 
+import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -83,6 +84,10 @@ class Shop(Protocol):
         """Return this shop with the seconds of all lanes but compute times `factor`."""
         ...
 
+    def with_gates(self, gates: Sequence["Gate"]) -> "Shop":
+        """Return this shop with the gate that is its own among `gates`, if it has one."""
+        ...
+
 
 def longest_s(shop: Shop, x: NDArray[np.float64]) -> float:
     """Return the seconds of the longest path of `shop` at x."""
@@ -131,6 +136,10 @@ class Phase:
         matrix_s = self.matrix_s.copy()
         matrix_s.data *= np.repeat(factors, np.diff(matrix_s.indptr))
         return replace(self, constants_s=self.constants_s * factors, matrix_s=matrix_s)
+
+    def with_gates(self, gates: Sequence["Gate"]) -> "Phase":
+        """Return this shop: all of its work counts always."""
+        return self
 
     def longest_of_s(self, work_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the seconds of the longest path for each column of `work_s`, seconds by row of the matrix."""
@@ -194,8 +203,19 @@ class Gate:
 
     takers: Sequence[Mapping[int, float]]
     """The entries of x of each taker, with a sign: they add up to 1 if it is chosen, else to 0."""
+    others: Sequence[tuple[int, Mapping[int, float]]] = ()
+    """(number of a taker, choices as of a taker): its y is 1 for these too."""
     first: int = 0
     """The place of the y of the first taker among those of all gates of the MILP."""
+    least: int = 0
+    """So many of the first y are 1, whatever is chosen."""
+    most: int | None = None
+    """Takers from this number on are not chosen: so many y may be 1. All of them if it is None."""
+
+    def all_takers(self) -> Iterator[tuple[int, Mapping[int, float]]]:
+        """Yield each taker and each of `others`, with the number of the taker."""
+        yield from enumerate(self.takers)
+        yield from self.others
 
     def counts(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the y of each taker at x, the least that the constraints of the MILP allow if x is not integral.
@@ -203,9 +223,10 @@ class Gate:
         If x is a matrix, choices x numbers of x, so is y.
         """
         chosen = np.zeros((len(self.takers), *x.shape[1:]))
-        for number, taker in enumerate(self.takers):
-            for column, sign in taker.items():
-                chosen[number] += sign * x[column]
+        for number, taker in self.all_takers():
+            share = sum((sign * x[column] for column, sign in taker.items()), np.zeros(x.shape[1:]))
+            chosen[number] = np.maximum(chosen[number], share)
+        chosen[: self.least] = 1.0
         return np.maximum.accumulate(chosen[::-1], axis=0)[::-1]
 
 
@@ -301,6 +322,12 @@ class Gated:
         """Return this shop with the seconds of all lanes but compute times `factor`."""
         return Gated(phase=self.phase.slower(factor), gate=self.gate, starts=self._starts)
 
+    def with_gates(self, gates: Sequence[Gate]) -> "Gated":
+        """Return this shop with the gate among `gates` that has its place."""
+        other = copy.copy(self)
+        other.gate = next(gate for gate in gates if gate.first == self.gate.first)
+        return other
+
     def _counted(self, x: NDArray[np.float64], y: NDArray[np.float64]) -> Phase:
         """Return the shop of the work that counts, linear in x and y, a lower limit that is exact here."""
         behind, products = len(x) + self.gate.first, self._products
@@ -342,6 +369,10 @@ class Chain:
     def slower(self, factor: float) -> "Chain":
         """Return these shops with the seconds of all lanes but compute times `factor`."""
         return replace(self, shops=[shop.slower(factor) for shop in self.shops])
+
+    def with_gates(self, gates: Sequence[Gate]) -> "Chain":
+        """Return these shops, each with its gate among `gates`."""
+        return replace(self, shops=[shop.with_gates(gates) for shop in self.shops])
 
 
 class _Work(NamedTuple):

@@ -8,15 +8,15 @@ known step and both budgets equal `SCALE`, because the solver's tolerances are a
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
 from elixir_compile.search.evaluator import Candidate, Evaluator
-from elixir_compile.search.formulation.cross_step_updates import RunTables, flow_shops, stream_choices
+from elixir_compile.search.formulation.cross_step_updates import RunTables, Shops, flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Gate, Path, Shop
 from elixir_compile.search.space.buckets import Level, is_gathered, meets
 from elixir_compile.search.space.memory import MemoryModel
@@ -26,6 +26,8 @@ TOLERANCE = 1e-7
 """A constraint counts as satisfied if it is exceeded by less than this share of the step or the budget."""
 _NUM_STRETCHES = 32
 _MANY_CHOICES = 600
+_WHOLE = 1e-3
+"""A y counts as whole if it is this near to 0 or 1, or if whole y make the step longer by no more than this share."""
 _AT_ONCE = 256
 """So many x are looked at together: their work on every lane and event takes a few MB."""
 Vector = NDArray[np.float64]
@@ -56,7 +58,9 @@ class Milp:
     def __init__(self, evaluator: Evaluator, reference_s: float) -> None:
         self.evaluator = evaluator
         self.reference_s = reference_s
-        self.constraints: list[Constraint] = []
+        self._constraints: list[Constraint] = []
+        self._decided: list[Constraint] = []
+        """Constraints of a part of a divided MILP, see `divided`."""
         facts = evaluator.facts
         profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
@@ -71,8 +75,8 @@ class Milp:
         """By bucket and home of its parameters: the choice to stream its update."""
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self.streams.values())}
         self._runs = RunTables(facts, evaluator.prices, self.choices, profiles)
-        self.phases, self.across, self.spanned, self.whole_step, gates = flow_shops(self._runs)
-        self._num_counts = sum(len(gate.takers) for gate in gates)
+        self.phases, self.across, self.spanned, self.whole_step, self.gates = flow_shops(self._runs)
+        self._num_counts = sum(len(gate.takers) for gate in self.gates)
         """Number of columns y of gates, which come behind x and T: whether some work of a shop counts."""
         self.num_extra = self._num_counts
         """Number of columns behind x and T: y, and then z. A column z is 1 if the gradients of one bucket are still on
@@ -107,8 +111,7 @@ class Milp:
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         self.host_constraint = Constraint(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
-        self._lasting_constraints = [self.host_constraint, *self._constraints_of_choices(gates)]
-        self.constraints += self._lasting_constraints
+        self._constraints += [self.host_constraint, *self._constraints_of_choices()]
 
     def with_trips(self, slower: float = 1.0) -> "Milp":
         """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks,
@@ -122,16 +125,67 @@ class Milp:
         # The constraints of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without
         # them.
         reused = [own for own in self.constraints if own.is_memory and own.columns.max(initial=0) < self.num_choices]
-        other.constraints = [*self._lasting_constraints, *reused]
+        shops = flow_shops(self._runs, counts_trips=True)
+        other.gates = shops.gates
+        other._constraints = [self.host_constraint, *other._constraints_of_choices(), *reused]
         other._seen = {key for key in self._seen if key[0] in ("segment", "in turn")}
         other.num_extra = self._num_counts
-        # The same gates, because copies of activations are no takers.
-        shops = flow_shops(self._runs, counts_trips=True)
-        other.phases = [[shop.slower(slower) for shop in phase] for phase in shops.phases]
-        other.across = [shop.slower(slower) for shop in shops.across]
-        other.whole_step = [shop.slower(slower) for shop in shops.whole_step]
+        other._take_shops(shops, lambda shop: shop.slower(slower))
         other._slower = slower
         return other
+
+    def _take_shops(self, shops: Shops, changed: Callable[[Shop], Shop]) -> None:
+        """Take `shops`, each `changed`."""
+        self.phases = [[changed(shop) for shop in phase] for phase in shops.phases]
+        self.across = [changed(shop) for shop in shops.across]
+        self.whole_step = [changed(shop) for shop in shops.whole_step]
+
+    def undecided(self, x: Vector) -> tuple[int, int] | None:
+        """Return the number of the gate whose y are too far from whole at x, and how many of them are 1 on average.
+
+        None if x takes hardly longer with whole y, those of all takers of which x has a share.
+        """
+        counts = [gate.counts(x) for gate in self.gates]
+        most_s, found = self.lower_s(x) * (1 + _WHOLE), None
+        for number, (gate, y) in enumerate(zip(self.gates, counts, strict=True)):
+            between = np.flatnonzero((y > _WHOLE) & (y < 1 - _WHOLE))
+            whole_s = self._with_gate(number, replace(gate, least=int((y > _WHOLE).sum()))).lower_s(x)
+            if len(between) and whole_s > most_s:
+                most_s, found = whole_s, (number, int(np.clip(np.floor(y.sum()), between[0], between[-1])))
+        return found
+
+    def divided(self, number: int, at: int) -> tuple["Milp", "Milp"]:
+        """Return this MILP for the x at which at most `at` of the y of gate `number` are 1, and for all other x.
+
+        They share their other constraints with this MILP, those added later too. The work behind a gate counts whole in
+        the one up to the first taker that may be the last chosen; in the other, later takers are closed.
+        """
+        column = np.array([self.num_choices + len(self.phases) + self.gates[number].first + at])
+        fewer = self._with_gate(number, replace(self.gates[number], most=at))
+        more = self._with_gate(number, replace(self.gates[number], least=at + 1))
+        for part, sign in ((fewer, 1.0), (more, -1.0)):
+            part._decided = [*self._decided, Constraint(column, np.array([sign]), min(sign, 0.0))]
+        return fewer, more
+
+    def _with_gate(self, number: int, gate: Gate) -> "Milp":
+        other = copy.copy(self)
+        other.gates = [*self.gates[:number], gate, *self.gates[number + 1 :]]
+        shops = Shops(self.phases, self.across, self.spanned, self.whole_step)
+        other._take_shops(shops, lambda shop: shop.with_gates(other.gates))
+        return other
+
+    @property
+    def closed(self) -> frozenset[int]:
+        """The columns of takers that are not chosen in this part of a divided MILP: of levels, unless they stream their
+        update, of modes, and of streams."""
+        gates = [gate for gate in self.gates if gate.most is not None]
+        takers = [taker for gate in gates for number, taker in gate.all_takers() if number >= (gate.most or 0)]
+        return frozenset(column for taker in takers for column in taker)
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """The constraints so far."""
+        return [*self._constraints, *self._decided]
 
     @property
     def num_choices(self) -> int:
@@ -150,7 +204,7 @@ class Milp:
         """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
         return bool(self.streams)
 
-    def _constraints_of_choices(self, gates: Sequence[Gate]) -> Iterator[Constraint]:
+    def _constraints_of_choices(self) -> Iterator[Constraint]:
         """Yield the constraints for what may be chosen together: streams, quotas and gates."""
         facts = self.evaluator.facts
         # A bucket streams only if its level has its state on the host and its parameters at the home of the stream.
@@ -167,9 +221,9 @@ class Milp:
             yield Constraint(columns, shares, SCALE)
             yield Constraint(columns, -shares, -quota.least / max(quota.most, 1) * SCALE)
         # y of each taker of a gate is at least the share of the taker, and y of the next one.
-        for gate in gates:
+        for gate in self.gates:
             behind = self.num_choices + len(self.phases) + gate.first
-            for i, taker in enumerate(gate.takers):
+            for i, taker in gate.all_takers():
                 yield Constraint(np.array([*taker, behind + i], dtype=np.int64), np.array([*taker.values(), -1.0]), 0.0)
             for y in range(behind + 1, behind + len(gate.takers)):
                 yield Constraint(np.array([y, y - 1], dtype=np.int64), np.array([1.0, -1.0]), 0.0)
@@ -271,7 +325,7 @@ class Milp:
         values = path.coefficients_s[columns] * unit
         columns[columns >= self.num_choices] += len(self.phases)  # columns y
         columns = np.append(columns, [self.num_choices + number for number in numbers])
-        self.constraints.append(Constraint(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
+        self._constraints.append(Constraint(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
         return True
 
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
@@ -308,7 +362,7 @@ class Milp:
     def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
         budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
         limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * SCALE
-        self.constraints.append(Constraint(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
+        self._constraints.append(Constraint(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
 
     def add_leaving(self, candidate: Candidate) -> bool:
         """Add exact constraints for at most four segments that `candidate` overfills; return whether any constraint is
@@ -344,7 +398,7 @@ class Milp:
                 own = [self.choices[i, level] for level in leaving]
                 between = [self.choices[j, level] for j in before[place + 1 :] for level in self._leaving(j)]
                 values = np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]])
-                self.constraints.append(Constraint(np.array([*own, *between, z], dtype=np.int64), values, 0.0))
+                self._constraints.append(Constraint(np.array([*own, *between, z], dtype=np.int64), values, 0.0))
             self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
         return bool(new)
 
@@ -372,4 +426,4 @@ class Milp:
     def forbid(self, candidate: Candidate) -> None:
         """Add a constraint that excludes `candidate`, whatever it streams, and no other candidate."""
         columns = np.array(self._columns(candidate), dtype=np.int64)
-        self.constraints.append(Constraint(columns, np.ones(len(columns)), len(columns) - 1.0))
+        self._constraints.append(Constraint(columns, np.ones(len(columns)), len(columns) - 1.0))

@@ -31,6 +31,7 @@ from elixir_compile.search.formulation.milp import SCALE, Milp
 from elixir_compile.search.formulation.solver import (
     CountedMilp,
     bound_of,
+    decided,
     evenly,
     matrix_of,
     priced,
@@ -320,6 +321,40 @@ def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
         assert found.bound <= integral.bound + 1e-4 * SCALE, f"seed {seed}"
 
 
+def test_each_answer_is_in_one_part_of_a_divided_milp_and_takes_as_long_there() -> None:
+    draw, num_in = random.Random(0), [0, 0]
+    for milp in milps():
+        for number, gate in enumerate(milp.gates):
+            at = draw.randrange(len(gate.takers))
+            halves = milp.divided(number, at)
+            column = milp.num_choices + len(milp.phases) + gate.first + at
+            assert all(half.constraints[-1].columns.tolist() == [column] for half in halves)
+            for x in [milp.vector(random_answer(draw, milp.evaluator)) for _ in range(12)]:
+                is_one = bool(gate.counts(x)[at] > 0.5)
+                limits = [half.constraints[-1] for half in halves]
+                assert [own.values[0] * is_one <= own.limit for own in limits] == [not is_one, is_one]
+                assert halves[is_one].lower_s(x) == pytest.approx(milp.lower_s(x), rel=1e-9)
+                num_in[is_one] += 1
+    assert min(num_in) > 10
+
+
+def test_the_host_waits_for_the_ops_before_activations_that_come_back() -> None:
+    """In the MILP that makes candidates; in that of the bound their copies may come at any time."""
+    num_late = 0
+    for milp in milps():
+        assert not any(gate.others for gate in milp.gates)
+        nothing = np.zeros(milp.num_choices)
+        for gate in milp.with_trips().gates:
+            for number, modes in gate.others:
+                for column in modes:
+                    own, place = next(choice for choice, at in milp.choices.items() if at == column), nothing.copy()
+                    place[column] = 1.0
+                    assert milp.evaluator.profiles[own[0] - len(milp.evaluator.facts.buckets)][own[1]].trips
+                    assert gate.counts(place).tolist() == [1.0] * (number + 1) + [0.0] * (len(gate.takers) - number - 1)
+                    num_late += 1
+    assert num_late
+
+
 def test_any_multipliers_make_a_bound() -> None:
     """Weak duality: it does not matter where they come from."""
     for seed, problem in instances(6):
@@ -400,6 +435,25 @@ def test_parts_of_members_are_spread_as_whole_members(parts: list[float], num_me
     for end in range(1, num_members + 1):
         taken = Counter(found[:end])
         assert all(taken[option] < amount * end / num_members + 1 + 1e-9 for option, amount in wanted.items())
+
+
+def test_counts_decide_behind_which_gradient_the_host_begins() -> None:
+    num_divided = 0
+    for evaluator in evaluators():
+        milp, end = milp_of(evaluator), deadline_in(20)
+        part = decided(milp, end, more_bytes=0)
+        if part is milp:
+            continue
+        start, found = (CountedMilp(own).mean(end, more_bytes=0) for own in (milp, part))
+        assert start is not None
+        assert found is not None
+        assert milp.undecided(start.x) is not None
+        num_divided += any(gate.least or gate.most is not None for gate in part.gates)
+        for gate in part.gates:
+            assert gate.counts(found.x)[: gate.least].min(initial=1.0) == 1.0
+            most = len(gate.takers) if gate.most is None else gate.most
+            assert gate.counts(found.x)[most:].max(initial=0.0) < 1e-6
+    assert num_divided
 
 
 def test_a_candidate_has_the_counts_of_its_optimum_as_whole_numbers() -> None:

@@ -149,15 +149,16 @@ def test_plans_equal_the_saved_ones(grid: Any, number: int) -> None:
             assert found.step_s == pytest.approx(old.step_s, rel=1e-9), case.name
 
 
-@pytest.mark.slow  # 30 s
+@pytest.mark.slow  # 30 s each
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-def test_a_step_of_busy_collectives_is_near_its_bound_in_six_tenths_of_the_memory(grid: Any) -> None:
-    """Gathers and reduces take as long as compute there. Without candidates that leave time free on lanes, the gap is
-    4.3 %."""
-    case = grid.Case(model="gpt2-4b", batch=4, machine="rtx4090-24g", ranks=8, state=12)
+@pytest.mark.parametrize(("ranks", "share", "most_gap"), [(8, 0.6, 0.01), (1, 1.0, 0.03)])
+def test_a_step_of_busy_lanes_is_near_its_bound(grid: Any, ranks: int, share: float, most_gap: float) -> None:
+    """On eight ranks gathers and reduces take as long as compute: without candidates that leave time free on lanes, the
+    gap is 4.3 %. On one the host updates most of the model: if its buckets are spread over all layers, it is 12.8 %."""
+    case = grid.Case(model="gpt2-4b", batch=4, machine="rtx4090-24g", ranks=ranks, state=12)
     problem = grid.problem_from(case, grid.capture_of(case.model, case.batch, case.layers))
-    problem = replace(problem, budget_bytes=int(0.6 * problem.budget_bytes))
-    assert plan(problem, timeout_s=grid.TIMEOUT_S).gap < 0.01
+    problem = replace(problem, budget_bytes=int(share * problem.budget_bytes))
+    assert plan(problem, timeout_s=grid.TIMEOUT_S).gap < most_gap
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
