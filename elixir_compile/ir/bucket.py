@@ -84,6 +84,8 @@ class Param:
     """The dtypes of narrower moments that a plan may choose, each with the bytes of state under it."""
     whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
     """What its update takes if it reads the whole tensor; None if each element is updated by itself."""
+    in_blocks: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether its elements are updated block by block in fp32 scratch tensors, on the host too: `optim.masters`."""
     grad_nbytes: int = field(default=0, metadata=LEFT_OUT)
     """Bytes of the gradient after its reduce, over all ranks; 0 if nobody asks for them."""
     sum_nbytes: int = field(default=0, metadata=LEFT_OUT)
@@ -138,6 +140,8 @@ class Bucket:
     block of values, which `state_nbytes` includes."""
     whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
     """What the updates of its parameters take if each reads a whole tensor; None if each element is updated alone."""
+    in_blocks: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether elements are updated block by block in fp32 scratch tensors, on the host too."""
     owned_updates: tuple[WholeUpdate, ...] = field(default=(), metadata=LEFT_OUT)
     """By rank, what the updates of the parameters take that it owns whole; empty if each rank updates all of them."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)

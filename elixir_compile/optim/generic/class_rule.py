@@ -399,8 +399,12 @@ class ClassRule(UpdateRule):
             step = self.known.tensor_step(param, group)
             state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
             return Param(is_trained=True, state_nbytes=state_bytes)
-        found = super().param_state(param, group)
-        return replace(found, state_dtype="bfloat16") if self._narrow(group, updated_dtype(param)) else found
+        narrow = bool(self._narrow(group, updated_dtype(param)))
+        return replace(
+            super().param_state(param, group),
+            state_dtype="bfloat16" if narrow else None,
+            in_blocks=narrow or has_master(param),
+        )
 
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
         """Return the most bytes that one step of all of `params`, none of which is updated by elements, holds at once

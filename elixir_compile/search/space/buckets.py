@@ -352,6 +352,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
         whole_update=WholeUpdate.of_all([update for update, _ in whole]) if whole else None,
+        in_blocks=any(param.facts.in_blocks for param in group),
         owned_updates=tuple(
             WholeUpdate.of_all(
                 [replace(update, state_nbytes=own.state_nbytes) for update, own in whole if own.shard_numels[rank]]

@@ -127,6 +127,7 @@ def test_the_bits_of_the_class_in_fp32_wherever_and_whenever(
     (plan,) = {record.plan for record in elixir.compilations(run.model)}
     assert any(placement.streamed for placement in plan.placements) is (share > 0)
     assert all((bucket.whole_update is not None) == (cls in CLASSES) for bucket in plan.buckets)
+    assert all(bucket.in_blocks == (cls not in CLASSES) for bucket in plan.buckets)
     assert {isinstance(state, DiskState) for state in run.optimizer.state.values()} == {home.endswith("disk")}
 
 
